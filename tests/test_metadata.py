@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from batches import INT32_MAX, Batch, batches
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_async_spec import (
+    CommonAttentionMetadata,
+    HostSyncError,
+    MetadataError,
+    reset_sync_report,
+    sync_policy,
+    sync_report,
+)
+
+MIXED = Batch(query_lens=(1, 4, 7, 0), seq_lens=(33, 100, 7, 0), token_padding=2)
+PER_REQUEST = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_report():
+    reset_sync_report()
+
+
+def reads() -> int:
+    return sync_report().count
+
+
+@given(batches(), st.booleans(), st.integers(0, 7))
+def test_host_views_equal_the_plain_model_and_cost_one_copy(batch: Batch, known: bool, slack: int):
+    reset_sync_report()
+    metadata = batch.metadata(known=known, slack=slack)
+    assert metadata.num_computed_tokens_cpu.tolist() == batch.computed
+    assert metadata.seq_lens_cpu.tolist() == list(batch.seq_lens)
+    assert metadata.num_computed_tokens_cpu is metadata.num_computed_tokens_cpu
+    assert metadata.seq_lens_cpu.dtype == metadata.num_computed_tokens_cpu.dtype == torch.int32
+    assert reads() == (0 if known else 1)
+    assert metadata.num_computed_tokens.tolist() == batch.computed
+    assert metadata.seq_len_upper_bound == metadata.max_seq_len >= max(batch.seq_lens, default=0)
+
+
+@given(batches(min_requests=1, most=10_000), st.booleans(), st.data())
+def test_derived_metadata_never_syncs_and_equals_the_plain_model(batch: Batch, known: bool, data: st.DataObject):
+    reset_sync_report()
+    metadata = batch.metadata(known=known, slack=3)
+    start = data.draw(st.integers(0, len(batch.seq_lens)))
+    stop = data.draw(st.integers(start, len(batch.seq_lens)))
+    total = batch.starts[-1]
+    offsets = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3))) if total > 1 else []
+    with sync_policy("error"):
+        part = metadata.slice_requests(start, stop)
+        parts = metadata.split(*offsets)
+        metadata.replace(causal=False)
+    live = sum(n > 0 for n in batch.query_lens)
+    with sync_policy("error"):
+        unpadded = metadata.unpadded(total, live)
+
+    assert part.seq_lens_cpu.tolist() == list(batch.seq_lens[start:stop])
+    assert part.num_computed_tokens_cpu.tolist() == batch.computed[start:stop]
+    assert unpadded.num_computed_tokens_cpu.tolist() == batch.computed[:live]
+    assert torch.cat([p.slot_mapping for p in parts]).tolist() == metadata.slot_mapping.tolist()
+    positions = []
+    for p in parts:
+        assert int(p.query_start_loc_cpu[0]) == 0
+        assert p.query_start_loc.tolist() == p.query_start_loc_cpu.tolist()
+        assert p.seq_lens_cpu.tolist() == p.seq_lens.tolist()
+        assert int((p.query_start_loc_cpu[1:] - p.query_start_loc_cpu[:-1]).max()) == p.max_query_len
+        assert int(p.seq_lens.max()) <= p.max_seq_len <= metadata.max_seq_len
+        assert bool((p.seq_lens <= p.seq_lens_cpu_upper_bound).all())
+        for computed, length in zip(p.num_computed_tokens.tolist(), p.seq_lens.tolist(), strict=True):
+            positions += range(computed, length)
+    # However the batch is cut, every query token is there once, at its own position.
+    assert positions == [
+        at for computed, length in zip(batch.computed, batch.seq_lens, strict=True) for at in range(computed, length)
+    ]
+    assert reads() == (0 if known else 1), "the parts share one copy"
+
+
+@given(batches(most=INT32_MAX - 40), st.booleans(), st.lists(st.integers(0, 5), max_size=3))
+def test_advance_equals_the_plain_model(batch: Batch, known: bool, steps: list[int]):
+    reset_sync_report()
+    metadata = batch.metadata(known=known, slack=3)
+    bound = metadata.max_seq_len
+    with sync_policy("error"):
+        for step in steps:
+            metadata.advance(step)
+    lengths = [n + sum(steps) if n else 0 for n in batch.seq_lens]
+    assert metadata.seq_lens.tolist() == lengths
+    assert metadata.max_seq_len == bound + sum(steps)
+    assert metadata.seq_lens_cpu.tolist() == lengths
+    assert metadata.seq_lens_cpu.dtype == torch.int32
+    assert metadata.seq_lens_cpu_upper_bound.tolist() == [n + 3 + sum(steps) if n else 0 for n in batch.seq_lens]
+    assert reads() == (0 if known else 1)
+
+
+CHANGES = {
+    "add_": lambda seq_lens: seq_lens.add_(1),
+    "a view of it": lambda seq_lens: seq_lens[1:].sub_(1),
+    "an element": lambda seq_lens: seq_lens.__setitem__(0, 40),
+    "copy_ in inference mode": lambda seq_lens: torch.inference_mode()(seq_lens.copy_)(seq_lens + 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("how", ["given", "read", "prefetched", "sliced"])
+def test_a_stale_host_copy_cannot_be_read(change: str, how: str):
+    metadata = MIXED.metadata(known=how == "given")
+    derived = metadata.slice_requests(0, 3) if how == "sliced" else metadata
+    if how == "read":
+        assert metadata.num_computed_tokens_cpu is not None
+    if how == "prefetched":
+        metadata.prefetch_host()
+    CHANGES[change](metadata.seq_lens)
+    assert metadata._seq_lens_cpu is None
+    assert derived.seq_lens_cpu.tolist() == derived.seq_lens.tolist()
+    assert metadata.num_computed_tokens_cpu.tolist() == metadata.num_computed_tokens.tolist()
+
+
+def test_a_kernel_that_writes_through_a_pointer_says_so():
+    metadata = MIXED.metadata()
+    assert metadata.seq_lens_cpu.tolist() == list(MIXED.seq_lens)
+    metadata.seq_lens.numpy()[0] = 34  # like a Triton kernel: PyTorch's version counter does not move
+    metadata.seq_lens_changed()
+    assert metadata.seq_lens_cpu.tolist()[0] == 34
+
+
+def test_the_copy_of_an_inference_tensor_is_not_kept():
+    with torch.inference_mode():
+        metadata = MIXED.metadata()
+        assert metadata.seq_lens_cpu.tolist() == list(MIXED.seq_lens)
+        metadata.seq_lens.add_(1)  # inference tensors have no version counter
+        assert metadata.seq_lens_cpu.tolist() == [n + 1 for n in MIXED.seq_lens]
+
+
+def test_a_host_copy_does_not_follow_the_device_tensor():
+    metadata = MIXED.metadata()
+    before = metadata.seq_lens_cpu
+    metadata.seq_lens.add_(1)
+    assert before.tolist() == list(MIXED.seq_lens)
+
+
+def test_prefetch_makes_the_read_an_event_wait():
+    metadata = MIXED.metadata()
+    with sync_policy("error"):
+        metadata.prefetch_host()
+        metadata.prefetch_host()
+        part = metadata.slice_requests(1, 3)
+        assert metadata.seq_lens_cpu.tolist() == list(MIXED.seq_lens)
+        assert part.seq_lens_cpu.tolist() == list(MIXED.seq_lens[1:3])
+    (site,) = sync_report().sites
+    assert (site.kind.value, site.count, site.bytes) == ("event", 1, 16)
+    assert site.site.file == __file__
+
+
+def test_error_policy_refuses_before_anything_is_copied():
+    metadata = MIXED.metadata()
+    with (
+        sync_policy("error"),
+        pytest.raises(HostSyncError, match=r"seq_lens was copied to the host at .*test_metadata"),
+    ):
+        metadata.num_computed_tokens_cpu  # noqa: B018
+    assert metadata._seq_lens_cpu is None
+
+
+@given(batches())
+def test_replace_and_unpadded_lose_no_field(batch: Batch):
+    metadata = batch.metadata(known=True, slack=2)
+    full = metadata.unpadded(metadata.num_actual_tokens, metadata.num_reqs)
+    for field in dataclasses.fields(CommonAttentionMetadata):
+        for other in (metadata.replace(), full, metadata.slice_requests(0, metadata.num_reqs)):
+            assert _equal(getattr(other, field.name), getattr(metadata, field.name)), field.name
+            assert other._seq_lens_cpu is not None
+
+
+def test_replacing_seq_lens_drops_what_was_known_of_the_old():
+    metadata = MIXED.metadata(known=True)
+    assert metadata.replace(seq_lens=metadata.seq_lens + 1)._seq_lens_cpu is None
+    assert metadata.replace(max_seq_len=200).seq_lens_cpu is metadata.seq_lens_cpu
+
+
+def test_non_contiguous_tensors_are_taken():
+    wide = torch.zeros(4, 2, dtype=torch.int32)
+    wide[:, 0] = torch.tensor(MIXED.seq_lens)
+    metadata = MIXED.metadata().replace(seq_lens=wide[:, 0])
+    assert metadata.num_computed_tokens_cpu.tolist() == MIXED.computed
+    metadata.advance(2)
+    assert wide[:, 0].tolist() == metadata.seq_lens_cpu.tolist() == [35, 102, 9, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory and streams need a CUDA device")
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_on_a_gpu(prefetch: bool):
+    metadata = MIXED.metadata()
+    moved = {
+        field.name: value.cuda()
+        for field in dataclasses.fields(metadata)
+        if isinstance(value := getattr(metadata, field.name), torch.Tensor)
+        and field.name not in ("query_start_loc_cpu", "seq_lens_cpu_upper_bound")
+    }
+    metadata = metadata.replace(**moved, query_start_loc_cpu=metadata.query_start_loc_cpu.pin_memory())
+    torch.cuda._sleep(20_000_000)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metadata.advance(1)
+        part = metadata.split(6)[0]
+        if prefetch:
+            metadata.prefetch_host()
+            torch.cuda._sleep(20_000_000)
+            assert metadata.seq_lens_cpu.is_pinned()
+            assert metadata.num_computed_tokens_cpu.tolist() == [n + 1 if n else 0 for n in MIXED.computed]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metadata.seq_lens_cpu.tolist() == [34, 101, 8, 0]
+    assert part.seq_lens_cpu.tolist() == part.seq_lens.tolist()
+    metadata.seq_lens.add_(1)
+    assert metadata.seq_lens_cpu.tolist() == [35, 102, 9, 1]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "wrong dtype": ({"seq_lens": torch.zeros(4)}, "seq_lens is torch.float32; it must be torch.int32"),
+    "int64 lengths": (
+        {"query_start_loc_cpu": torch.zeros(5, dtype=torch.int64)},
+        "query_start_loc_cpu is torch.int64; it must be torch.int32",
+    ),
+    "wrong shape": (
+        {"seq_lens": torch.zeros(3, dtype=torch.int32)},
+        "seq_lens has shape (3,); it must be (4)",
+    ),
+    "wrong rank": (
+        {"block_table_tensor": torch.zeros(4, dtype=torch.int32)},
+        "block_table_tensor has shape (4,); it must be (4, any)",
+    ),
+    "wrong device": (
+        {"query_start_loc": torch.zeros(5, dtype=torch.int32, device="meta")},
+        "query_start_loc is on meta; it must be on cpu",
+    ),
+    "host field on a device": (
+        {"seq_lens_cpu_upper_bound": torch.zeros(4, dtype=torch.int32, device="meta")},
+        "seq_lens_cpu_upper_bound is on meta; it must be on cpu",
+    ),
+    "given lengths": (
+        {"_seq_lens_cpu": torch.zeros(9, dtype=torch.int32)},
+        "_seq_lens_cpu has shape (9,); it must be (4)",
+    ),
+    "not a tensor": ({"seq_lens": [1, 2]}, "seq_lens is list [1, 2]; it must be a torch.int32 tensor"),
+    "no slots": (
+        {"slot_mapping": torch.zeros(3, dtype=torch.int64)},
+        "slot_mapping has 3 entries; it must have at least num_actual_tokens, 14",
+    ),
+    "negative": ({"max_seq_len": -1}, f"max_seq_len is -1; it must be an integer from 0 to {INT32_MAX}"),
+    "too long": ({"max_seq_len": 2**31}, f"max_seq_len is 2147483648; it must be an integer from 0 to {INT32_MAX}"),
+    "a float": ({"num_reqs": 4.0}, f"num_reqs is 4.0; it must be an integer from 0 to {INT32_MAX}"),
+    "mask": ({"is_prefilling": torch.zeros(4)}, "is_prefilling is torch.float32; it must be torch.bool"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_field_is_named(case: str):
+    changes, message = BAD[case]
+    with pytest.raises(MetadataError) as caught:
+        MIXED.metadata().replace(**changes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.unpadded(3, 5), "num_actual_reqs is 5; it must be from 0 to 4"),
+        (lambda m: m.unpadded(99, 4), "num_actual_tokens is 99; it must be from 0 to 14"),
+        (lambda m: m.slice_requests(3, 2), "start is 3; it must be from 0 to 2"),
+        (lambda m: m.split(5, 5), "token_offsets is (5, 5); it must ascend strictly between 0 and the 12 query tokens"),
+        (lambda m: m.split(12), "token_offsets is (12,); it must ascend strictly between 0 and the 12 query tokens"),
+        (lambda m: m.advance(-1), f"num_tokens is -1; it must be an integer from 0 to {INT32_MAX}"),
+        (
+            lambda m: m.replace(max_seq_len=INT32_MAX).advance(1),
+            f"max_seq_len + num_tokens is {INT32_MAX + 1}; it must be an integer from 0 to {INT32_MAX}",
+        ),
+    ],
+)
+def test_a_bad_argument_is_named(call: Any, message: str):
+    with pytest.raises(MetadataError) as caught:
+        call(MIXED.metadata())
+    assert str(caught.value) == message
+
+
+def _equal(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b

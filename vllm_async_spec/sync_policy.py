@@ -1,0 +1,248 @@
+"""What reading device state from the host means, and who did it.
+
+Every read that makes the host wait for the device goes through `host_read`: it is counted by call site and,
+as the policy says, allowed, warned about once per site, or refused before it happens. On CPU tensors a read counts
+as the one that it would be on a GPU, so that the contract can be tested without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class SyncPolicy(str, enum.Enum):
+    """What happens when the host reads device state."""
+
+    ALLOW = "allow"
+    """Count it."""
+    WARN = "warn"
+    """Count it, and warn once per call site, at the caller's file and line."""
+    ERROR = "error"
+    """Count it, and raise `HostSyncError` before anything is copied."""
+
+    @classmethod
+    def parse(cls, value: str | SyncPolicy) -> SyncPolicy:
+        """The policy named by `value`.
+
+        Raises:
+            ValueError: `value` names no policy; the message lists those that exist.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(policy.value for policy in cls)
+            raise ValueError(f"sync policy is {str(value)!r}; it must be one of {known}") from None
+
+
+class ReadKind(str, enum.Enum):
+    """How the host waited."""
+
+    COPY = "copy"
+    """A blocking device-to-host copy."""
+    EVENT = "event"
+    """The event of a copy that had been started earlier: the wait that is left, if any, is short and was asked for."""
+
+
+class HostSyncError(RuntimeError):
+    """A read of device state from the host under the policy `error`."""
+
+
+class HostSyncWarning(UserWarning):
+    """A read of device state from the host under the policy `warn`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """The line outside this package's machinery that asked."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(slots=True)
+class SiteReport:
+    """What one call site cost: `count` reads, `bytes` copied, `seconds` the host waited."""
+
+    site: CallSite
+    what: str
+    kind: ReadKind
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """The host reads of this process since it started or was last reset; sites by waiting time, longest first."""
+
+    policy: SyncPolicy
+    sites: tuple[SiteReport, ...] = field(default=())
+
+    @property
+    def count(self) -> int:
+        """Reads in all."""
+        return sum(site.count for site in self.sites)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes copied to the host in all."""
+        return sum(site.bytes for site in self.sites)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that host threads waited in all."""
+        return sum(site.seconds for site in self.sites)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return {
+            "policy": self.policy.value,
+            "count": self.count,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "sites": [asdict(site) | {"kind": site.kind.value} for site in self.sites],
+        }
+
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))
+# Frames of these files are how a read is carried out, never who asked for it.
+_MACHINERY = frozenset(
+    os.path.join(_PACKAGE, name) for name in ("sync_policy.py", "host_copy.py", "host_lengths.py", "metadata.py")
+) | {contextlib.__file__}
+
+_lock = threading.Lock()
+_sites: dict[tuple[CallSite, str, ReadKind], SiteReport] = {}
+_warned: set[tuple[CallSite, str]] = set()
+_process_policy = SyncPolicy.ALLOW
+_scoped_policy: contextvars.ContextVar[SyncPolicy | None] = contextvars.ContextVar("sync_policy", default=None)
+
+
+def current_sync_policy() -> SyncPolicy:
+    """The policy in force here: that of the innermost `sync_policy` block of this thread, else the process's."""
+    return _scoped_policy.get() or _process_policy
+
+
+def set_sync_policy(policy: str | SyncPolicy) -> SyncPolicy:
+    """Set the policy of the whole process and return the one it replaces.
+
+    Raises:
+        ValueError: `policy` names no policy.
+    """
+    global _process_policy
+    new = SyncPolicy.parse(policy)
+    with _lock:
+        previous, _process_policy = _process_policy, new
+    return previous
+
+
+@contextlib.contextmanager
+def sync_policy(policy: str | SyncPolicy) -> Iterator[SyncPolicy]:
+    """Within the block, and in this thread only, `policy` is in force.
+
+    Raises:
+        ValueError: `policy` names no policy.
+    """
+    token = _scoped_policy.set(SyncPolicy.parse(policy))
+    try:
+        yield current_sync_policy()
+    finally:
+        _scoped_policy.reset(token)
+
+
+def sync_report() -> SyncReport:
+    """The host reads of device state in this process so far."""
+    with _lock:
+        sites = sorted((_copy(site) for site in _sites.values()), key=lambda site: -site.seconds)
+    return SyncReport(current_sync_policy(), tuple(sites))
+
+
+def reset_sync_report() -> SyncReport:
+    """Forget the reads counted so far, and return them; sites that have been warned about may warn again."""
+    with _lock:
+        sites = sorted(_sites.values(), key=lambda site: -site.seconds)
+        _sites.clear()
+        _warned.clear()
+    return SyncReport(current_sync_policy(), tuple(sites))
+
+
+@contextlib.contextmanager
+def host_read(what: str, nbytes: int, kind: ReadKind = ReadKind.COPY) -> Iterator[None]:
+    """Carry out, inside the block, one read of device state: counted, timed, and attributed to the caller.
+
+    Args:
+        what: name of what is read, such as `seq_lens`.
+        nbytes: bytes that reach the host.
+        kind: `COPY` answers to the policy; `EVENT` is the remedy that the policy's message recommends, and is
+            only counted.
+
+    Raises:
+        HostSyncError: the policy is `error` and `kind` is `COPY`; nothing has been copied then.
+    """
+    site = _caller()
+    policy = current_sync_policy() if kind is ReadKind.COPY else SyncPolicy.ALLOW
+    refused = policy is SyncPolicy.ERROR
+    _count(site, what, kind, 0 if refused else nbytes)
+    if refused:
+        raise HostSyncError(f"{_sentence(what, site)} under the policy 'error'; {_REMEDY}")
+    if policy is SyncPolicy.WARN:
+        _warn_once(site, what)
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        _add_seconds(site, what, kind, time.perf_counter() - start)
+
+
+_REMEDY = "use the device tensor, seq_lens_cpu_upper_bound, or prefetch_host() a step earlier"
+
+
+def _sentence(what: str, site: CallSite) -> str:
+    return f"{what} was copied to the host at {site}, which makes the host wait for the device,"
+
+
+def _count(site: CallSite, what: str, kind: ReadKind, nbytes: int) -> None:
+    with _lock:
+        entry = _sites.setdefault((site, what, kind), SiteReport(site, what, kind))
+        entry.count += 1
+        entry.bytes += nbytes
+
+
+def _add_seconds(site: CallSite, what: str, kind: ReadKind, seconds: float) -> None:
+    with _lock:
+        # A reset while the read was under way took its entry; what is left of it belongs to nobody.
+        if entry := _sites.get((site, what, kind)):
+            entry.seconds += seconds
+
+
+def _warn_once(site: CallSite, what: str) -> None:
+    with _lock:
+        if (site, what) in _warned:
+            return
+        _warned.add((site, what))
+    message = f"{_sentence(what, site)} and is counted; {_REMEDY}"
+    warnings.warn_explicit(message, HostSyncWarning, site.file, site.line, registry={})
+
+
+def _caller() -> CallSite:
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _MACHINERY and frame.f_back is not None:
+        frame = frame.f_back
+    return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _copy(site: SiteReport) -> SiteReport:
+    return SiteReport(site.site, site.what, site.kind, site.count, site.bytes, site.seconds)
