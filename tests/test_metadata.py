@@ -167,7 +167,7 @@ def test_error_policy_refuses_before_anything_is_copied():
     assert metadata._seq_lens_cpu is None
 
 
-@given(batches())
+@given(batches(min_requests=1))
 def test_replace_and_unpadded_lose_no_field(batch: Batch):
     metadata = batch.metadata(known=True, slack=2)
     full = metadata.unpadded(metadata.num_actual_tokens, metadata.num_reqs)

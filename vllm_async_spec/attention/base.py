@@ -1,0 +1,72 @@
+"""What an adapter is, and the registry of those that exist."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol, TypeVar
+
+from vllm_async_spec.metadata import CommonAttentionMetadata
+
+ArgumentsT = TypeVar("ArgumentsT", covariant=True)
+
+
+class HostNeed(enum.Enum):
+    """What an adapter reads of the sequence lengths on the host."""
+
+    NONE = "none"
+    """Nothing by request: the device lengths and the scalars `max_query_len` and `max_seq_len` are enough."""
+    UPPER_BOUND = "upper bound"
+    """`seq_lens_cpu_upper_bound`: a bound by request, for sizes and plans. Never waits."""
+    EXACT = "exact"
+    """`seq_lens_cpu`: waits for the device wherever the host does not know the lengths."""
+
+
+class Adapter(Protocol[ArgumentsT]):
+    """Turns metadata into the arguments of one backend's kernels.
+
+    What `host_need` declares is held to by the compatibility suite: an adapter that reads more fails it.
+    """
+
+    name: str
+    """The backend's name, as vLLM spells it where vLLM has it."""
+    host_need: HostNeed
+
+    def arguments(self, metadata: CommonAttentionMetadata) -> ArgumentsT:
+        """The kernel's arguments for this batch; waits for the device only if `host_need` is `EXACT`."""
+        ...
+
+
+class UnknownAdapterError(KeyError):
+    """No adapter has this name; the message lists those that exist."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+_registry: dict[str, Adapter[object]] = {}
+
+
+def register_adapter(adapter: Adapter[object]) -> None:
+    """Make `adapter` known under its name.
+
+    Raises:
+        ValueError: another adapter has that name already.
+    """
+    if _registry.setdefault(adapter.name, adapter) is not adapter:
+        raise ValueError(f"an adapter named {adapter.name!r} exists already; choose another name")
+
+
+def get_adapter(name: str) -> Adapter[object]:
+    """The adapter of that name.
+
+    Raises:
+        UnknownAdapterError: there is none.
+    """
+    if name not in _registry:
+        raise UnknownAdapterError(f"there is no adapter {name!r}; there are {', '.join(sorted(_registry))}")
+    return _registry[name]
+
+
+def adapters() -> tuple[Adapter[object], ...]:
+    """All adapters, by name."""
+    return tuple(_registry[name] for name in sorted(_registry))

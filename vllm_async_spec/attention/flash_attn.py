@@ -1,0 +1,143 @@
+"""FlashAttention 2 and 3 over a paged KV cache, from device `seq_lens`.
+
+Sources: `flash_attn_varlen_func` and `flash_attn_with_kvcache` of flash-attn (2.7 and later; hopper/ for 3) and
+vLLM's build of both, `vllm.vllm_flash_attn`. None of them reads a length on the host: lengths by request are device
+tensors, and the two maxima only size the grid and choose the number of KV splits, so a bound serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_async_spec.attention.base import HostNeed, register_adapter
+from vllm_async_spec.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class FlashAttentionArguments:
+    """One batch in FlashAttention's words; the methods below name it as each function does."""
+
+    cu_seqlens_q: torch.Tensor
+    """(batch + 1,) int32, device: cumulative query lengths."""
+    seqused_k: torch.Tensor
+    """(batch,) int32, device: keys of each request. The truth."""
+    block_table: torch.Tensor
+    """(batch, pages) int32, device, last dimension contiguous."""
+    num_tokens: int
+    """Query tokens, padding included."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    """Upper bound of `seqused_k`."""
+    causal: bool
+    window_size: tuple[int, int]
+    """Keys seen before and after a query token's own; -1 is no limit."""
+    num_splits: int
+    """KV splits; 0 leaves it to the kernel, which decides from `max_seqlen_k`."""
+
+    def vllm_varlen(self) -> dict[str, Any]:
+        """Keyword arguments of vLLM's `flash_attn_varlen_func` (2 and 3), whose keys' lengths are `seqused_k`."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": self.max_seqlen_q,
+            "seqused_k": self.seqused_k,
+            "max_seqlen_k": self.max_seqlen_k,
+            "block_table": self.block_table,
+            "causal": self.causal,
+            "window_size": list(self.window_size),
+            "num_splits": self.num_splits,
+        }
+
+    def varlen(self) -> dict[str, Any]:
+        """Keyword arguments of flash-attn 2's `flash_attn_varlen_func`, whose keys' lengths are cumulative."""
+        # Summed on the device; the leading zero by padding, for a host scalar would be a copy to the device.
+        cumulative = torch.nn.functional.pad(self.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": cumulative,
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": self.max_seqlen_k,
+            "block_table": self.block_table,
+            "causal": self.causal,
+            "window_size": self.window_size,
+        }
+
+    def with_kvcache(self) -> dict[str, Any]:
+        """Keyword arguments of flash-attn 2's `flash_attn_with_kvcache`.
+
+        Its query is (batch, `max_seqlen_q`, heads, head size), so every request must have `max_seqlen_q` query
+        tokens: a decode or a speculative batch.
+
+        Raises:
+            ValueError: the batch is ragged.
+        """
+        uniform = self.seqused_k.shape[0] * self.max_seqlen_q
+        if self.num_tokens != uniform:
+            raise ValueError(
+                f"the batch has {self.num_tokens} query tokens; flash_attn_with_kvcache needs {self.max_seqlen_q} for "
+                f"each of {self.seqused_k.shape[0]} requests, so use the arguments of varlen()"
+            )
+        return {
+            "cache_seqlens": self.seqused_k,
+            "block_table": self.block_table,
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "num_splits": self.num_splits,
+        }
+
+    def with_kvcache_3(self) -> dict[str, Any]:
+        """Keyword arguments of FlashAttention 3's `flash_attn_with_kvcache`, whose query may be ragged."""
+        return {
+            "cache_seqlens": self.seqused_k,
+            "page_table": self.block_table,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "max_seqlen_q": self.max_seqlen_q,
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "num_splits": self.num_splits,
+        }
+
+
+class FlashAttentionAdapter:
+    """Arguments for FlashAttention 2 and 3.
+
+    Args:
+        sliding_window: how many tokens back, itself included, a token sees; all if None.
+        num_splits: KV splits. 0 lets the kernel choose from the upper bound; because a bound that is higher by the
+            drafts in flight may choose another number, and so another order of summation, 1 is what makes results
+            independent of it bit for bit.
+
+    Raises:
+        ValueError: `sliding_window` is less than 1, or `num_splits` less than 0.
+    """
+
+    name = "FLASH_ATTN"
+    host_need = HostNeed.NONE
+
+    def __init__(self, *, sliding_window: int | None = None, num_splits: int = 0) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window")
+        if num_splits < 0:
+            raise ValueError(f"num_splits is {num_splits}; it must be at least 0, where 0 lets the kernel choose")
+        self.sliding_window = sliding_window
+        self.num_splits = num_splits
+
+    def arguments(self, metadata: CommonAttentionMetadata) -> FlashAttentionArguments:
+        """The arguments for this batch; only names change, nothing is computed or copied."""
+        back = -1 if self.sliding_window is None else self.sliding_window - 1
+        return FlashAttentionArguments(
+            cu_seqlens_q=metadata.query_start_loc,
+            seqused_k=metadata.seq_lens,
+            block_table=metadata.block_table_tensor,
+            num_tokens=metadata.num_actual_tokens,
+            max_seqlen_q=metadata.max_query_len,
+            max_seqlen_k=metadata.max_seq_len,
+            causal=metadata.causal,
+            window_size=(back, 0 if metadata.causal and back >= 0 else back),
+            num_splits=self.num_splits,
+        )
+
+
+register_adapter(FlashAttentionAdapter())
