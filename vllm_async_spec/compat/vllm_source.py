@@ -1,0 +1,292 @@
+"""Import the Python of one vLLM release in this process: not installed, without a GPU, nothing compiled.
+
+`load_vllm` puts an unpacked release first on the path and stands in for what its Python needs from a machine with one
+H200. Everything that is replaced is one row of `STUBS`; whatever is not listed there is the release's own code. No stub
+computes anything: compiled modules are empty, and a kernel whose result a builder keeps only records its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.compat.fetch import RELEASES as _ALL
+
+__all__ = ["STUBS", "KernelCall", "Stub", "VllmSource", "VllmSourceError", "load_vllm"]
+
+
+class VllmSourceError(RuntimeError):
+    """The release can't be loaded into this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """One thing that stands in for a part of vLLM or of its machine.
+
+    Attributes:
+        name: The module, or the `module:attribute`, that is replaced.
+        releases: The releases of `fetch.RELEASES` that use it.
+        why: What fails without it, and what stands there instead.
+    """
+
+    name: str
+    releases: tuple[str, ...]
+    why: str
+
+
+_COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
+
+STUBS: tuple[Stub, ...] = (
+    Stub("vllm._C", _ALL[:2], _COMPILED),
+    Stub("vllm._C_stable_libtorch", _ALL[2:], _COMPILED),
+    Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
+    Stub("gguf", _ALL[:2], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
+    Stub("diskcache", _ALL[:2], "a dependency that later releases dropped, imported by the runner; empty classes"),
+    Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
+    Stub(
+        "vllm.platforms.cuda:CudaPlatform",
+        _ALL,
+        "asks NVML or the driver what the device is; the release's own class, told of one H200 without pinned memory",
+    ),
+    Stub(
+        "vllm.model_executor.models.registry:_run_in_subprocess",
+        _ALL,
+        "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
+    ),
+    Stub(
+        "torch.cuda:get_device_capability", _ALL[:1], "0.12 asks torch, not its platform, whether FA3 can run; (9, 0)"
+    ),
+    Stub(
+        "torch.ops._C:cutlass_scaled_mm_supports_fp8",
+        _ALL[:3],
+        "called while fused MoE is imported; answers that there is no such kernel",
+    ),
+    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
+    Stub(
+        "torch.ops._vllm_fa3_C:get_scheduler_metadata",
+        _ALL,
+        "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
+    ),
+    Stub(
+        "os.environ:CUDA_VISIBLE_DEVICES",
+        _ALL,
+        "vLLM drops Triton when no driver is active, and then 0.32's runner fails to import; empty, as in a Ray actor"
+        " that has no device yet, it keeps Triton",
+    ),
+)
+
+_BY_NAME = {stub.name: stub for stub in STUBS}
+
+# In the order in which every release calls the operator.
+_SCHEDULER_ARGUMENTS = (
+    "batch_size",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "num_heads_q",
+    "num_heads_kv",
+    "headdim",
+    "headdim_v",
+    "qkv_dtype",
+    "cache_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "cu_seqlens_k_new",
+    "seqused_q",
+    "cache_leftpad",
+    "page_size",
+    "max_seqlen_k_new",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "has_softcap",
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """What a builder gave a kernel that prepares metadata.
+
+    Attributes:
+        name: The operator, such as `get_scheduler_metadata`.
+        arguments: Its arguments by name; tensors are the caller's own, not copies.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class VllmSource:
+    """The release that this process imports.
+
+    Attributes:
+        path: The directory that contains `vllm/`.
+        version: The release, as its metadata states it.
+        calls: What builders gave to kernels, oldest first; a test may clear it.
+    """
+
+    path: Path
+    version: str
+    calls: list[KernelCall] = field(default_factory=list)
+    _used: set[str] = field(default_factory=set)
+
+    @property
+    def stubbed(self) -> tuple[Stub, ...]:
+        """The stubs that have been used in this process so far, in the order of `STUBS`."""
+        return tuple(stub for stub in STUBS if stub.name in self._used)
+
+
+def load_vllm(source: Path) -> VllmSource:
+    """Make `import vllm` mean the release in `source`, for the rest of this process.
+
+    Imports nothing of vLLM itself: the stubs act when the release is imported.
+
+    Args:
+        source: The directory that contains the release's `vllm/` and `vllm-<version>.dist-info/`.
+
+    Returns:
+        A handle that knows the version, what was stubbed and what the kernels were given.
+
+    Raises:
+        VllmSourceError: `source` holds no vLLM, or this process has already imported or loaded one.
+    """
+    source = source.resolve()
+    if "vllm" in sys.modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        raise VllmSourceError(f"this process has a vLLM already; load {source} in a fresh one")
+    found = next(iter(importlib.metadata.distributions(name="vllm", path=[str(source)])), None)
+    if found is None or not (source / "vllm" / "__init__.py").is_file():
+        raise VllmSourceError(f"{source} contains no vllm/ with its vllm-*.dist-info beside it")
+    handle = VllmSource(source, found.version)
+    sys.path.insert(0, str(source))
+    sys.meta_path.insert(0, _Finder(handle))
+    _stub_torch(handle)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    handle._used.add("os.environ:CUDA_VISIBLE_DEVICES")
+    return handle
+
+
+class _Finder(MetaPathFinder):
+    """Supplies the missing modules of `STUBS` and patches the present ones right after they have run."""
+
+    def __init__(self, handle: VllmSource) -> None:
+        self._handle = handle
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in _PATCHES:
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _PatchedLoader(spec.loader, self._handle)
+            return spec
+        root = fullname if fullname in _BY_NAME else fullname.partition(".")[0]
+        # A dependency that happens to be installed is better than its stub.
+        if root not in _BY_NAME or PathFinder.find_spec(fullname, path, target) is not None:
+            return None
+        is_dependency = not root.startswith("vllm.")
+        return ModuleSpec(fullname, _StubLoader(root, self._handle, is_dependency), is_package=is_dependency)
+
+
+class _StubLoader(Loader):
+    def __init__(self, stub: str, handle: VllmSource, any_attribute: bool) -> None:
+        self._stub, self._handle, self._any_attribute = stub, handle, any_attribute
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._handle._used.add(self._stub)
+        if self._any_attribute:
+            module.__dict__["__getattr__"] = _empty_class
+
+
+class _PatchedLoader(Loader):
+    def __init__(self, original: Loader, handle: VllmSource) -> None:
+        self._original, self._handle = original, handle
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._original.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._original.exec_module(module)
+        attribute, patch = _PATCHES[module.__name__]
+        patch(module)
+        self._handle._used.add(f"{module.__name__}:{attribute}")
+
+
+def _empty_class(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def _always(answer: object) -> staticmethod[..., object]:
+    return staticmethod(lambda *_args, **_kwargs: answer)
+
+
+def _choose_cuda(platforms: Any) -> None:
+    platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
+
+
+def _claim_one_h200(cuda: Any) -> None:
+    from vllm.platforms.interface import DeviceCapability
+
+    platform = cuda.NonNvmlCudaPlatform
+    for question, answer in {
+        "get_device_capability": DeviceCapability(9, 0),
+        "num_compute_units": 132,  # sizes the tables of several MLA builders
+        "is_pin_memory_available": False,  # a CPU build of torch refuses pin_memory=True
+    }.items():
+        setattr(platform, question, _always(answer))
+    cuda.CudaPlatform = platform
+
+
+def _inspect_models_here(registry: Any) -> None:
+    registry._run_in_subprocess = lambda function: function()
+
+
+# Module -> the attribute it changes, and how. Applied between the module's execution and its first use.
+_PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "vllm.platforms": ("builtin_platform_plugins", _choose_cuda),
+    "vllm.platforms.cuda": ("CudaPlatform", _claim_one_h200),
+    "vllm.model_executor.models.registry": ("_run_in_subprocess", _inspect_models_here),
+}
+
+
+def _stub_torch(handle: VllmSource) -> None:
+    def get_device_capability(device: object = None) -> tuple[int, int]:
+        handle._used.add("torch.cuda:get_device_capability")
+        return 9, 0
+
+    def get_scheduler_metadata(*values: Any) -> torch.Tensor:
+        handle._used.add("torch.ops._vllm_fa3_C:get_scheduler_metadata")
+        arguments = dict(zip(_SCHEDULER_ARGUMENTS, values, strict=True))
+        handle.calls.append(KernelCall("get_scheduler_metadata", arguments))
+        # The kernel's size differs between releases; this one fits the smallest buffer that a builder keeps for it.
+        return torch.zeros(arguments["batch_size"] + 1, dtype=torch.int32)
+
+    torch.cuda.get_device_capability = get_device_capability
+    operators: Any = torch.ops
+    operators._vllm_fa3_C.get_scheduler_metadata = get_scheduler_metadata
+    for stub in STUBS:
+        namespace, _, operator = stub.name.partition(":")
+        if namespace == "torch.ops._C":
+            setattr(operators._C, operator, _unsupported(stub.name, handle))
+
+
+def _unsupported(stub: str, handle: VllmSource) -> Callable[[int], bool]:
+    def supported(device_capability: int) -> bool:
+        handle._used.add(stub)
+        return False
+
+    return supported
