@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,42 +11,55 @@ import torch
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 
+class Upkeep(enum.Enum):
+    """Which host values the caller himself renews, or drops, whenever he changes the device tensor.
+
+    Those are trusted whatever the version counter says: vLLM's drafters first add to `seq_lens`, then to its shadow.
+    """
+
+    NONE = "none"
+    """None: whatever the device tensor's version counter shows to be old is dropped."""
+    GIVEN = "given"
+    """Those that he gave."""
+    ALL = "all"
+    """Those that he gave, and those that were copied because he asked."""
+
+
 class HostCopy:
     """The value of a device tensor on the host: copied when first asked for, at most once, and never when stale.
 
     The tensor's version counter tells whether it was changed in place since. Two writers escape it: kernels that
     write through a raw pointer (call `drop` after them), and any write to an inference tensor, which has no counter;
-    the copy of an inference tensor is therefore not kept unless `maintained`.
+    the copy of an inference tensor is therefore kept only where there is `upkeep`.
 
     Args:
         source: device tensor, any shape and dtype. It is not copied here.
         name: what the reports call it.
         given: its value, where the caller knows it already (host, same shape and dtype).
-        maintained: the caller itself renews or drops host values whenever it changes `source`, as vLLM's drafters
-            do with `_seq_lens_cpu`; `given` is then trusted whatever the version counter says.
+        upkeep: which host values the caller renews himself.
     """
 
     __slots__ = (
         "_derive",
         "_host",
-        "_maintained",
         "_parent",
         "_parent_version",
         "_pending",
         "_trusted",
+        "_upkeep",
         "_version",
         "name",
         "source",
     )
 
     def __init__(
-        self, source: torch.Tensor, name: str, *, given: torch.Tensor | None = None, maintained: bool = False
+        self, source: torch.Tensor, name: str, *, given: torch.Tensor | None = None, upkeep: Upkeep = Upkeep.NONE
     ) -> None:
         self.source = source
         self.name = name
         self._host = given
-        self._maintained = maintained
-        self._trusted = maintained and given is not None
+        self._upkeep = upkeep
+        self._trusted = given is not None and upkeep is not Upkeep.NONE
         self._version = _version(source)
         self._pending: _Pending | None = None
         self._parent: HostCopy | None = None
@@ -64,7 +78,7 @@ class HostCopy:
             derive: computes the host value of `source` from the host value of `self.source`.
         """
         self._forget_if_stale()
-        child = HostCopy(source, self.name, maintained=self._maintained)
+        child = HostCopy(source, self.name, upkeep=self._upkeep)
         child._parent, child._parent_version, child._derive = self, self._version, derive
         return child
 
@@ -97,8 +111,9 @@ class HostCopy:
             with host_read(self.name, self.source.nbytes):
                 # copy=True: on a CPU "device" too, the value must not change when the device tensor does.
                 host = self.source.to("cpu", copy=True)
-        if self._version is not None or self._maintained:
+        if self._version is not None or self._upkeep is not Upkeep.NONE:
             self._host = host
+            self._trusted = self._upkeep is Upkeep.ALL
         self._pending = None
         return host
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.host_copy import HostCopy, Upkeep
 
 
 class HostLengths:
@@ -24,15 +24,15 @@ class HostLengths:
     """(batch + 1,) int32, host."""
     max_seq_len: int
 
-    host_values_are_maintained: ClassVar[bool] = False
-    """Whether whoever sets host values renews them by himself when `seq_lens` changes (see `HostCopy`)."""
+    host_upkeep: ClassVar[Upkeep] = Upkeep.NONE
+    """Which host values whoever changes `seq_lens` renews himself."""
 
     @property
     def host_lengths(self) -> HostCopy:
         """The copy behind the properties below; made for the tensor that `seq_lens` is now."""
         copy: HostCopy | None = self.__dict__.get("_host_lengths")
         if copy is None or not copy.describes(self.seq_lens):
-            copy = HostCopy(self.seq_lens, "seq_lens", maintained=self.host_values_are_maintained)
+            copy = HostCopy(self.seq_lens, "seq_lens", upkeep=self.host_upkeep)
             self.__dict__["_host_lengths"] = copy
         return copy
 
@@ -55,9 +55,7 @@ class HostLengths:
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
-        self.__dict__["_host_lengths"] = HostCopy(
-            self.seq_lens, "seq_lens", given=value, maintained=self.host_values_are_maintained
-        )
+        self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", given=value, upkeep=self.host_upkeep)
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:

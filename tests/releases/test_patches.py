@@ -1,0 +1,290 @@
+"""The patches on a real vLLM release: which are applied, and that its metadata then behaves as ours does."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+
+from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
+from vllm_async_spec.compat import builders
+from vllm_async_spec.vllm_plugin.async_scheduling import explain
+from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, load_ledger, verify
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+QUERY, SEQ = [1, 4, 7], [33, 100, 7]
+COMPUTED = [32, 96, 0]
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    """The ledger, settled; everything is put back after this module."""
+    ledger = Ledger(IMPLEMENTATIONS, load_ledger())
+    kept: list[Transaction] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
+    for outcome in ledger.outcomes.values():
+        for module in outcome.modules:
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError:
+                assert module not in sys.modules
+    ledger.install()
+    yield ledger
+    for transaction in reversed(kept):
+        transaction.roll_back()
+    patch.undo()
+
+
+@pytest.fixture
+def metadata(ledger):
+    """What the runner builds, with no host lengths."""
+    reset_sync_report()
+    made = builders.common_metadata(QUERY, SEQ)
+    made.seq_lens_cpu = made.num_computed_tokens_cpu = None
+    if hasattr(made, "seq_lens_cpu_upper_bound"):
+        made.seq_lens_cpu_upper_bound = made.seq_lens_cpu_upper_bound + 3
+    return made
+
+
+@pytest.mark.parametrize("spec", load_ledger(), ids=lambda spec: spec.name)
+def test_a_patch_is_applied_exactly_where_its_ledger_entry_says(ledger, release, spec):
+    """Fails when a patch has become unnecessary for a release that its entry names, or needed for one it does not."""
+    outcome = ledger.outcomes[spec.name]
+    if spec.name == "async-scheduling-cpu":
+        assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, "the platform is not the CPU")
+    elif release in spec.releases:
+        assert outcome.state is State.APPLIED, outcome.detail
+        assert outcome.release is not None
+    else:
+        assert outcome.state is State.NOT_NEEDED, outcome.detail
+
+
+def test_the_source_verifies(vllm_source, release):
+    for verdict in verify(load_ledger(), vllm_source):
+        expected = Match.SAME if release in _spec(verdict.patch).releases else Match.OTHER
+        assert verdict.match is expected, verdict
+
+
+def test_installing_again_changes_nothing(ledger):
+    cls = builders.common_metadata_class()
+    before = dict(vars(cls))
+    ledger.install()
+    assert dict(vars(cls)) == before
+
+
+def test_unknown_lengths_cost_one_copy_at_the_callers_line(metadata):
+    assert metadata._seq_lens_cpu is None
+    assert metadata.num_computed_tokens_cpu.tolist() == COMPUTED
+    assert metadata.seq_lens_cpu.tolist() == SEQ
+    (site,) = sync_report().sites
+    assert (site.count, site.site.file) == (1, __file__)
+    assert metadata.num_computed_tokens.tolist() == COMPUTED
+    assert metadata.seq_len_upper_bound == metadata.max_seq_len
+    with sync_policy("error"), pytest.raises(HostSyncError):
+        builders.common_metadata(QUERY, SEQ, **_no_host(metadata)).seq_lens_cpu  # noqa: B018
+
+
+def test_given_lengths_cost_nothing(ledger):
+    reset_sync_report()
+    for names in (("_seq_lens_cpu", "_num_computed_tokens_cpu"), ("seq_lens_cpu", "num_computed_tokens_cpu")):
+        lengths, computed = torch.tensor(SEQ, dtype=torch.int32), torch.tensor(COMPUTED, dtype=torch.int32)
+        made = _remade(builders.common_metadata(QUERY, SEQ), **dict(zip(names, (lengths, computed), strict=True)))
+        assert made.seq_lens_cpu is lengths
+        assert made.num_computed_tokens_cpu is computed
+    assert sync_report().count == 0
+
+
+def test_prefetched_lengths_are_an_event_wait(metadata):
+    with sync_policy("error"):
+        metadata.prefetch_host()
+        assert metadata.num_computed_tokens_cpu.tolist() == COMPUTED
+    assert [site.kind.value for site in sync_report().sites] == ["event"]
+
+
+def test_unpadded_replace_and_micro_batches_never_sync(ledger, metadata):
+    ubatch_slice = builders.ubatch_function("UBatchSlice")
+    cut = builders.ubatch_function("_make_metadata_with_slice")
+    with sync_policy("error"):
+        unpadded = metadata.unpadded(5, 2)
+        replaced = dataclasses.replace(metadata, max_query_len=9)
+        parts = [
+            cut(ubatch_slice(slice(0, 2), slice(0, 3)), metadata),
+            cut(ubatch_slice(slice(1, 3), slice(3, 12)), metadata),
+        ]
+    assert replaced.seq_lens is metadata.seq_lens
+    bound = getattr(metadata, "seq_lens_cpu_upper_bound", None)
+    if bound is not None:
+        assert unpadded.seq_lens_cpu_upper_bound.tolist() == bound[:2].tolist()
+    assert unpadded.seq_lens_cpu.tolist() == SEQ[:2]
+    assert unpadded.num_computed_tokens_cpu.tolist() == COMPUTED[:2]
+    assert metadata.seq_lens_cpu.tolist() == SEQ
+    patched = ledger.outcomes["metadata-unpadded"].state is State.APPLIED
+    assert sync_report().count == (1 if patched else 2), "where we patch it, the unpadded part shares the one copy"
+    assert [part.seq_lens_cpu.tolist() for part in parts] == [[33, 98], [100, 7]]
+    assert all(part.max_seq_len >= max(part.seq_lens.tolist()) for part in parts)
+
+
+def test_the_drafters_own_upkeep_gives_right_lengths(metadata):
+    """Upstream's drafters add to the device lengths in place, then to the shadow if there is one."""
+    assert metadata.seq_lens_cpu.tolist() == SEQ
+    assert metadata.num_computed_tokens_cpu.tolist() == COMPUTED
+    for step in (1, 2):
+        metadata.seq_lens += 1
+        if "seq_lens_cpu" in _release_fields():  # 0.12 adds unconditionally
+            metadata.seq_lens_cpu = metadata.seq_lens_cpu + 1
+            metadata.num_computed_tokens_cpu = metadata.seq_lens_cpu - torch.tensor(QUERY)
+        else:
+            if metadata._seq_lens_cpu is not None:
+                metadata._seq_lens_cpu += 1
+            if metadata._num_computed_tokens_cpu is not None:
+                metadata._num_computed_tokens_cpu += 1
+        assert metadata.seq_lens_cpu.tolist() == [n + step for n in SEQ]
+        assert metadata.num_computed_tokens_cpu.tolist() == [n + step for n in COMPUTED]
+
+
+def test_a_copy_made_before_a_draft_step_is_not_read_after_it(metadata):
+    if "seq_lens_cpu" in _release_fields():
+        pytest.skip("0.12's drafters renew every host value themselves, copied ones too")
+    assert metadata.seq_lens_cpu.tolist() == SEQ
+    metadata.seq_lens += 1
+    assert metadata._seq_lens_cpu is None
+    assert metadata.seq_lens_cpu.tolist() == [n + 1 for n in SEQ]
+
+
+@pytest.mark.parametrize(
+    ("query", "seq"), [([1, 1, 1], SEQ), ([4, 4, 4], [36, 100, 10]), (QUERY, SEQ)], ids=["decode", "spec", "mixed"]
+)
+def test_flash_attention_needs_device_lengths_only(ledger, loaded, query, seq):
+    """vLLM's builder runs with host lengths absent, and hands its kernels what our adapter does."""
+    builder = builders.flash_attention_builder(spec_tokens=3)
+    metadata = builders.common_metadata(query, seq)
+    metadata.seq_lens_cpu = metadata.num_computed_tokens_cpu = None
+    with sync_policy("error"):
+        built = builder.build(common_prefix_len=0, common_attn_metadata=metadata)
+        adapter = FlashAttentionAdapter()
+        arguments = adapter.arguments(metadata)
+    assert adapter.host_need is HostNeed.NONE
+    assert torch.equal(arguments.cu_seqlens_q, built.query_start_loc)
+    assert torch.equal(arguments.seqused_k, built.seq_lens)
+    assert torch.equal(arguments.block_table, built.block_table)
+    assert (arguments.max_seqlen_q, arguments.max_seqlen_k) == (built.max_query_len, built.max_seq_len)
+    assert arguments.causal == built.causal
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+@pytest.mark.parametrize("method", [None, "eagle", "draft_model"])
+def test_asynchronous_scheduling_is_on_unless_the_user_chose(ledger, method, choice, tiny_model_dir, tmp_path):
+    args = _engine_args(method, choice, tiny_model_dir, tmp_path)
+    config, decision = explain(args)
+    enabled = config.scheduler_config.async_scheduling
+    assert decision.enabled == enabled
+    if choice is not None:
+        assert (enabled, decision.by) == (choice, "user")
+    elif method is not None:
+        assert enabled
+        applied = ledger.outcomes["async-scheduling-default"].state is State.APPLIED
+        assert decision.by == ("vllm-async-spec" if applied else "vLLM")
+    else:
+        assert decision.by == "vLLM"
+        # Without speculative decoding stock vLLM's own default stands: off in 0.12, on later.
+        assert enabled == (type(args).async_scheduling is not False)
+
+
+def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(ledger, tiny_model_dir, tmp_path):
+    args = _engine_args("ngram", None, tiny_model_dir, tmp_path)
+    config, decision = explain(args)
+    assert config.scheduler_config.async_scheduling is False
+    assert (decision.enabled, decision.by) == (False, "vLLM")
+    if ledger.outcomes["async-scheduling-default"].state is State.APPLIED:
+        assert "async scheduling is only supported with EAGLE" in decision.why
+    assert "\n" not in str(decision)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given"), [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)]
+)
+def test_the_command_line_tells_unset_from_no(ledger, flags, given):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        from vllm.utils import FlexibleArgumentParser
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = AsyncEngineArgs.from_cli_args(parser.parse_args([*flags, "--model", "m"]))
+    assert args.async_scheduling is given
+
+
+@pytest.mark.parametrize("given", [{}, {"async_scheduling": False}, {"async_scheduling": True}])
+def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, release, given):
+    """They load the plugin from within their own constructor; where vllm.LLM makes them, its keywords tell."""
+    if ledger.outcomes["async-scheduling-unset"].state is State.NOT_NEEDED:
+        pytest.skip("an option that was not given is None in this release")
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_async_spec.vllm_plugin import async_scheduling
+
+    stock = EngineArgs.__init__.__wrapped__
+    made = EngineArgs.__new__(EngineArgs)
+
+    def post_init(self):
+        async_scheduling._unset_the_one_being_made(EngineArgs)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(EngineArgs, "__post_init__", post_init)
+    llm = types.ModuleType("vllm.entrypoints.llm")
+    exec("def make(init, made, **kwargs):\n    init(made, model='m', **kwargs)\n", vars(llm))
+    llm.make(stock, made, **given)
+    patch.undo()
+    assert made.async_scheduling is given.get("async_scheduling")
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(EngineArgs, "__post_init__", post_init)
+        stock(made, model="m")
+    assert made.async_scheduling is False, "anybody else's False is taken for his own"
+
+
+def _spec(name):
+    return next(spec for spec in load_ledger() if spec.name == name)
+
+
+def _release_fields():
+    """The names that this release's own constructor has."""
+    return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters
+
+
+def _no_host(metadata):
+    return {name: None for name in ("seq_lens_cpu", "num_computed_tokens_cpu") if name in _release_fields()}
+
+
+def _remade(metadata, **changes):
+    cls = type(metadata)
+    fields = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.init and not f.name.endswith("_lens_cpu") and f.name != "_num_computed_tokens_cpu"
+    ]
+    return cls(**{name: getattr(metadata, name) for name in fields}, **changes)
+
+
+def _engine_args(method, choice, model, tmp_path):
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    if method == "draft_model" and not hasattr(SpeculativeConfig, "uses_draft_model"):
+        pytest.skip("this release has no draft models in its V1 engine")
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        drafts["prompt_lookup_max"] = 3
+    elif method is not None:
+        architecture = "EagleLlamaForCausalLM" if method == "eagle" else "LlamaForCausalLM"
+        drafts["model"] = str(builders.write_llama(tmp_path, num_layers=1, architecture=architecture))
+    chosen = {} if choice is None else {"async_scheduling": choice}
+    return EngineArgs(model=str(model), max_model_len=256, speculative_config=drafts if method else None, **chosen)

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from vllm_async_spec.vllm_plugin.fingerprint import fingerprint
+from vllm_async_spec.vllm_plugin.ledger import (
+    Implementation,
+    Ledger,
+    Match,
+    PatchError,
+    PatchSpec,
+    State,
+    Target,
+    load_ledger,
+    verify,
+)
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+SOURCE = '''
+import functools
+
+class Runner:
+    """Runs."""
+
+    def step(self, tokens: int = 1) -> int:
+        """Documented."""
+        # commented
+        return tokens + 1
+
+    @property
+    def name(self):
+        return f"runner {1}"
+'''
+
+
+@pytest.fixture
+def upstream(tmp_path, monkeypatch):
+    """A module `upstream_N` that a patch targets; a new name each time."""
+    name = f"upstream_{abs(hash(tmp_path))}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def spec(module: str, qualname: str = "Runner.step", source: str = SOURCE, name: str = "double") -> PatchSpec:
+    known = fingerprint(source, qualname)
+    return PatchSpec(name, "doubles", "why", "upstream", "never", (Target(module, qualname, {"1.0": known}),))
+
+
+def double(transaction: Transaction, module) -> None:
+    original = module.Runner.step
+
+    @functools.wraps(original)
+    def step(self, tokens=1):
+        return 2 * original(self, tokens)
+
+    transaction.set(module.Runner, "step", step)
+
+
+def installed(spec: PatchSpec, apply=double, unneeded=lambda target: None) -> Ledger:
+    ledger = Ledger({spec.name: Implementation(unneeded, apply)}, (spec,))
+    ledger.install()
+    return ledger
+
+
+def test_a_patch_waits_for_its_module_and_is_applied_as_it_is_imported(upstream):
+    ledger = installed(spec(upstream))
+    assert ledger.outcomes["double"].state is State.WAITING
+    module = importlib.import_module(upstream)
+    outcome = ledger.outcomes["double"]
+    assert (outcome.state, outcome.release) == (State.APPLIED, "1.0")
+    assert module.Runner().step(1) == 4
+    assert type(module.__spec__.loader).__module__ == "_frozen_importlib_external"
+
+
+def test_installing_twice_is_the_same_as_once(upstream):
+    ledger = installed(spec(upstream))
+    ledger.install()
+    module = importlib.import_module(upstream)
+    ledger.install()
+    assert module.Runner().step(1) == 4
+
+
+def test_a_changed_upstream_function_is_refused_and_left_alone(upstream, tmp_path):
+    path = tmp_path / f"{upstream}.py"
+    path.write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    refused = []
+    ledger = Ledger({"double": Implementation(lambda target: None, double)}, (spec(upstream),), refused.append)
+    ledger.install()
+    module = importlib.import_module(upstream)
+    outcome = ledger.outcomes["double"]
+    assert outcome.state is State.REFUSED
+    assert f"{upstream}:Runner.step is as in no release that the patch is for" in outcome.detail
+    assert refused == [outcome]
+    assert module.Runner().step(1) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (('"""Documented."""', '"""Otherwise."""'), True),
+        (("# commented", "# differently"), True),
+        (("tokens: int = 1", "tokens:int=1"), True),
+        (("tokens + 1", "tokens + 2"), False),
+        (("int = 1", "int = 2"), False),
+        (("def step(self, tokens", "def step(self, *, tokens"), False),
+    ],
+)
+def test_fingerprints_see_code_and_not_layout(change, same):
+    changed = SOURCE.replace(*change)
+    assert changed != SOURCE
+    assert (fingerprint(changed, "Runner.step") == fingerprint(SOURCE, "Runner.step")) is same
+
+
+def test_fingerprints_are_those_of_every_python():
+    """Literals: a Python whose syntax trees differ computes others, and then every patch would be refused."""
+    assert fingerprint(SOURCE, "Runner.step") == "f069f5e21afe9073"
+    assert fingerprint(SOURCE, "Runner") == "06baa0e80033624f"
+    assert fingerprint(SOURCE, "Runner.missing") is None
+
+
+def test_what_is_not_needed_is_left_alone_even_where_it_has_changed(upstream, tmp_path):
+    (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", "2 * tokens + 2"))
+    ledger = installed(spec(upstream), unneeded=lambda step: "it doubles by itself")
+    module = importlib.import_module(upstream)
+    assert (ledger.outcomes["double"].state, ledger.outcomes["double"].detail) == (
+        State.NOT_NEEDED,
+        "it doubles by itself",
+    )
+    assert module.Runner().step(1) == 4
+
+
+def test_a_patch_that_fails_half_way_leaves_the_original(upstream):
+    def half(transaction, module):
+        double(transaction, module)
+        transaction.set(module.Runner, "fresh", 1)
+        transaction.set(module.Runner, "name", "replaced")
+        raise RuntimeError("upstream moved")
+
+    ledger = installed(spec(upstream), half)
+    module = importlib.import_module(upstream)
+    outcome = ledger.outcomes["double"]
+    assert outcome.state is State.REFUSED
+    assert outcome.detail == "applying it failed and was undone: RuntimeError: upstream moved"
+    assert module.Runner().step(1) == 2
+    assert module.Runner().name == "runner 1"
+    assert not hasattr(module.Runner, "fresh")
+
+
+def test_a_target_that_another_plugin_replaced_is_refused(upstream):
+    module = importlib.import_module(upstream)
+    foreign = {}
+    exec(compile("def step(self, tokens=1):\n    return 7\n", "/elsewhere/other_plugin.py", "exec"), foreign)
+    module.Runner.step = foreign["step"]
+    ledger = installed(spec(upstream))
+    assert ledger.outcomes["double"].state is State.REFUSED
+    assert "replaced by another plugin (/elsewhere/other_plugin.py:1)" in ledger.outcomes["double"].detail
+    assert module.Runner().step(1) == 7
+
+
+def test_names_that_newer_pythons_add_to_a_class_do_not_matter(upstream):
+    """Python 3.13 puts __firstlineno__ and __static_attributes__ into a class's own namespace."""
+    module = importlib.import_module(upstream)
+    module.Runner.__firstlineno__, module.Runner.__static_attributes__ = 4, ()
+    ledger = installed(spec(upstream, "Runner"))
+    assert ledger.outcomes["double"].state is State.APPLIED
+    assert module.Runner().step(1) == 4
+    assert module.Runner.__firstlineno__ == 4
+
+
+def test_a_target_that_is_gone_is_refused(upstream):
+    ledger = installed(spec(upstream, "Runner.gone", SOURCE + "\n"))
+    importlib.import_module(upstream)
+    assert ledger.outcomes["double"].detail == f"this vLLM has no {upstream}:Runner.gone"
+
+
+def test_the_ledger_and_the_code_name_the_same_patches():
+    assert {spec.name for spec in load_ledger()} == set(IMPLEMENTATIONS)
+    with pytest.raises(PatchError, match="double is only one of the two"):
+        Ledger({}, (spec("m"),))
+
+
+def test_a_broken_ledger_entry_is_named(tmp_path):
+    (tmp_path / "odd.toml").write_text("summary = 1\n")
+    with pytest.raises(PatchError, match=r"odd.toml is not a ledger entry: KeyError\('targets'\)"):
+        load_ledger(tmp_path)
+    with pytest.raises(PatchError, match="there is no patch ledger in"):
+        load_ledger(tmp_path / "nowhere")
+
+
+def test_verify_compares_source_without_importing_it(tmp_path):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('never imported')")
+    (package / "a.py").write_text(SOURCE)
+    (package / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    specs = [spec("vllm.a"), spec("vllm.b"), spec("vllm.c")]
+    assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
+    (tmp_path / "vllm-2.0+cu129.dist-info").mkdir()
+    assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
+    with pytest.raises(PatchError, match="contains no vllm/"):
+        verify(specs, package)
+
+
+def test_settings_name_bad_values():
+    assert Settings.read({}).mode is Mode.AUTO
+    strict = Settings.read({"VLLM_ASYNC_SPEC": "strict", "VLLM_ASYNC_SPEC_SYNC": "warn"})
+    assert (strict.mode, strict.mode_from, strict.sync.value) == (Mode.STRICT, "environment", "warn")
+    with pytest.raises(SettingError, match="VLLM_ASYNC_SPEC is 'on'; it must be one of auto, strict, off"):
+        Settings.read({"VLLM_ASYNC_SPEC": "on"})
+    with pytest.raises(SettingError, match="VLLM_ASYNC_SPEC_SYNC is ''; it must be one of allow, warn, error"):
+        Settings.read({"VLLM_ASYNC_SPEC_SYNC": ""})
+
+
+LOAD = "from vllm_async_spec.vllm_plugin.plugin import load; import json; p = load(); "
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+def test_off_touches_nothing():
+    code = LOAD + "import sys; print(json.dumps([p.ledger is None, len(sys.meta_path)]))"
+    bare = in_a_process("import json, sys, vllm_async_spec; print(json.dumps([True, len(sys.meta_path)]))")
+    assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off").stdout) == json.loads(bare.stdout)
+
+
+def test_loading_twice_is_the_same_as_once_and_a_forked_child_is_loaded():
+    code = """
+        import os
+        from vllm_async_spec.vllm_plugin import register
+        from vllm_async_spec.vllm_plugin.plugin import active_plugin
+        register(); first = active_plugin(); register()
+        assert active_plugin() is first is not None
+        if os.fork() == 0:
+            register()
+            os._exit(0 if active_plugin() is first else 1)
+        assert os.wait()[1] == 0
+    """
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bad_setting_stops_vllms_command_line_with_one_sentence():
+    code = """
+        import sys
+        sys.argv = ['/usr/bin/vllm', 'serve']
+        from vllm_async_spec.vllm_plugin import register
+        register()
+    """
+    done = in_a_process(code, VLLM_ASYNC_SPEC="maybe")
+    assert done.returncode == 1
+    assert done.stderr == "vllm-async-spec: VLLM_ASYNC_SPEC is 'maybe'; it must be one of auto, strict, off\n"

@@ -1,0 +1,190 @@
+"""The command line: `vllm-async-spec demo | status | patches`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_async_spec._version import __version__
+
+app = typer.Typer(
+    help="Speculative decoding in vLLM with no host-device synchronisation on the critical path.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
+app.add_typer(patches_app, name="patches")
+
+_STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiting": "yellow"}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(f"vllm-async-spec: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def status(
+    as_json: AsJson = False,
+    model: Annotated[str | None, typer.Option(help="Say what an engine with this model would run with.")] = None,
+    speculative_config: Annotated[str | None, typer.Option(help="JSON, as `vllm serve` takes it.")] = None,
+    async_scheduling: Annotated[
+        bool | None, typer.Option(help="As `vllm serve` takes it; unset leaves it open.")
+    ] = None,
+) -> None:
+    """What was found, what each patch became, and who decided what.
+
+    Exit code 0: all is as it should be; 1: something was refused; 2: there is no vLLM.
+    """
+    from vllm_async_spec.vllm_plugin.ledger import PatchError
+    from vllm_async_spec.vllm_plugin.plugin import StrictError
+    from vllm_async_spec.vllm_plugin.settings import SettingError
+    from vllm_async_spec.vllm_plugin.status import NoVllmError, read_status
+
+    arguments: dict[str, Any] | None = None
+    if model is not None:
+        arguments = {"model": model}
+        if speculative_config is not None:
+            arguments["speculative_config"] = _json_object("--speculative-config", speculative_config)
+        if async_scheduling is not None:
+            arguments["async_scheduling"] = async_scheduling
+    elif speculative_config is not None or async_scheduling is not None:
+        _fail("--speculative-config and --async-scheduling say nothing without --model; add it")
+    try:
+        found = read_status(arguments)
+    except NoVllmError as error:
+        _fail(str(error), 2)
+    except (SettingError, StrictError, PatchError) as error:
+        _fail(str(error))
+    except Exception as error:
+        if model is None:
+            raise
+        _fail(f"vLLM does not take these engine arguments: {' '.join(str(error).split())}")
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print_status(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+def _print_status(found: Any) -> None:
+    console = Console()
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold")
+    facts.add_column()
+    unknown = f" (unknown to vllm-async-spec {found.version}, which knows up to {found.newest_known})"
+    facts.add_row("vllm-async-spec", found.version)
+    facts.add_row("vLLM", found.vllm + ("" if found.known else unknown))
+    facts.add_row("PyTorch", found.torch)
+    facts.add_row("device", found.device)
+    facts.add_row("family", found.family)
+    facts.add_row("runner", found.runner)
+    if found.backend is not None:
+        facts.add_row("attention", found.backend)
+    facts.add_row("scheduling", found.scheduling)
+    for name, setting in found.settings.items():
+        facts.add_row(name, f"{setting['value']} ({setting['from']})")
+    console.print(facts)
+    table = Table("patch", "state", "why", title="Patches", title_justify="left")
+    for patch in found.patches:
+        table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", patch.detail)
+    console.print(table)
+
+
+@patches_app.command("list")
+def list_patches(as_json: AsJson = False) -> None:
+    """What each patch is for: why it exists, for which releases, and when it goes."""
+    from vllm_async_spec.vllm_plugin.ledger import load_ledger
+
+    specs = load_ledger()
+    if as_json:
+        rows = [
+            {
+                "name": s.name,
+                "summary": s.summary,
+                "why": s.why.strip(),
+                "upstream": s.upstream,
+                "remove_when": s.remove_when,
+                "releases": s.releases,
+                "targets": [str(t) for t in s.targets],
+            }
+            for s in specs
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("patch", "releases", "what it does", "goes when")
+    for spec in specs:
+        span = spec.releases[0] if len(spec.releases) == 1 else f"{spec.releases[0]} to {spec.releases[-1]}"
+        table.add_row(spec.name, span, spec.summary, spec.remove_when)
+    Console().print(table)
+
+
+@patches_app.command()
+def verify(
+    vllm_source: Annotated[Path, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare every patch's target with some vLLM's source, which is neither imported nor installed.
+
+    Exit code 0: every patch that is for this release finds its target as it knows it; 1: one does not, and would be
+    refused.
+    """
+    from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, source_release
+    from vllm_async_spec.vllm_plugin.ledger import verify as verify_patches
+
+    try:
+        verdicts = verify_patches(load_ledger(), vllm_source)
+    except PatchError as error:
+        _fail(str(error))
+    if as_json:
+        rows = [
+            {"patch": v.patch, "match": v.match.value, "fingerprints": v.fingerprints, "as_in": v.release}
+            for v in verdicts
+        ]
+        typer.echo(json.dumps({"release": source_release(vllm_source), "patches": rows}, indent=2))
+    else:
+        table = Table("patch", "verdict", "as in", "fingerprint", title=f"vLLM {source_release(vllm_source)}")
+        for v in verdicts:
+            style = {Match.SAME: "green", Match.CHANGED: "bold red", Match.OTHER: "dim"}[v.match]
+            codes = ", ".join(v.fingerprints.values()) or "absent"
+            table.add_row(v.patch, f"[{style}]{v.match.value}[/]", v.release or "", codes)
+        Console().print(table)
+    raise typer.Exit(1 if any(v.match is Match.CHANGED for v in verdicts) else 0)
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        _fail(f'{option} is {text!r}, which is not JSON ({error}); give an object such as \'{{"method": "eagle"}}\'')
+    if not isinstance(value, dict):
+        _fail(f'{option} is {text!r}; it must be a JSON object such as \'{{"method": "eagle"}}\'')
+    return value

@@ -1,0 +1,12 @@
+"""Everything that imports vllm: entry point, settings, patch ledger, and the patches themselves."""
+
+
+def register() -> None:
+    """The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes.
+
+    vLLM logs an exception from importing an entry point and serves on without it, while one from calling it ends the
+    process; so importing this module does next to nothing, and all that can fail fails in here.
+    """
+    from vllm_async_spec.vllm_plugin.plugin import entry_point
+
+    entry_point()

@@ -1,0 +1,209 @@
+"""Asynchronous scheduling with speculative decoding: on wherever vLLM accepts it, unless the user chose."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.log import logger
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether scheduling is asynchronous, who decided it (`user`, `vllm-async-spec` or `vLLM`), and why."""
+
+    enabled: bool
+    by: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"asynchronous scheduling is {'on' if self.enabled else 'off'}, decided by {self.by}: {self.why}"
+
+
+def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None = None) -> tuple[Any, Decision]:
+    """The engine's configuration, with asynchronous scheduling on where the user left it open and vLLM accepts it.
+
+    vLLM's own gate is what decides: it is asked for asynchronous scheduling, and where it refuses, its sentence is the
+    reason that is given.
+
+    Args:
+        engine_args: vLLM's `EngineArgs`, `async_scheduling` being None where the user did not choose. Unchanged.
+        create: stock `create_engine_config`.
+        stock: what stock vLLM has where the user did not choose: None for its own rule, False on 0.12 and 0.13.
+
+    Returns:
+        What `create` gave, and the decision.
+    """
+    choice: bool | None = engine_args.async_scheduling
+    if choice is not None:
+        return _checked(create(engine_args), choice, "user", f"async_scheduling={choice}")
+    reason = "there is no speculative decoding"
+    if engine_args.speculative_config is not None:
+        try:
+            config = create(_choosing(engine_args, True))
+        except Exception as error:  # whatever was wrong, stock vLLM says it below, or else it was our asking
+            reason = _one_line(error)
+        else:
+            method = config.speculative_config.method
+            return _checked(config, True, "vllm-async-spec", f"vLLM accepts it with the method {method}")
+    config = create(_choosing(engine_args, stock))
+    return config, Decision(bool(config.scheduler_config.async_scheduling), "vLLM", reason)
+
+
+def _checked(config: Any, asked: bool, by: str, why: str) -> tuple[Any, Decision]:
+    """The decision, unless what vLLM made of it is something else: its CPU platform says no without a word."""
+    enabled = bool(config.scheduler_config.async_scheduling)
+    if enabled == asked:
+        return config, Decision(enabled, by, why)
+    return config, Decision(enabled, "vLLM", f"{by} asked for the opposite, and vLLM's platform did not take it")
+
+
+def explain(engine_args: Any) -> tuple[Any, Decision]:
+    """The configuration that vLLM would run these arguments with in this process, and who decided its scheduling."""
+    create = type(engine_args).create_engine_config
+    if (original := getattr(create, "__wrapped__", None)) is not None:
+        return decide(engine_args, original, stock=type(engine_args).async_scheduling)
+    config, choice = create(engine_args), engine_args.async_scheduling
+    if choice is not None:
+        return _checked(config, choice, "user", f"async_scheduling={choice}")
+    enabled = bool(config.scheduler_config.async_scheduling)
+    if getattr(config.scheduler_config, _KEPT, False):
+        return config, Decision(enabled, "vllm-async-spec", "vLLM accepts it, but its CPU platform would turn it off")
+    return config, Decision(enabled, "vLLM", "its own rule, which vllm-async-spec leaves alone in this release")
+
+
+def _choosing(engine_args: Any, choice: bool | None) -> Any:
+    """A copy that chooses; vLLM adds to the dictionary of the speculative configuration, so that is a copy too."""
+    chosen = copy.copy(engine_args)
+    chosen.async_scheduling = choice
+    chosen.speculative_config = copy.copy(engine_args.speculative_config)
+    return chosen
+
+
+def _one_line(error: Exception) -> str:
+    """The sentence of an exception; pydantic's has it in a list of errors."""
+    errors = getattr(error, "errors", None)
+    message = errors()[0]["msg"] if callable(errors) else str(error)
+    return " ".join(str(message).removeprefix("Value error, ").split())
+
+
+def _unneeded_default(create_engine_config: Any) -> str | None:
+    names = inspect.unwrap(create_engine_config).__globals__
+    if names["EngineArgs"].async_scheduling is False:
+        return None  # 0.12 and 0.13: off unless asked for
+    # vLLM's gate lists the methods twice: those that it accepts, and those that it turns on by itself. Where the draft
+    # model is in the first list only, it is on only if asked for.
+    mentions = inspect.getsource(names["VllmConfig"].__post_init__).count('"draft_model"')
+    return None if mentions == 1 else "vLLM itself turns it on for every method that it accepts"
+
+
+def _apply_default(transaction: Transaction, module: ModuleType) -> None:
+    cls = module.EngineArgs
+    original, stock = cls.create_engine_config, cls.async_scheduling
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, decision = decide(self, lambda chosen: original(chosen, *args, **kwargs), stock=stock)
+        if self.speculative_config is not None:
+            logger.info("vllm-async-spec: %s", decision)
+        return config
+
+    transaction.set(cls, "create_engine_config", create_engine_config)
+
+
+def _unneeded_unset(add_cli_args: Any) -> str | None:
+    default = add_cli_args.__globals__["EngineArgs"].async_scheduling
+    return None if default is False else "an option that was not given is None here, not False"
+
+
+def _apply_unset(transaction: Transaction, module: ModuleType) -> None:
+    """Make `async_scheduling` None where it was not given, on releases where that and `False` look the same."""
+    for cls in (module.EngineArgs, module.AsyncEngineArgs):
+        transaction.set(cls, "__init__", _none_unless_given(cls.__init__))
+    original = module.EngineArgs.add_cli_args
+
+    @functools.wraps(original)
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        parser.set_defaults(async_scheduling=None)
+        return parser
+
+    transaction.set(module.EngineArgs, "add_cli_args", staticmethod(add_cli_args))
+    _unset_the_one_being_made(module.EngineArgs)
+
+
+def _none_unless_given(original: Callable[..., None]) -> Callable[..., None]:
+    names = list(inspect.signature(original).parameters)[1:]
+    position = names.index("async_scheduling")
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) <= position:
+            kwargs.setdefault("async_scheduling", None)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _unset_the_one_being_made(cls: Any) -> None:
+    """The first `EngineArgs` of a process loads the plugins from within its own constructor, too late for the above.
+
+    Where `vllm.LLM` makes it, the keyword arguments that the user gave are in that frame. Anybody else's `False` is
+    taken for his own.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        made = frame.f_locals.get("self")
+        caller = frame.f_back
+        if frame.f_code.co_name == "__init__" and isinstance(made, cls) and caller is not None:
+            by_llm = caller.f_globals.get("__name__") == "vllm.entrypoints.llm" and "kwargs" in caller.f_locals
+            if by_llm and "async_scheduling" not in caller.f_locals["kwargs"]:
+                made.async_scheduling = None
+            return
+        frame = caller  # type: ignore[assignment]  # the loop's condition is what ends it
+
+
+_KEPT = "_async_spec_kept"
+"""Marks a SchedulerConfig whose asynchronous scheduling was kept on; it travels with it to the other processes."""
+
+
+def _unneeded_cpu(check_and_update_config: Any) -> str | None:
+    from vllm.platforms import current_platform
+
+    return None if current_platform.is_cpu() else "the platform is not the CPU"
+
+
+def apply_cpu(transaction: Transaction, module: ModuleType) -> None:
+    """Keep asynchronous scheduling on the CPU where vLLM has accepted it, with speculative decoding.
+
+    The platform's hook sees every configuration again in the engine core and the workers, where the drafter's is made
+    from a copy without `speculative_config`, but with the same SchedulerConfig: hence the mark.
+    """
+    cls = module.CpuPlatform
+    original = vars(cls)["check_and_update_config"].__func__
+
+    @functools.wraps(original)
+    def check_and_update_config(platform: Any, vllm_config: Any) -> None:
+        scheduler = vllm_config.scheduler_config
+        wanted = scheduler.async_scheduling and vllm_config.speculative_config is not None
+        original(platform, vllm_config)
+        if wanted or getattr(scheduler, _KEPT, False):
+            scheduler.async_scheduling = True
+            setattr(scheduler, _KEPT, True)
+
+    transaction.set(cls, "check_and_update_config", classmethod(check_and_update_config))
+
+
+IMPLEMENTATIONS = {
+    "async-scheduling-cpu": Implementation(_unneeded_cpu, apply_cpu),
+    "async-scheduling-default": Implementation(_unneeded_default, _apply_default),
+    "async-scheduling-unset": Implementation(_unneeded_unset, _apply_unset),
+}

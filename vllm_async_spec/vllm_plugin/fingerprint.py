@@ -1,0 +1,65 @@
+"""What a function or class of some vLLM source says, as a hash that layout, comments and docstrings do not change."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+
+
+def fingerprint(source: str, qualname: str) -> str | None:
+    """The fingerprint of `qualname` in a module's source text.
+
+    Equal for every Python that runs us: it is computed from the syntax tree's own fields, of which newer Pythons only
+    add empty ones.
+
+    Args:
+        source: text of the module.
+        qualname: dotted name of a class or function in it, such as `CommonAttentionMetadata.unpadded`.
+
+    Returns:
+        16 hexadecimal digits, or None where the module defines no such name.
+    """
+    node: ast.AST | None = ast.parse(source)
+    for name in qualname.split("."):
+        node = _definition(node, name)
+        if node is None:
+            return None
+    return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+
+
+def module_file(root: Path, module: str) -> Path | None:
+    """The file of `module` under `root`, the directory that contains the top package; None if there is none."""
+    base = root.joinpath(*module.split("."))
+    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _definition(node: ast.AST | None, name: str) -> ast.AST | None:
+    for child in getattr(node, "body", []):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name == name:
+            return child
+    return None
+
+
+def _canonical(node: object) -> str:
+    if isinstance(node, list):
+        return "[" + ",".join(_canonical(item) for item in _without_docstring(node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    # `kind` tells u"" from "", `type_params` came with Python 3.12: empty fields are left out, so neither matters.
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"]
+    return f"{type(node).__name__}({','.join(f'{name}={_canonical(value)}' for name, value in fields)})"
+
+
+def _without_docstring(body: list[object]) -> list[object]:
+    """Statements that are only a string are documentation, wherever they stand."""
+    return [
+        item
+        for item in body
+        if not (
+            isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant) and isinstance(item.value.value, str)
+        )
+    ]

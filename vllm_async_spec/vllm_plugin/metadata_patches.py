@@ -1,0 +1,187 @@
+"""vLLM's own CommonAttentionMetadata, made to behave as ours: what is grafted onto it in each family of releases."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.host_copy import Upkeep
+from vllm_async_spec.host_lengths import HostLengths
+from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+CLASS = "CommonAttentionMetadata"
+
+_GRAFTED = (
+    "host_lengths",
+    "seq_lens_cpu",
+    "_seq_lens_cpu",
+    "num_computed_tokens_cpu",
+    "_num_computed_tokens_cpu",
+    "num_computed_tokens",
+    "seq_len_upper_bound",
+    "prefetch_host",
+    "seq_lens_changed",
+)
+# One release's callers give host lengths under the public names, another's under the private ones.
+_HOST_NAMES = {
+    "seq_lens_cpu": "_seq_lens_cpu",
+    "_seq_lens_cpu": "_seq_lens_cpu",
+    "num_computed_tokens_cpu": "_num_computed_tokens_cpu",
+    "_num_computed_tokens_cpu": "_num_computed_tokens_cpu",
+}
+
+
+def _requires_host_lengths(cls: Any) -> bool:
+    field = cls.__dataclass_fields__.get("seq_lens_cpu")
+    return field is not None and field.default is dataclasses.MISSING
+
+
+def _unneeded_optional(cls: Any) -> str | None:
+    return None if _requires_host_lengths(cls) else "host lengths are not required here"
+
+
+def _unneeded_counted(cls: Any) -> str | None:
+    return None if isinstance(vars(cls).get("seq_lens_cpu"), property) else "there is no property that copies silently"
+
+
+def _unneeded_restored(cls: Any) -> str | None:
+    return "seq_lens_cpu is still there" if "seq_lens_cpu" in {*vars(cls), *cls.__dataclass_fields__} else None
+
+
+def _graft(upkeep: Upkeep) -> Callable[[Transaction, ModuleType], None]:
+    """Put the lazy host views on vLLM's class, in place, because other modules have imported it by name."""
+
+    def apply(transaction: Transaction, module: ModuleType) -> None:
+        cls = getattr(module, CLASS)
+        transaction.set(cls, "__dataclass_fields__", _fields_without_public_host_names(cls))
+        for name in _GRAFTED:
+            transaction.set(cls, name, vars(HostLengths)[name])
+        transaction.set(cls, "host_upkeep", upkeep)
+        transaction.set(cls, "__init__", _taking_optional_host_lengths(cls.__init__))
+        if "replace" in vars(cls):
+            transaction.set(cls, "replace", _keeping_host_lengths(cls.replace))
+
+    return apply
+
+
+def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
+    """The dataclass's fields, with what `dataclasses.replace` reads of host lengths being what is known of them."""
+    fields = {}
+    for name, field in cls.__dataclass_fields__.items():
+        if name in _HOST_NAMES:
+            field = copy.copy(field)
+            field.name, field.default = _HOST_NAMES[name], None
+        fields[field.name] = field
+    return fields
+
+
+def _taking_optional_host_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` that takes host lengths under any of their names, or not at all."""
+    names = list(inspect.signature(original).parameters)[1:]
+    own_names = [name for name in names if name in _HOST_NAMES]
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {_HOST_NAMES[name]: kwargs.pop(name) for name in _HOST_NAMES if name in kwargs}
+        by_position = names[: len(args)]
+        for name in own_names:
+            if name not in by_position:
+                kwargs[name] = given.pop(_HOST_NAMES[name], None)
+        original(self, *args, **kwargs)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    return __init__
+
+
+def _keeping_host_lengths(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`replace` whose result shares the one copy, unless lengths are what is replaced."""
+
+    @functools.wraps(original)
+    def replace(self: Any, **changes: Any) -> Any:
+        new = original(self, **changes)
+        if "seq_lens" not in changes and not _HOST_NAMES.keys() & changes.keys():
+            new.__dict__["_host_lengths"] = self.host_lengths
+        return new
+
+    return replace
+
+
+def _unneeded_unpadded(unpadded: Any) -> str | None:
+    cls = inspect.unwrap(unpadded).__globals__[CLASS]
+    carried = unpadded.__code__.co_names
+    bounded = "seq_lens_cpu_upper_bound" in cls.__dataclass_fields__
+    if "seq_lens_cpu" in carried or (bounded and "seq_lens_cpu_upper_bound" not in carried):
+        return None
+    return "unpadded reads no host lengths here and loses no bound"
+
+
+def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
+    cls = _grafted_class(getattr(module, CLASS))
+    original = cls.unpadded
+
+    @functools.wraps(original)
+    def unpadded(self: Any, num_actual_tokens: int, num_actual_reqs: int) -> Any:
+        unknown = self._seq_lens_cpu is None
+        new = original(_stand_in(self) if unknown else self, num_actual_tokens, num_actual_reqs)
+        if unknown:
+            new._num_computed_tokens_cpu = None
+            new.__dict__["_host_lengths"] = self.host_lengths.derived(new.seq_lens, lambda host: host[:num_actual_reqs])
+        bound = getattr(self, "seq_lens_cpu_upper_bound", None)
+        if bound is not None:
+            new.seq_lens_cpu_upper_bound = bound[:num_actual_reqs]
+        return new
+
+    transaction.set(cls, "unpadded", unpadded)
+
+
+def _unneeded_micro_batches(make_metadata_with_slice: Any) -> str | None:
+    cls = make_metadata_with_slice.__globals__[CLASS]
+    bounded = "seq_lens_cpu_upper_bound" in cls.__dataclass_fields__
+    return "micro-batches are cut by the upper bound here" if bounded else None
+
+
+def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
+    _grafted_class(getattr(module, CLASS))
+    original = module._make_metadata_with_slice
+
+    @functools.wraps(original)
+    def _make_metadata_with_slice(ubatch_slice: Any, attn_metadata: Any) -> Any:
+        unknown = attn_metadata._seq_lens_cpu is None
+        new = original(ubatch_slice, _stand_in(attn_metadata) if unknown else attn_metadata)
+        if unknown:
+            new._seq_lens_cpu = new._num_computed_tokens_cpu = None
+        return new
+
+    transaction.set(module, "_make_metadata_with_slice", _make_metadata_with_slice)
+
+
+def _grafted_class(cls: Any) -> Any:
+    if not hasattr(cls, "host_lengths"):
+        raise PatchError(f"{CLASS} has no host views, since the patch that grafts them was refused")
+    return cls
+
+
+def _stand_in(metadata: Any) -> Any:
+    """A copy with unknown host lengths set to the upper bound, for upstream code that cuts them and takes a maximum."""
+    stand_in = copy.copy(metadata)
+    bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32)
+    stand_in._seq_lens_cpu = stand_in._num_computed_tokens_cpu = bound
+    return stand_in
+
+
+IMPLEMENTATIONS = {
+    "metadata-optional-host-lengths": Implementation(_unneeded_optional, _graft(Upkeep.ALL)),
+    "metadata-counted-host-lengths": Implementation(_unneeded_counted, _graft(Upkeep.GIVEN)),
+    "metadata-restored-host-lengths": Implementation(_unneeded_restored, _graft(Upkeep.GIVEN)),
+    "metadata-unpadded": Implementation(_unneeded_unpadded, _apply_unpadded),
+    "micro-batches": Implementation(_unneeded_micro_batches, _apply_micro_batches),
+}

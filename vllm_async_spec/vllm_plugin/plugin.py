@@ -1,0 +1,98 @@
+"""What `vllm.general_plugins` calls: settle the patches of this process, once, and say in a line what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_async_spec._version import __version__
+from vllm_async_spec.sync_policy import set_sync_policy
+from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches
+from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchError, State, load_ledger
+from vllm_async_spec.vllm_plugin.log import is_main_process, logger
+from vllm_async_spec.vllm_plugin.settings import MODE, Mode, SettingError, Settings
+
+IMPLEMENTATIONS = {**async_scheduling.IMPLEMENTATIONS, **metadata_patches.IMPLEMENTATIONS}
+
+
+class StrictError(RuntimeError):
+    """A patch was refused under `VLLM_ASYNC_SPEC=strict`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """The plugin in this process: its settings and its ledger, which is None where the mode is `off`."""
+
+    settings: Settings
+    ledger: Ledger | None
+
+
+_plugin: Plugin | None = None
+
+
+def active_plugin() -> Plugin | None:
+    """The plugin of this process, or None where nothing has loaded it."""
+    return _plugin
+
+
+def load() -> Plugin:
+    """Read the settings and settle every patch whose module exists; the others as soon as theirs does.
+
+    Loading twice is the same as once, and a forked child is already loaded.
+
+    Raises:
+        SettingError: an environment variable has a value that does not exist.
+        StrictError: the mode is `strict` and a patch was refused.
+    """
+    global _plugin
+    if _plugin is not None:
+        return _plugin
+    settings = Settings.read()
+    if settings.mode is Mode.OFF:
+        _plugin = Plugin(settings, None)
+        return _plugin
+    set_sync_policy(settings.sync)
+    refused = _stop_on_refusal if settings.mode is Mode.STRICT else _report_refusal
+    ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=refused)
+    _plugin = Plugin(settings, ledger)
+    ledger.install()
+    _report(ledger)
+    return _plugin
+
+
+def entry_point() -> None:
+    """`load`, for vLLM: a mistake of the operator's ends its command line with one sentence and no traceback.
+
+    Raises:
+        SettingError: as `load`, where vLLM is used as a library.
+        StrictError: likewise.
+    """
+    try:
+        load()
+    except (SettingError, StrictError, PatchError) as error:
+        if Path(sys.argv[0]).name == "vllm":
+            raise SystemExit(f"vllm-async-spec: {error}") from None
+        raise
+
+
+def _report(ledger: Ledger) -> None:
+    count = {state: sum(o.state is state for o in ledger.outcomes.values()) for state in State}
+    summary = ", ".join(f"{number} {state.value}" for state, number in count.items() if number)
+    if is_main_process():
+        logger.info("vllm-async-spec %s is on: patches %s; `vllm-async-spec status` lists them", __version__, summary)
+    else:
+        logger.debug("vllm-async-spec %s is on in process %d: patches %s", __version__, os.getpid(), summary)
+
+
+def _report_refusal(outcome: Outcome) -> None:
+    if is_main_process():
+        logger.warning("vllm-async-spec: running stock vLLM for %s: %s", outcome.spec.name, outcome.detail)
+
+
+def _stop_on_refusal(outcome: Outcome) -> None:
+    raise StrictError(
+        f"{outcome.spec.name} was refused: {outcome.detail}; {MODE}=auto runs stock vLLM for it, "
+        f"{MODE}=off runs stock vLLM for everything"
+    )

@@ -1,0 +1,66 @@
+"""The two environment variables that an operator sets, and nothing else that can be set."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from vllm_async_spec.sync_policy import SyncPolicy
+
+MODE = "VLLM_ASYNC_SPEC"
+SYNC = "VLLM_ASYNC_SPEC_SYNC"
+
+_ChoiceT = TypeVar("_ChoiceT", bound=enum.Enum)
+
+
+class SettingError(ValueError):
+    """A setting has a value that does not exist; the message names it and those that do."""
+
+
+class Mode(str, enum.Enum):
+    """What the plugin does about patches that it refuses."""
+
+    AUTO = "auto"
+    """Run stock vLLM for what is refused, and say so in one line."""
+    STRICT = "strict"
+    """Stop at start-up where anything is refused."""
+    OFF = "off"
+    """Touch nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of this process, and who set each: `environment` or `default`."""
+
+    mode: Mode
+    mode_from: str
+    sync: SyncPolicy
+    sync_from: str
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
+        """The settings that `environment` asks for.
+
+        Raises:
+            SettingError: a variable has a value that does not exist.
+        """
+        mode, sync = environment.get(MODE), environment.get(SYNC)
+        return cls(
+            mode=_choice(MODE, mode, Mode.AUTO),
+            mode_from="default" if mode is None else "environment",
+            sync=_choice(SYNC, sync, SyncPolicy.ALLOW),
+            sync_from="default" if sync is None else "environment",
+        )
+
+
+def _choice(name: str, value: str | None, default: _ChoiceT) -> _ChoiceT:
+    if value is None:
+        return default
+    try:
+        return type(default)(value)
+    except ValueError:
+        known = ", ".join(member.value for member in type(default))
+        raise SettingError(f"{name} is {value!r}; it must be one of {known}") from None

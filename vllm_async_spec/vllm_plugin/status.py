@@ -1,0 +1,159 @@
+"""What `vllm-async-spec status` says: what was found, what each patch became, and who decided what."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_async_spec._version import __version__
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.settings import Mode
+
+
+class NoVllmError(RuntimeError):
+    """There is no vLLM to speak of; the message says how to get one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchStatus:
+    """One row of the table."""
+
+    name: str
+    state: State
+    detail: str
+    summary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All that status knows; `to_dict` is what `--json` prints."""
+
+    version: str
+    vllm: str
+    known: bool
+    """Whether the ledger knows this release of vLLM."""
+    newest_known: str
+    torch: str
+    device: str
+    family: str
+    runner: str
+    backend: str | None
+    """The attention backend, where engine arguments were given."""
+    scheduling: str
+    settings: dict[str, dict[str, str]]
+    patches: tuple[PatchStatus, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing was refused or left waiting."""
+        return not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"healthy": self.healthy}
+
+
+def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
+    """Load the plugin into this process, as vLLM would, and look at what came of it.
+
+    Args:
+        engine_arguments: arguments of vLLM's `EngineArgs`, to learn what an engine would run with; may be None.
+
+    Raises:
+        NoVllmError: vLLM is not installed or can't be imported.
+        SettingError: an environment variable has a value that does not exist.
+        StrictError: the mode is `strict` and a patch was refused.
+    """
+    vllm = _import_vllm()
+    from vllm_async_spec.vllm_plugin.plugin import load
+
+    plugin = load()
+    if plugin.ledger is not None:
+        _import_targets(plugin.ledger)
+    releases = [release for spec in load_ledger() for release in spec.releases]
+    newest = max(releases, key=_sort_key)
+    runner, backend, scheduling = _engine(engine_arguments)
+    settings = plugin.settings
+    return Status(
+        version=__version__,
+        vllm=vllm,
+        known=vllm.partition("+")[0] in releases,
+        newest_known=newest,
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        family=_family(),
+        runner=runner,
+        backend=backend,
+        scheduling=scheduling,
+        settings={
+            "VLLM_ASYNC_SPEC": {"value": settings.mode.value, "from": settings.mode_from},
+            "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
+        },
+        patches=_patches(plugin.ledger, settings.mode),
+    )
+
+
+def _import_vllm() -> str:
+    if importlib.util.find_spec("vllm") is None:
+        raise NoVllmError(
+            "vLLM is not installed in this environment; install it with `pip install 'vllm-async-spec[cuda]'`, "
+            "or [cpu] on a machine without a GPU"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to stdout, among what we print
+    try:
+        return str(importlib.import_module("vllm").__version__)
+    except Exception as error:
+        raise NoVllmError(f"vLLM is installed but can't be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_targets(ledger: Ledger) -> None:
+    """Make every module that a patch targets exist, so that none is left waiting for an import."""
+    for outcome in ledger.outcomes.values():
+        for module in outcome.modules:
+            with contextlib.suppress(ModuleNotFoundError):  # it belongs to another release
+                importlib.import_module(module)
+
+
+def _patches(ledger: Ledger | None, mode: Mode) -> tuple[PatchStatus, ...]:
+    if ledger is None:
+        why = f"VLLM_ASYNC_SPEC={mode.value}"
+        return tuple(PatchStatus(spec.name, State.NOT_NEEDED, why, spec.summary) for spec in load_ledger())
+    return tuple(PatchStatus(o.spec.name, o.state, o.detail, o.spec.summary) for o in ledger.outcomes.values())
+
+
+def _family() -> str:
+    """Which of the three designs of upstream's runner this vLLM has, by what its source defines."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    worker = Path(spec.origin).parent / "v1" / "worker"
+    v1, v2 = worker / "gpu_model_runner.py", worker / "gpu" / "model_runner.py"
+    device = v1.is_file() and "def _compute_prev_positions" in v1.read_text(encoding="utf-8")
+    return ("device positions" if device else "host positions") + (", with a V2 runner" if v2.is_file() else "")
+
+
+def _engine(arguments: Mapping[str, Any] | None) -> tuple[str, str | None, str]:
+    """Runner, attention backend and scheduling of an engine with these arguments."""
+    if arguments is None:
+        return "depends on the model", None, "depends on the engine's arguments; give --model and --speculative-config"
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_async_spec.vllm_plugin.async_scheduling import explain
+
+    config, decision = explain(EngineArgs(**arguments))
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    name = getattr(backend, "name", None) or "vLLM's choice for this device"
+    return "V2" if getattr(config, "use_v2_model_runner", False) else "V1", name, str(decision)
+
+
+def _sort_key(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))

@@ -1,0 +1,41 @@
+"""Changes of attributes that are made together or not at all."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+_ABSENT = object()
+
+
+class Transaction:
+    """Sets attributes; if the `with` block raises, every one is put back as it was, in reverse order.
+
+    What it sets is what is named: it never walks a class's `__dict__`, to which newer Pythons add names of their own.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name`, remembering what the owner itself (not its bases) had there."""
+        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def roll_back(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            owner, name, old = self._undo.pop()
+            if old is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.roll_back()
