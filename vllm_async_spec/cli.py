@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -49,6 +50,87 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens a step.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens generated for each prompt.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine.")] = 4,
+    cache: Annotated[
+        Path | None, typer.Option(help="Where the models are kept; ~/.cache/vllm-async-spec if unset.")
+    ] = None,
+    target: Annotated[Path | None, typer.Option(help="Your own target model; needs --draft.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Your own draft model, with the target's vocabulary.")] = None,
+) -> None:
+    """Serve one batch of prompts four ways on a real vLLM, and prove that the tokens are the same.
+
+    Makes its own small byte-level models the first time. Exit code 0: every token is the same and no draft is lost;
+    1: otherwise, or the demo can't run.
+    """
+    from rich.progress import Progress
+
+    from vllm_async_spec.demo.compare import DemoError, compare
+    from vllm_async_spec.demo.train import DemoModels, prepare_models
+
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm-async-spec"
+    if (target is None) != (draft is None):
+        _fail("--target and --draft go together; give both, or neither for the demo's own models")
+    for option, path in (("--target", target), ("--draft", draft)):
+        if path is not None and not (path / "config.json").is_file():
+            _fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        try:
+            models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
+            found = compare(
+                models,
+                draft_tokens=draft_tokens,
+                max_tokens=max_tokens,
+                rounds=rounds,
+                log_dir=folder / "logs",
+                progress=progress,
+            )
+        except (DemoError, OSError) as error:
+            _fail(str(error))
+        except ImportError as error:
+            _fail(f"{error}; install vLLM with `pip install 'vllm-async-spec[cuda]'`, or [cpu] without a GPU")
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        _print_comparison(found)
+    for failure in found.failures:
+        typer.echo(f"vllm-async-spec: {failure}", err=True)
+    raise typer.Exit(1 if found.failures else 0)
+
+
+def _print_comparison(found: Any) -> None:
+    title = (
+        f"vLLM {found.vllm} on {found.device}: {found.prompts} prompts, {found.max_tokens} tokens each, "
+        f"{found.draft_tokens} draft tokens"
+    )
+    table = Table(title=title, title_justify="left")
+    for name in ("way", "async", "tokens/s", "accepted", "host reads", "tokens"):
+        table.add_column(name, justify="left" if name in ("way", "tokens") else "right")
+    for result in found.results:
+        low, high = result.spread
+        acceptance = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
+        table.add_row(
+            result.way,
+            "yes" if result.async_scheduling else "no",
+            f"{result.tokens_per_second:.0f} ({low:.0f}-{high:.0f})",
+            acceptance,
+            f"{result.reads_now:.2f} + {result.reads_late:.2f}",
+            "[green]identical[/]" if result.difference is None else f"[bold red]{result.difference}[/]",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"Tokens/s: median of {found.rounds} interleaved rounds (lowest-highest). Accepted: mean tokens a step and "
+        "request, its own one included. Host reads a step: of what the newest step computed, for which the host stops, "
+        "+ of the step before it, while the device has work. The tokens of the first row are the reference.",
+        style="dim",
+    )
 
 
 @app.command()

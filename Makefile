@@ -1,0 +1,57 @@
+# `make demo` and `make test` do everything on a fresh machine that has Python and a package index.
+
+SHELL := /bin/bash
+VENV ?= .venv
+CACHE ?= .cache
+BIN := $(VENV)/bin
+PYTHON := $(BIN)/python
+UV := $(BIN)/uv pip install --quiet --python $(PYTHON)
+# uv does not read pip's settings; where pip is told of local wheels, so is uv.
+LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
+FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
+RELEASES := 0.12.0 0.18.1 0.26.0 0.32.0
+
+.PHONY: demo test test-slow test-releases docs wheel lint clean
+
+demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
+	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
+
+test: $(VENV)/.ready lint  ## what must hold before every commit
+	$(PYTHON) -m pytest -m "not slow" --cov --cov-report=term
+
+test-slow: $(VENV)/.ready
+	$(PYTHON) -m pytest -m slow
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-releases: $(VENV)/.ready  ## the plugin against the real Python of four vLLM releases, fetched once
+	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
+	@for release in $(RELEASES); do \
+		echo "vLLM $$release"; \
+		$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$$release || exit 1; \
+	done
+
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
+
+wheel: $(VENV)/.ready  ## build it, install it in an empty environment, and ask it for its status
+	./tests/check_wheel.sh $(BIN)/uv "$(FIND_LINKS)"
+
+# With a GPU: vLLM itself. Without: vLLM's CPU build, and PyTorch's from the local wheels or else from PyTorch's CPU index.
+$(VENV)/.ready: pyproject.toml Makefile
+	test -x $(PYTHON) || python3 -m venv $(VENV)
+	test -x $(BIN)/uv || $(PYTHON) -m pip install --quiet uv
+	if command -v nvidia-smi >/dev/null; then \
+		$(UV) $(FIND_LINKS) -e '.[cuda,test,docs]'; \
+	elif $(UV) --no-index --no-deps $(FIND_LINKS) 'torch==2.13.0+cpu' 2>/dev/null; then \
+		$(UV) $(FIND_LINKS) -e '.[cpu,test,docs]'; \
+	else \
+		$(UV) --torch-backend cpu -e '.[cpu,test,docs]'; \
+	fi
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(CACHE) dist site

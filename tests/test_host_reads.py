@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from vllm_async_spec.audit.host_reads import CpuProbe, CudaProbe
+
+READS = {
+    "tolist": lambda t: t.tolist(),
+    "cpu": lambda t: t.cpu(),
+    "to": lambda t: t.to("cpu"),
+    "numpy": lambda t: t.numpy(),
+    "item": lambda t: t[0].item(),
+}
+
+
+def forward() -> torch.Tensor:
+    return torch.arange(4.0)
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str):
+    probe = CpuProbe()
+    with probe as reads:
+        hidden = probe.forward(forward)
+        sampled = (hidden * 2).argsort()
+        READS[what](sampled)
+    assert (dict(reads.now), dict(reads.late), reads.steps) == ({what: 1}, {}, 1)
+
+
+def test_a_read_of_what_the_step_before_computed_is_late():
+    probe = CpuProbe()
+    with probe as reads:
+        counts = probe.forward(forward).sum()
+        probe.forward(forward)
+        counts.item()
+    assert (dict(reads.now), dict(reads.late)) == ({}, {"item": 1})
+
+
+def test_an_asynchronous_copy_waits_only_where_it_is_read():
+    probe = CpuProbe()
+    host = torch.empty(4)
+    with probe as reads:
+        hidden = probe.forward(forward)
+        hidden.to("cpu", non_blocking=True)
+        host.copy_(hidden, non_blocking=True)
+        assert reads.now.total() == 0
+        host.tolist()
+    assert dict(reads.now) == {"tolist": 1}
+
+
+def test_a_value_that_was_fetched_once_is_the_hosts():
+    probe = CpuProbe()
+    with probe as reads:
+        fetched = probe.forward(forward).cpu()
+        fetched.numpy()
+        (fetched + 1).tolist()
+    assert dict(reads.now) == {"cpu": 1}
+
+
+def test_what_the_host_made_itself_is_not_counted():
+    probe = CpuProbe()
+    with probe as reads:
+        lengths = torch.tensor([1, 2])
+        probe.forward(forward)
+        (lengths + 1).tolist()
+        lengths.max().item()
+    assert reads.now.total() + reads.late.total() == 0
+
+
+def test_results_written_in_place_are_the_devices():
+    probe = CpuProbe()
+    seq_lens = torch.zeros(4)
+    with probe as reads:
+        seq_lens[:2].add_(probe.forward(forward)[:2])
+        seq_lens.tolist()
+    assert dict(reads.now) == {"tolist": 1}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits need a CUDA device")
+def test_the_cuda_probe_sees_each_kind_of_wait_and_leaves_no_trace():
+    device = torch.arange(8, device="cuda")
+    events = [torch.cuda.Event(), torch.Event("cuda")]
+    probe = CudaProbe()
+    with probe as reads:
+        for event in events:
+            probe.forward(lambda: device + 1)
+            event.record()
+            event.synchronize()
+            event.record()
+            probe.forward(lambda: device + 1)
+            event.synchronize()
+        device.cpu()
+        device[0].item()
+        device.nonzero()
+        device.to("cpu", non_blocking=True)
+        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+    assert dict(reads.now) == {"event": 2, "copy": 3, "synchronize": 2}
+    assert (dict(reads.late), reads.steps) == ({"event": 2}, 4)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert sys.getprofile() is None

