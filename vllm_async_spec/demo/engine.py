@@ -38,9 +38,10 @@ class DemoEngine:
         if setup["async_scheduling"] is not None:
             options["async_scheduling"] = setup["async_scheduling"]
         if self._cuda:
-            # Four engines share the GPU; compiling models this small takes longer than all they do here. float16, the
-            # finest that FlashAttention takes, since the batch that a token is computed in differs between modes.
-            options |= {"dtype": "float16", "gpu_memory_utilization": 0.15}
+            # Four engines share the GPU: each takes a fixed cache, for measuring what is free would count the others.
+            # float16 is the finest that FlashAttention takes, and the batch that a token is in differs between modes.
+            options |= {"dtype": "float16", "gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 1 << 30}
+            # Compiling models this small takes longer than all that they do here.
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         else:
             options |= {"dtype": "float32", "enforce_eager": True}
