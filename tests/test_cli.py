@@ -1,0 +1,131 @@
+"""The command line as a user meets it: exit codes, plain data, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_async_spec import __version__
+from vllm_async_spec.cli import app
+
+CLI = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()"]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=os.environ | environment)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from vllm_async_spec.compat.builders import write_llama
+
+    return write_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@needs_vllm
+def test_status_as_data(llama):
+    drafts = json.dumps({"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3})
+    done = run("status", "--json", "--model", str(llama), "--speculative-config", drafts, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["healthy"] is found["known"] is True
+    assert found["scheduling"].startswith("asynchronous scheduling is on, decided by ")
+    assert {patch["state"] for patch in found["patches"]} == {"applied", "not needed"}
+    assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "auto", "from": "default"}
+
+
+@needs_vllm
+def test_status_says_that_the_user_decided(llama):
+    drafts = json.dumps({"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3})
+    arguments = ["--model", str(llama), "--speculative-config", drafts, "--no-async-scheduling"]
+    done = run("status", "--json", *arguments, HF_HUB_OFFLINE="1", VLLM_ASYNC_SPEC="strict")
+    found = json.loads(done.stdout)
+    assert found["scheduling"] == "asynchronous scheduling is off, decided by user: async_scheduling=False"
+    assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "strict", "from": "environment"}
+
+
+@needs_vllm
+def test_status_of_a_release_with_a_changed_target_is_unhealthy():
+    """A vLLM that no ledger entry knows: the patch is refused, status says so and exits 1."""
+    code = """
+import vllm, vllm.v1.attention.backend as backend
+vllm.__version__ = "0.99.0"
+from vllm_async_spec.vllm_plugin import fingerprint, ledger
+known = ledger.fingerprint
+ledger.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
+import sys
+sys.argv = ["vllm-async-spec", "status"]
+from vllm_async_spec.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
+    )
+    assert done.returncode == 1, done.stderr
+    assert "0.99.0 (unknown to vllm-async-spec" in done.stdout
+    assert "is as in no release that the patch is for" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "exit_code"), [("status", 2), ("demo", 1)])
+def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: int, tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = ["--target", str(tmp_path), "--draft", str(tmp_path), "--cache", str(tmp_path)]
+    code = "import sys; sys.modules['vllm'] = None; from vllm_async_spec.cli import main; main()"
+    words = [sys.executable, "-c", code, command, *(arguments if command == "demo" else [])]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == exit_code
+    assert done.stderr.startswith("vllm-async-spec: vLLM is not installed in this environment; install it with")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "--speculative-config", "{}"], "say nothing without --model; add it"),
+        (["status", "--model", "m", "--speculative-config", "{"], "--speculative-config is '{', which is not JSON"),
+        (["status", "--model", "m", "--speculative-config", "[]"], "is '[]'; it must be a JSON object"),
+        (["demo", "--target", "/nowhere"], "--target and --draft go together"),
+        (["demo", "--target", "/nowhere", "--draft", "/nowhere"], "--target is '/nowhere', which has no config.json"),
+        (["patches", "verify", "--vllm-source", "/nowhere"], "/nowhere contains no vllm/"),
+    ],
+)
+def test_a_mistake_gets_one_sentence(arguments, message):
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+@needs_vllm
+def test_a_wrong_model_path_gets_one_sentence():
+    done = run("status", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("vllm-async-spec:")]
+    assert "vLLM does not take these engine arguments" in line
+    assert "/nowhere/model" in line
+    assert "Traceback" not in done.stderr
+
+
+@needs_vllm
+def test_a_wrong_setting_gets_one_sentence():
+    done = run("status", VLLM_ASYNC_SPEC="on")
+    assert done.returncode == 1
+    assert "VLLM_ASYNC_SPEC is 'on'; it must be one of auto, strict, off" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version_and_patches():
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).output == f"{__version__}\n"
+    listed = json.loads(runner.invoke(app, ["patches", "list", "--json"]).output)
+    assert all(patch["why"] and patch["upstream"] and patch["remove_when"] and patch["releases"] for patch in listed)
+    assert "async-scheduling-default" in {patch["name"] for patch in listed}
