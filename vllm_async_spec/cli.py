@@ -80,7 +80,8 @@ def demo(
     for option, path in (("--target", target), ("--draft", draft)):
         if path is not None and not (path / "config.json").is_file():
             _fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         try:
             models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
             found = compare(

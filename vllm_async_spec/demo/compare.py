@@ -241,8 +241,19 @@ def _engine(way: Way, models: DemoModels, draft_tokens: int, max_tokens: int, lo
         try:
             yield _Engine(way, process, log)
         finally:
-            process.kill()
-            process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let it end by itself, so that its log is whole, but not for long."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.close()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _device_and_vllm() -> tuple[str, str]:
