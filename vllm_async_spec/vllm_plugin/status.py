@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, known_releases, load_ledger
 from vllm_async_spec.vllm_plugin.settings import Mode
 
 
@@ -50,12 +50,14 @@ class Status:
     """The attention backend, where engine arguments were given."""
     scheduling: str
     settings: dict[str, dict[str, str]]
+    loaded: bool
+    """Whether vLLM would load the plugin: `VLLM_PLUGINS` may leave it out."""
     patches: tuple[PatchStatus, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing was refused or left waiting."""
-        return not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
+        """Whether vLLM loads the plugin and nothing was refused or left waiting."""
+        return self.loaded and not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -76,18 +78,17 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
     vllm = _import_vllm()
     from vllm_async_spec.vllm_plugin.plugin import load
 
-    plugin = load()
+    plugin = load(report=False)
     if plugin.ledger is not None:
         _import_targets(plugin.ledger)
-    releases = [release for spec in load_ledger() for release in spec.releases]
-    newest = max(releases, key=_sort_key)
+    releases = known_releases(load_ledger())
     runner, backend, scheduling = _engine(engine_arguments)
     settings = plugin.settings
     return Status(
         version=__version__,
         vllm=vllm,
         known=vllm.partition("+")[0] in releases,
-        newest_known=newest,
+        newest_known=releases[-1],
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         family=_family(),
@@ -98,6 +99,7 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
             "VLLM_ASYNC_SPEC": {"value": settings.mode.value, "from": settings.mode_from},
             "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
         },
+        loaded=_is_allowed(os.environ.get("VLLM_PLUGINS")),
         patches=_patches(plugin.ledger, settings.mode),
     )
 
@@ -105,8 +107,8 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
 def _import_vllm() -> str:
     if importlib.util.find_spec("vllm") is None:
         raise NoVllmError(
-            "vLLM is not installed in this environment; install it with `pip install 'vllm-async-spec[cuda]'`, "
-            "or [cpu] on a machine without a GPU"
+            "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
+            "the documentation's page on installing says"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to stdout, among what we print
     try:
@@ -123,10 +125,15 @@ def _import_targets(ledger: Ledger) -> None:
                 importlib.import_module(module)
 
 
+def _is_allowed(allowed: str | None) -> bool:
+    """Whether vLLM's own list of plugins, where there is one, has ours."""
+    return allowed is None or "async_spec" in allowed.split(",")
+
+
 def _patches(ledger: Ledger | None, mode: Mode) -> tuple[PatchStatus, ...]:
     if ledger is None:
         why = f"VLLM_ASYNC_SPEC={mode.value}"
-        return tuple(PatchStatus(spec.name, State.NOT_NEEDED, why, spec.summary) for spec in load_ledger())
+        return tuple(PatchStatus(spec.name, State.OFF, why, spec.summary) for spec in load_ledger())
     return tuple(PatchStatus(o.spec.name, o.state, o.detail, o.spec.summary) for o in ledger.outcomes.values())
 
 
@@ -153,7 +160,3 @@ def _engine(arguments: Mapping[str, Any] | None) -> tuple[str, str | None, str]:
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     name = getattr(backend, "name", None) or "vLLM's choice for this device"
     return "V2" if getattr(config, "use_v2_model_runner", False) else "V1", name, str(decision)
-
-
-def _sort_key(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split("."))
