@@ -35,7 +35,7 @@ test-releases: $(VENV)/.ready  ## the plugin against the real Python of four vLL
 	done
 
 docs: $(VENV)/.ready
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: $(VENV)/.ready  ## build it, install it in an empty environment, and ask it for its status
 	./tests/check_wheel.sh $(BIN)/uv "$(FIND_LINKS)"
