@@ -51,11 +51,14 @@ class HostLengths:
 
     @property
     def _seq_lens_cpu(self) -> torch.Tensor | None:
-        return self.host_lengths.known
+        return self.host_lengths.known if "_host_lengths" in self.__dict__ else None
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
-        self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", given=value, upkeep=self.host_upkeep)
+        if value is None:
+            self.__dict__.pop("_host_lengths", None)
+        else:
+            self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", given=value, upkeep=self.host_upkeep)
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:

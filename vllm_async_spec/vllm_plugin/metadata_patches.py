@@ -85,15 +85,16 @@ def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
 
 def _taking_optional_host_lengths(original: Callable[..., None]) -> Callable[..., None]:
     """`__init__` that takes host lengths under any of their names, or not at all."""
-    names = list(inspect.signature(original).parameters)[1:]
-    own_names = [name for name in names if name in _HOST_NAMES]
+    parameters = dict(list(inspect.signature(original).parameters.items())[1:])
+    names = list(parameters)
+    required = [name for name in _HOST_NAMES if name in names and parameters[name].default is inspect.Parameter.empty]
+    foreign = [name for name in _HOST_NAMES if name not in names]
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {_HOST_NAMES[name]: kwargs.pop(name) for name in _HOST_NAMES if name in kwargs}
-        by_position = names[: len(args)]
-        for name in own_names:
-            if name not in by_position:
+        given = {_HOST_NAMES[name]: kwargs.pop(name) for name in foreign if name in kwargs}
+        for name in required:
+            if name not in kwargs and name not in names[: len(args)]:
                 kwargs[name] = given.pop(_HOST_NAMES[name], None)
         original(self, *args, **kwargs)
         for name, value in given.items():
