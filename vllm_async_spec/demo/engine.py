@@ -25,9 +25,11 @@ class DemoEngine:
         import torch
         import vllm
 
+        from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+
         self._cuda = torch.cuda.is_available()
         if not self._cuda and setup["async_scheduling"] and os.environ.get("VLLM_ASYNC_SPEC") == "off":
-            _open_cpu_gate()
+            open_cpu_gate()
         options: dict[str, Any] = {}
         if setup["draft"] is not None:
             options["speculative_config"] = {
@@ -108,16 +110,6 @@ class DemoEngine:
             int(values.get("vllm:spec_decode_num_drafts", 0)),
             int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
         )
-
-
-def _open_cpu_gate() -> None:
-    """Let stock vLLM schedule asynchronously on a CPU, which its platform forbids, and change nothing else."""
-    import vllm.platforms.cpu
-
-    from vllm_async_spec.vllm_plugin.async_scheduling import apply_cpu
-    from vllm_async_spec.vllm_plugin.transaction import Transaction
-
-    apply_cpu(Transaction(), vllm.platforms.cpu)
 
 
 def main() -> None:

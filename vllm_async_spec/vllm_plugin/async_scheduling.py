@@ -181,7 +181,14 @@ def _unneeded_cpu(check_and_update_config: Any) -> str | None:
     return None if current_platform.is_cpu() else "the platform is not the CPU"
 
 
-def apply_cpu(transaction: Transaction, module: ModuleType) -> None:
+def open_cpu_gate() -> None:
+    """Let stock vLLM schedule asynchronously on a CPU, and change nothing else: what the plugin is compared with."""
+    import vllm.platforms.cpu
+
+    _apply_cpu(Transaction(), vllm.platforms.cpu)
+
+
+def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
     """Keep asynchronous scheduling on the CPU where vLLM has accepted it, with speculative decoding.
 
     The platform's hook sees every configuration again in the engine core and the workers, where the drafter's is made
@@ -203,7 +210,7 @@ def apply_cpu(transaction: Transaction, module: ModuleType) -> None:
 
 
 IMPLEMENTATIONS = {
-    "async-scheduling-cpu": Implementation(_unneeded_cpu, apply_cpu),
+    "async-scheduling-cpu": Implementation(_unneeded_cpu, _apply_cpu),
     "async-scheduling-default": Implementation(_unneeded_default, _apply_default),
     "async-scheduling-unset": Implementation(_unneeded_unset, _apply_unset),
 }

@@ -1,0 +1,108 @@
+"""`vllm serve` with the plugin, of which every process has its own copy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from comparison import Outcome, first_difference
+from results import Mode
+from serving import Server, processes_with_plugin, serving
+
+from vllm_async_spec.demo.train import PROMPTS, DemoModels
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+MAX_TOKENS = 48
+"""As in the scenario `served`."""
+
+IS_ON = re.compile(r"vllm-async-spec \S+ is on: ")
+
+served = pytest.mark.parametrize("outcome", ["served"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Under `strict`, so that it would not be there if any of its processes had refused a patch."""
+    folder = tmp_path_factory.mktemp("server")
+    with serving(models.target, models.draft, folder, VLLM_ASYNC_SPEC="strict", VLLM_LOGGING_LEVEL="DEBUG") as server:
+        yield server
+
+
+@served
+def test_served_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome) -> None:
+    expected = outcome[Mode.SYNC].completions[:2]
+    assert first_difference(expected, [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]) is None
+
+
+@served
+def test_streamed_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome) -> None:
+    expected = outcome[Mode.SYNC].completions[:2]
+    assert first_difference(expected, [server.complete_in_pieces(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]) is None
+
+
+@served
+def test_concurrent_clients_get_what_each_would_get_alone(server: Server, outcome: Outcome) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        got = list(clients.map(lambda prompt: server.complete(prompt, MAX_TOKENS), PROMPTS))
+    assert first_difference(outcome[Mode.SYNC].completions, got) is None
+
+
+@served
+def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: Outcome) -> None:
+    finished = 'request_success_total{engine="0",finished_reason="length"'
+    before = server.metric(finished)
+    pieces = server.stream(PROMPTS[3], 700, ignore_eos=True)
+    assert len(list(itertools.islice(pieces, 3))) == 3
+    pieces.close()
+    got = [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]
+    expected = outcome[Mode.SYNC].completions[:2]
+    assert first_difference(expected, got) is None
+    deadline = time.monotonic() + 60
+    while server.metric("num_requests_running"):
+        assert time.monotonic() < deadline, "the request of the client that hung up is still running"
+        time.sleep(0.1)
+    ended = sum(done.finish_reason == "length" for done in expected)
+    assert server.metric(finished) - before == ended, "the request ran to its end"
+
+
+def test_models_page_names_the_model(server: Server) -> None:
+    assert [model["id"] for model in json.loads(server.get("/v1/models"))["data"]] == ["demo"]
+
+
+def test_metrics_page_counts_drafts(server: Server) -> None:
+    server.complete(PROMPTS[0], MAX_TOKENS)
+    drafts = server.metric("spec_decode_num_drafts_total")
+    drafted = server.metric("spec_decode_num_draft_tokens_total")
+    accepted = server.metric("spec_decode_num_accepted_tokens_total")
+    assert drafts > 0
+    assert drafted == 3 * drafts
+    assert 0.3 * drafts < accepted < drafted
+
+
+def test_engine_core_and_worker_have_the_plugin(server: Server) -> None:
+    """vLLM's CPU platform starts both by spawn and lets nobody choose otherwise, so a fork is not tested here."""
+    assert processes_with_plugin(server.log()) >= {"EngineCore", "VllmWorker"}
+
+
+def test_server_says_once_that_the_plugin_is_on(server: Server) -> None:
+    assert len(IS_ON.findall(server.log())) == 1
+
+
+@served
+def test_library_says_once_that_the_plugin_is_on(outcome: Outcome) -> None:
+    assert len(IS_ON.findall(outcome.logs[Mode.PLUGIN])) == 1
+
+
+@served
+def test_plugin_that_is_off_says_nothing(outcome: Outcome) -> None:
+    assert "vllm-async-spec" not in outcome.logs[Mode.SYNC]
+
+
+def test_engine_schedules_asynchronously(server: Server) -> None:
+    assert "Batch queue is enabled with size 2" in server.log()
