@@ -9,12 +9,16 @@ from pathlib import Path
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
-from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches
+from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.settings import MODE, Mode, SettingError, Settings
 
-IMPLEMENTATIONS = {**async_scheduling.IMPLEMENTATIONS, **metadata_patches.IMPLEMENTATIONS}
+IMPLEMENTATIONS = {
+    **async_scheduling.IMPLEMENTATIONS,
+    **metadata_patches.IMPLEMENTATIONS,
+    **min_tokens.IMPLEMENTATIONS,
+}
 
 
 class StrictError(RuntimeError):

@@ -1,0 +1,98 @@
+"""min_tokens counted in tokens that exist: vLLM's V1 runner counts drafts in flight too, and frees stop tokens early.
+
+Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may turn
+out to have given. vLLM replaces them by what it gave just before sampling, for penalties and bad words; here that is
+asked for on behalf of min_tokens as well, so a batch with such a request takes that one wait, and only such a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, overload
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_PLACEHOLDER = -1
+
+
+class Confirmed(Sequence[int]):
+    """A view of a request's output tokens that does not count the placeholders at their end."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        count = len(self._tokens)
+        while count and self._tokens[count - 1] == _PLACEHOLDER:
+            count -= 1
+        return count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self._tokens[: len(self)][index]
+
+
+def _unneeded(update_async_output_token_ids: Any) -> str | None:
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    if not hasattr(MinTokensLogitsProcessor, "apply_with_spec_decode"):
+        return "vLLM refuses min_tokens with speculative decoding here"
+    # Where the runner waits for the accepted count, there are as many placeholders as tokens, and none is cut off.
+    exact = "end_index" in update_async_output_token_ids.__code__.co_varnames
+    return "placeholders are as many as the accepted tokens here" if exact else None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    """Have placeholders replaced before sampling while some request counts, and look at the counts once more then."""
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    batch_class = module.InputBatch
+    update, make = batch_class.update_async_output_token_ids, MinTokensLogitsProcessor.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, vllm_config, *args, **kwargs)
+        if vllm_config.speculative_config is not None:  # else a placeholder is a token, just not known yet
+            self.add_request = _counting_confirmed(type(self).add_request)
+
+    @functools.wraps(update)
+    def update_async_output_token_ids(self: Any) -> None:
+        update(self)
+        for processor in _counting(self):
+            processor.update_state(None)
+
+    def needs_output(batch: Any) -> bool:
+        return bool(batch.__dict__[_NEEDS_OUTPUT] or _counting(batch))
+
+    def set_needs_output(batch: Any, value: bool) -> None:
+        batch.__dict__[_NEEDS_OUTPUT] = value
+
+    transaction.set(MinTokensLogitsProcessor, "__init__", __init__)
+    transaction.set(batch_class, "update_async_output_token_ids", update_async_output_token_ids)
+    transaction.set(batch_class, _NEEDS_OUTPUT, property(needs_output, set_needs_output))
+
+
+_NEEDS_OUTPUT = "logitsprocs_need_output_token_ids"
+
+
+def _counting_confirmed(add_request: Callable[..., Any]) -> Callable[..., Any]:
+    def add_confirmed(params: Any, prompt_token_ids: Any, output_token_ids: Sequence[int]) -> Any:
+        return add_request(params, prompt_token_ids, Confirmed(output_token_ids))
+
+    return add_confirmed
+
+
+def _counting(batch: Any) -> list[Any]:
+    """The batch's min_tokens processors that have something to count, where drafts make the count uncertain."""
+    return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and "add_request" in vars(p)]
+
+
+IMPLEMENTATIONS = {"min-tokens": Implementation(_unneeded, _apply)}
