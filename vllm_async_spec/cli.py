@@ -202,7 +202,7 @@ def _print_status(found: Any) -> None:
         )
     table = Table(title="Patches", title_justify="left")
     for name in ("patch", "state", "why"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name != "why")
     for patch in found.patches:
         table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", patch.detail)
     console.print(table)
@@ -231,7 +231,7 @@ def list_patches(as_json: AsJson = False) -> None:
         return
     table = Table()
     for name in ("patch", "releases", "what it does", "goes when"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "patch")
     for spec in specs:
         table.add_row(spec.name, ", ".join(release_runs(specs, spec)), spec.summary, spec.remove_when)
     Console().print(table)
