@@ -35,7 +35,10 @@ def outcomes(
     request: pytest.FixtureRequest, models: DemoModels, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Outcome]:
     """One process a mode, side by side, each with all the scenarios that the tests of this session name."""
-    named = {item.callspec.params.get("outcome") for item in request.session.items if hasattr(item, "callspec")}
+    # "to-the-end" is what others are compared with.
+    named = {"to-the-end"} | {
+        item.callspec.params.get("outcome") for item in request.session.items if hasattr(item, "callspec")
+    }
     folder = tmp_path_factory.mktemp("engine")
     children = {mode: _start(mode, [name for name in SCENARIOS if name in named], models, folder) for mode in Mode}
     try:
