@@ -1,0 +1,314 @@
+"""What an audit found, as plain data: the one thing that the terminal, the HTML page and the JSON file are made from.
+
+Times are host time; per-step figures are over the steps of the recording. Everything here is a frozen dataclass that
+`to_dict` and `from_dict` carry through JSON unchanged.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+SCHEMA = 1
+"""Raised by one whenever a reader of older files would misunderstand a newer one."""
+
+
+class WaitKind(str, enum.Enum):
+    """How the host waited."""
+
+    STREAM = "stream"
+    """For a stream: `Stream.synchronize()`, or a library's `cudaStreamSynchronize`."""
+    EVENT = "event"
+    """For an event: `Event.synchronize()`."""
+    DEVICE = "device"
+    """For the whole device: `torch.cuda.synchronize()`."""
+    COPY_TO_HOST = "copy to host"
+    """A blocking copy from the device: `.cpu()`, `.to("cpu")`, `copy_` into a host tensor."""
+    COPY_TO_DEVICE = "copy to device"
+    """A blocking copy to the device: `.to(device)` without `non_blocking`, `torch.tensor(..., device=...)`."""
+    PAGEABLE = "pageable copy"
+    """A copy asked for without blocking, of host memory that is not pinned: it blocks all the same."""
+    READ = "read"
+    """A value of a device tensor as a Python object or a shape: `.item()`, `.tolist()`, `nonzero`, a boolean index."""
+
+
+class Place(str, enum.Enum):
+    """What a wait held up."""
+
+    CRITICAL = "critical"
+    """The thread that launches the forward waited until the device had nothing left to do."""
+    OVERLAPPED = "overlapped"
+    """The thread that launches the forward waited, while the device had work that had been launched before."""
+    HIDDEN = "hidden"
+    """Another thread waited."""
+
+
+class Phase(str, enum.Enum):
+    """What the host does in a step."""
+
+    SCHEDULING = "scheduling"
+    INPUTS = "input preparation"
+    METADATA = "metadata building"
+    LAUNCH = "launch"
+    SAMPLING = "sampling"
+    DRAFTING = "drafting"
+    OUTPUT = "output"
+    OTHER = "other"
+    """Inside a step, in none of the phases above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of a call stack."""
+
+    file: str
+    """As short as it stays unambiguous: from the package's name on, such as `vllm/v1/worker/gpu_model_runner.py`."""
+    line: int
+    function: str
+    source: str = ""
+    """The text of the line, or of the statement that it is in."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One place in the code that made the host wait, with all its waits."""
+
+    kind: WaitKind
+    place: Place
+    thread: str
+    """`worker` for the thread that launches the forward, else the thread's own name."""
+    phase: Phase
+    stack: tuple[Frame, ...]
+    """Innermost first; empty if no Python call was seen, as for a thread of a library's own."""
+    per_step: float
+    """Waits a step."""
+    ms_per_step: float
+    """Milliseconds a step that the thread spent waiting; 0 in an audit on a CPU, where nothing can be timed."""
+    longest_ms: float
+
+    @property
+    def site(self) -> Frame | None:
+        """The line that waited."""
+        return self.stack[0] if self.stack else None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Host time in one phase, without what other phases inside it took."""
+
+    phase: Phase
+    thread: str
+    ms_per_step: float
+    waiting_ms_per_step: float
+    """The part of `ms_per_step` that was spent waiting for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """One stretch of time in which the device did nothing."""
+
+    start_us: float
+    """From the start of the recording."""
+    us: float
+    host: str
+    """What the launching thread did meanwhile, longest first: `metadata building 62 %, waiting at FILE:LINE 20 %`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTime:
+    """How the device spent the recording. The three shares add up to one."""
+
+    busy: float
+    """Share of the time in which at least one kernel or copy ran."""
+    launch_gaps: float
+    """Share in gaps under 3 microseconds: those between kernels that are already launched; fewer kernels, not fewer
+    waits, make them less."""
+    host_idle: float
+    """Share in gaps of 3 microseconds and more: the host, or a dependency between streams."""
+    kernels_per_step: float
+    host_gaps_per_step: float
+    gaps: tuple[Gap, ...]
+    """The longest gaps, longest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One block of a lane of the timeline."""
+
+    start_us: float
+    us: float
+    kind: str
+    """A `Phase` on a host lane, or `wait`; on a device lane `kernels`, `copy` or `gap`."""
+    label: str
+    """What hovering shows first, such as `_prepare_inputs` or `214 kernels`."""
+    where: str = ""
+    """FILE:LINE in FUNCTION, where that is known."""
+    critical: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One host thread, or one stream of the device."""
+
+    name: str
+    device: bool
+    items: tuple[Item, ...]
+    """By start; items of a host lane nest (a wait inside a phase), those of a device lane do not overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Some consecutive steps, from the middle of the recording."""
+
+    us: float
+    steps_us: tuple[float, ...]
+    """Where each step starts."""
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A sample: its size, median, and the 10th and 90th percentile."""
+
+    n: int
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What recording cost: step times of the same load with and without it, in one engine."""
+
+    plain_ms: Spread
+    recorded_ms: Spread
+
+    @property
+    def ratio(self) -> float:
+        """Recorded over plain, of the medians."""
+        return self.recorded_ms.median / self.plain_ms.median if self.plain_ms.median else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What ran."""
+
+    vllm: str
+    torch: str
+    device: str
+    """Such as `NVIDIA H200`, or `CPU`."""
+    driver: str
+    """Such as `driver 580.159, CUDA 13.0`; empty on a CPU."""
+    python: str
+    model: str
+    runner: str
+    """`V1` or `V2`."""
+    backends: tuple[str, ...]
+    """Attention backends of the target, such as `FLASH_ATTN`."""
+    builders: tuple[str, ...]
+    """The classes that build attention metadata."""
+    async_scheduling: bool
+    decided_by: str
+    """Why asynchronous scheduling is on or off, in a clause."""
+    speculation: str
+    """Such as `eagle, K = 3`, or `none`."""
+    graphs: str
+    """vLLM's CUDA graph mode, or `none`."""
+    plugin: str
+    """Such as `on: 5 patches applied, 4 not needed`, or `off`."""
+    processes: str
+    """Such as `engine core and worker in one process` or `worker in its own process (fork)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine was given to do."""
+
+    name: str
+    requests: int
+    """Requests that ran at once, at most."""
+    tokens_per_second: float | None
+    acceptance_length: float | None
+    """Mean tokens a step and request, the target's own included; None without speculation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One audit."""
+
+    headline: str
+    """Is asynchronous scheduling on, with which runner and backend, what blocks most, what to change: one sentence."""
+    engine: EngineFacts
+    load: Load
+    steps: int
+    step_ms: Spread
+    overhead: Overhead | None
+    simulated: bool
+    """True on a CPU: waits are what would be waits on a GPU, none of them is timed, and there is no device time."""
+    causes: tuple[Cause, ...]
+    """Critical first, then by time, then by number."""
+    phases: tuple[PhaseTime, ...]
+    """In the order of a step."""
+    gpu: DeviceTime | None
+    timeline: Timeline | None
+    notes: tuple[str, ...]
+    """What a reader must know to trust the figures: what was not seen, what was cut."""
+    command: str
+    date: str
+    schema: int = SCHEMA
+
+    def waits(self, place: Place) -> float:
+        """Waits a step in one place."""
+        return sum(cause.per_step for cause in self.causes if cause.place is place)
+
+    def waiting_ms(self, place: Place) -> float:
+        """Milliseconds of waiting a step in one place."""
+        return sum(cause.ms_per_step for cause in self.causes if cause.place is place)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """What `to_dict` made.
+
+        Raises:
+            ValueError: the data is not a report, or one of another schema; the message says which.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ValueError(
+                f"this is not an audit report of schema {SCHEMA} (it says {data.get('schema')!r}); "
+                "make it again with `vllm-async-spec audit --json`"
+            )
+        return _build(cls, data)
+
+
+_T = TypeVar("_T")
+
+
+def _build(kind: type[_T], data: dict[str, Any]) -> _T:
+    hints = typing.get_type_hints(kind)
+    try:
+        values = {f.name: _value(hints[f.name], data[f.name]) for f in fields(kind)}  # type: ignore[arg-type]
+    except KeyError as missing:
+        raise ValueError(f"an audit report lacks {missing} in its {kind.__name__}") from None
+    return kind(**values)
+
+
+def _value(hint: Any, value: Any) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is tuple:
+        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
+    if origin in (typing.Union, types.UnionType):
+        inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        return None if value is None else _value(inner, value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    return _build(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
