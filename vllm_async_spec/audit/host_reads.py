@@ -52,13 +52,18 @@ class CpuProbe:
         self._step = 0
         # Storage by address to the step that wrote it. Kept alive, lest its address is given to another.
         self._written: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        self._modes: tuple[Any, ...] = (_Follow(self), _Watch(self))
+        self._modes = self.modes()
+
+    def modes(self) -> tuple[Any, ...]:
+        """What must be entered on a thread for the probe to see what that thread does."""
+        return _Follow(self), _Watch(self)
 
     def forward(self, run: Callable[[], Any]) -> Any:
         """Run the target's forward: a new step, whose results are the device's."""
         self.reads.steps += 1
         self._step += 1
-        self._written = {key: entry for key, entry in self._written.items() if entry[0] >= self._step - 1}
+        # A list first: another thread may be marking.
+        self._written = {key: entry for key, entry in list(self._written.items()) if entry[0] >= self._step - 1}
         results = run()
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
@@ -88,6 +93,9 @@ class CpuProbe:
         copy = tensor.clone()
         self._written.pop(copy.untyped_storage()._cdata, None)
         return copy
+
+    def copying(self, host: torch.Tensor) -> None:
+        """Told of each copy into `host` that was asked for without blocking."""
 
     def __enter__(self) -> HostReads:
         for mode in self._modes:
@@ -137,7 +145,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         what = _READS.get(func)
         if what is None or (what == "to" and not _is_blocking_copy_to_host(args, kwargs)):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if kwargs.get("non_blocking") and func in (torch.Tensor.to, torch.Tensor.copy_):
+                # On a GPU what `to` gives is a tensor of its own.
+                out = out.clone() if out is args[0] and func is torch.Tensor.to else out
+                self._probe.copying(out)
+            return out
         step = self._probe.step_of(args[0])
         if step is None:
             return func(*args, **kwargs)

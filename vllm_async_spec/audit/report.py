@@ -41,7 +41,8 @@ class Place(str, enum.Enum):
     CRITICAL = "critical"
     """The thread that launches the forward waited until the device had nothing left to do."""
     OVERLAPPED = "overlapped"
-    """The thread that launches the forward waited, while the device had work that had been launched before."""
+    """The thread that launches the forward waited and held nothing up: the device still had work when it went on, or
+    what it waited for had already happened."""
     HIDDEN = "hidden"
     """Another thread waited."""
 

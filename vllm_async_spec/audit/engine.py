@@ -1,0 +1,209 @@
+"""Auditing an engine that this process holds: `vllm.LLM`, whatever its processes."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_async_spec.audit.analysis import Findings, analyse, load, ms, spread
+from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.recording import DONE, How, Order
+from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
+
+RPC = "async_spec_audit"
+"""The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
+_LONGEST_S = 600
+SKIP = 8
+"""Steps left out before a recording: the prompts', and what a batch needs to settle."""
+
+Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Sends a request to every process of an engine, and gives their answers: the engine core's first."""
+
+
+class AuditError(RuntimeError):
+    """An audit can't be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a load came to."""
+
+    tokens: int
+    seconds: float
+    acceptance_length: float | None
+
+
+def audit_llm(
+    llm: Any,
+    work: Callable[[], Ran],
+    *,
+    steps: int = 64,
+    skip: int = SKIP,
+    name: str = "your own",
+    requests: int = 0,
+    decided_by: str = "as the engine was made",
+) -> Report:
+    """Audit a `vllm.LLM` in a process with `VLLM_ASYNC_SPEC_AUDIT=1`.
+
+    Args:
+        llm: the engine.
+        work: gives the engine something to do, once, and says what it came to; called two times or more.
+        steps: steps to record.
+        skip: steps to leave out before them.
+        name: what the report calls the load.
+        requests: how many run at once, for the report.
+        decided_by: why asynchronous scheduling is as it is.
+
+    Raises:
+        AuditError: the engine's processes have no audit agent, or the load has too few steps.
+    """
+
+    def ask(request: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return answers(llm.collective_rpc(RPC, args=(json.dumps(request),)))
+        except Exception as error:
+            if RPC not in str(error):
+                raise
+            raise AuditError(
+                "this engine has no audit agent; start it with VLLM_ASYNC_SPEC_AUDIT=1 and vllm-async-spec installed"
+            ) from error
+
+    facts = engine_facts(described(ask({"do": "describe"})), decided_by)
+    with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
+        _record(ask, work, Order(How.PLAIN, skip, steps, folder))
+        _, plain = saved_files(ask({"do": "save"}))
+        ran = _record(ask, work, Order(How.FULL, skip, steps, folder))
+        core, worker = saved_files(ask({"do": "save"}))
+        load_of = Load(name, requests, ran.tokens / ran.seconds, ran.acceptance_length)
+        return make_report(facts, findings(core, worker), plain_steps(plain), load_of)
+
+
+def answers(replies: list[str]) -> list[dict[str, Any]]:
+    """The answers of an engine's agents, the engine core's first.
+
+    Raises:
+        AuditError: one of them says why it can't.
+    """
+    found = [json.loads(reply) for reply in replies]
+    for answer in found:
+        if "error" in answer:
+            raise AuditError(answer["error"])
+    return found
+
+
+def described(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the engine runs with, and in which processes, from the answers to `describe`."""
+    core, worker = found[0], next(answer for answer in found if "facts" in answer)
+    how = {"_MainProcess": "the caller's", "ForkProcess": "forked", "SpawnProcess": "spawned"}
+    if core["pid"] == worker["pid"]:
+        processes = f"engine core and worker in one process ({how.get(worker['started_by'], worker['started_by'])})"
+    else:
+        processes = f"the worker in a process of its own ({how.get(worker['started_by'], worker['started_by'])})"
+    facts: dict[str, Any] = worker["facts"]
+    if facts.pop("world_size") > 1:
+        processes += "; only rank 0 was recorded"
+    return facts | {"processes": processes}
+
+
+def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
+    """The facts of a report."""
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    return EngineFacts(decided_by=decided_by, **values)
+
+
+def saved_files(found: list[dict[str, Any]]) -> tuple[dict[str, str] | None, dict[str, str]]:
+    """The files of the engine core, where it recorded apart, and of the worker, from the answers to `save`."""
+    worker = next(answer for answer in found if answer["role"] == "worker" and "files" in answer)
+    return found[0].get("files"), worker["files"]
+
+
+def plain_steps(files: dict[str, str]) -> Spread:
+    """Milliseconds a step of a plain recording."""
+    steps = json.loads(Path(files["recording"]).read_text(encoding="utf-8"))["steps"]
+    return spread([ms(b - a) for a, b in itertools.pairwise(steps)])
+
+
+def findings(core: dict[str, str] | None, worker: dict[str, str]) -> Findings:
+    """What a full recording shows.
+
+    Raises:
+        AuditError: too little was recorded.
+    """
+    try:
+        return analyse(load(worker, core))
+    except ValueError as error:
+        raise AuditError(str(error)) from error
+
+
+def make_report(facts: EngineFacts, found: Findings, plain: Spread, load_of: Load) -> Report:
+    """A report of what was found.
+
+    Args:
+        facts: what ran.
+        found: what the recording showed.
+        plain: milliseconds a step without recording.
+        load_of: what the engine had to do.
+    """
+    return Report(
+        headline=headline(facts, found),
+        engine=facts,
+        load=load_of,
+        steps=found.steps,
+        step_ms=plain,
+        overhead=Overhead(plain, found.step_ms),
+        simulated=found.simulated,
+        causes=found.causes,
+        phases=found.phases,
+        gpu=found.gpu,
+        timeline=found.timeline,
+        notes=found.notes,
+        command=command_line(),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def command_line() -> str:
+    """How this process was started, to be typed again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
+    """Give the engine work until it has gone through the steps of the order."""
+    done = Path(order.folder) / DONE
+    done.unlink(missing_ok=True)
+    ask({"do": "arm", "how": order.how.value, "skip": order.skip, "steps": order.steps, "folder": order.folder})
+    deadline = time.monotonic() + _LONGEST_S
+    ran = work()
+    while not done.exists():
+        if time.monotonic() > deadline:
+            ask({"do": "cancel"})
+            raise AuditError(
+                f"the load did not go through {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; ask for fewer"
+            )
+        ran = work()
+    return ran
+
+
+def main() -> None:
+    """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
+    job = json.load(sys.stdin)
+    facts = engine_facts(job["facts"], "as the server was started")
+    try:
+        found = findings(job["core"], job["worker"])
+    except AuditError as error:
+        raise SystemExit(str(error)) from None
+    report = make_report(facts, found, plain_steps(job["plain"]), Load("live traffic", 0, None, None))
+    print(json.dumps(report.to_dict()))
+
+
+if __name__ == "__main__":
+    main()
