@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_async_spec.audit.analysis import Findings, analyse, load, ms, spread
+from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
 from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
 
@@ -27,6 +28,10 @@ SKIP = 8
 
 Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Sends a request to every process of an engine, and gives their answers: the engine core's first."""
+Files = dict[str, Any]
+"""What `worker` and, where it is another process, `core` (else None) saved; JSON."""
+Saved = dict[str, Files]
+"""The files of each recording, by the value of its `How`."""
 
 
 class AuditError(RuntimeError):
@@ -77,14 +82,14 @@ def audit_llm(
                 "this engine has no audit agent; start it with VLLM_ASYNC_SPEC_AUDIT=1 and vllm-async-spec installed"
             ) from error
 
-    facts = engine_facts(described(ask({"do": "describe"})), decided_by)
+    facts = described(ask({"do": "describe"}))
+    saved: Saved = {}
     with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
-        _record(ask, work, Order(How.PLAIN, skip, steps, folder))
-        _, plain = saved_files(ask({"do": "save"}))
-        ran = _record(ask, work, Order(How.FULL, skip, steps, folder))
-        core, worker = saved_files(ask({"do": "save"}))
-        load_of = Load(name, requests, ran.tokens / ran.seconds, ran.acceptance_length)
-        return make_report(facts, findings(core, worker), plain_steps(plain), load_of)
+        for how in recordings(facts):
+            ran = _record(ask, work, Order(how, skip, steps, folder))
+            saved[how.value] = saved_files(ask({"do": "save"}))
+        given = Load(name, requests, ran.tokens / ran.seconds, ran.acceptance_length)
+        return make_report(engine_facts(facts, decided_by), saved, given)
 
 
 def answers(replies: list[str]) -> list[dict[str, Any]]:
@@ -120,46 +125,42 @@ def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
     return EngineFacts(decided_by=decided_by, **values)
 
 
-def saved_files(found: list[dict[str, Any]]) -> tuple[dict[str, str] | None, dict[str, str]]:
-    """The files of the engine core, where it recorded apart, and of the worker, from the answers to `save`."""
+def recordings(facts: dict[str, Any]) -> tuple[How, ...]:
+    """What is recorded, in this order, of an engine with these facts: without a device there is nothing quieter."""
+    return (How.PLAIN, How.DEVICE, How.FULL) if facts["driver"] else (How.PLAIN, How.FULL)
+
+
+def saved_files(found: list[dict[str, Any]]) -> Files:
+    """The files of the worker, and of the engine core where it recorded apart, from the answers to `save`."""
     worker = next(answer for answer in found if answer["role"] == "worker" and "files" in answer)
-    return found[0].get("files"), worker["files"]
+    return {"worker": worker["files"], "core": found[0].get("files")}
 
 
-def plain_steps(files: dict[str, str]) -> Spread:
-    """Milliseconds a step of a plain recording."""
-    steps = json.loads(Path(files["recording"]).read_text(encoding="utf-8"))["steps"]
-    return spread([ms(b - a) for a, b in itertools.pairwise(steps)])
+def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
+    """A report of what was recorded.
 
-
-def findings(core: dict[str, str] | None, worker: dict[str, str]) -> Findings:
-    """What a full recording shows.
+    Args:
+        facts: what ran.
+        saved: the files of each recording.
+        given: what the engine had to do.
 
     Raises:
         AuditError: too little was recorded.
     """
     try:
-        return analyse(load(worker, core))
+        full = load(saved[How.FULL.value]["worker"], saved[How.FULL.value]["core"])
+        quiet = load(saved[How.DEVICE.value]["worker"]) if How.DEVICE.value in saved else None
     except ValueError as error:
         raise AuditError(str(error)) from error
-
-
-def make_report(facts: EngineFacts, found: Findings, plain: Spread, load_of: Load) -> Report:
-    """A report of what was found.
-
-    Args:
-        facts: what ran.
-        found: what the recording showed.
-        plain: milliseconds a step without recording.
-        load_of: what the engine had to do.
-    """
+    found = analyse(full, quiet)
+    plain = _plain_steps(saved[How.PLAIN.value]["worker"])
     return Report(
         headline=headline(facts, found),
         engine=facts,
-        load=load_of,
+        load=given,
         steps=found.steps,
         step_ms=plain,
-        overhead=Overhead(plain, found.step_ms),
+        overhead=None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms),
         simulated=found.simulated,
         causes=found.causes,
         phases=found.phases,
@@ -169,6 +170,11 @@ def make_report(facts: EngineFacts, found: Findings, plain: Spread, load_of: Loa
         command=command_line(),
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _plain_steps(files: dict[str, str]) -> Spread:
+    steps = json.loads(Path(files["recording"]).read_text(encoding="utf-8"))["steps"]
+    return spread([ms(b - a) for a, b in itertools.pairwise(steps)])
 
 
 def command_line() -> str:
@@ -196,12 +202,11 @@ def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
 def main() -> None:
     """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
     job = json.load(sys.stdin)
-    facts = engine_facts(job["facts"], "as the server was started")
     try:
-        found = findings(job["core"], job["worker"])
+        facts = engine_facts(job["facts"], "as the server was started")
+        report = make_report(facts, job["saved"], Load("live traffic", 0, None, None))
     except AuditError as error:
         raise SystemExit(str(error)) from None
-    report = make_report(facts, found, plain_steps(job["plain"]), Load("live traffic", 0, None, None))
     print(json.dumps(report.to_dict()))
 
 

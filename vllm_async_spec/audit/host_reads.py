@@ -119,8 +119,8 @@ class _Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         step = self._probe.step_of((args, kwargs))
-        if step is not None and func is torch.ops.aten._local_scalar_dense.default:
-            self._probe.read("item", step)
+        if step is not None and (what := _read_by(func, args)) is not None:
+            self._probe.read(what, step)
         out = func(*args, **kwargs)
         if step is not None:
             written = [
@@ -132,6 +132,29 @@ class _Follow(TorchDispatchMode):
                 if isinstance(leaf, torch.Tensor):
                     self._probe.mark(leaf, step)
         return out
+
+
+_ATEN = torch.ops.aten
+# `item` arrives whole in inference mode, and as what it is made of elsewhere. The others give a shape, or a value of
+# Python's, that only the tensor's content tells.
+_OPERATORS = {
+    _ATEN.item.default: "item",
+    _ATEN._local_scalar_dense.default: "item",
+    _ATEN.is_nonzero.default: "item",
+    _ATEN.equal.default: "item",
+    _ATEN.nonzero.default: "nonzero",
+    _ATEN.masked_select.default: "boolean index",
+    _ATEN._unique2.default: "nonzero",
+    _ATEN.unique_dim.default: "nonzero",
+    _ATEN.unique_consecutive.default: "nonzero",
+}
+
+
+def _read_by(func: Any, args: tuple[Any, ...]) -> str | None:
+    """How this operator would read a device's tensor on the host; None if it would not."""
+    if func is _ATEN.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1]):
+        return "boolean index"
+    return _OPERATORS.get(func)
 
 
 class _Watch(TorchFunctionMode):

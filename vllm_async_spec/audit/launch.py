@@ -75,7 +75,7 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
         load: what it is sent meanwhile; None to audit it over what it is serving anyway.
         batch: requests that are sent at once.
         steps: steps to record.
-        seconds: how long the server may take to go through them, twice: once without and once with recording.
+        seconds: how long the server may take to go through them, once for each of three recordings.
 
     Raises:
         AuditError: it can't be asked, or can't answer; the message says why.
@@ -97,7 +97,7 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
             stack.enter_context(_sending(url, model["id"], work))
             sent = Load(work.name, work.together, None, None)
         report = Report.from_dict(
-            _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 3 * seconds + 60)
+            _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 4 * seconds + 60)
         )
     return dataclasses.replace(report, load=sent or report.load, command=command_line())
 

@@ -32,8 +32,10 @@ class How(str, enum.Enum):
 
     PLAIN = "plain"
     """When steps start, and nothing else: what the load costs without an audit."""
+    DEVICE = "device"
+    """Steps and CUPTI's records: what the device did, with little that could change it. Only where there is one."""
     FULL = "full"
-    """Steps, phases, waits and the device."""
+    """Steps, phases, waits and, where there is one, the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class Recorder:
     def _note_step(self, order: Order) -> None:
         if not self.steps:
             self._thread = threading.get_ident()
-            if order.how is How.FULL:
-                self._start()
+            if order.how is not How.PLAIN:
+                self._start(order.how)
         self.steps.append(time.time_ns())
         if len(self.steps) > order.steps:
             self._end(order)
@@ -131,11 +133,13 @@ class Recorder:
         self._thread = threading.get_ident()
         self.watch_all(self._watch, None)
 
-    def _start(self) -> None:
+    def _start(self, how: How) -> None:
         if torch.cuda.is_available():
-            self._cuda = CudaWaits()
             self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
             self._profile.start()
+            if how is How.DEVICE:
+                return
+            self._cuda = CudaWaits()
             self._cuda.start()
         else:
             self._cpu = CpuWaits()

@@ -188,12 +188,20 @@ class Overhead:
     """What recording cost: step times of the same load with and without it, in one engine."""
 
     plain_ms: Spread
+    device_ms: Spread
+    """With CUPTI's records only, from which the shares of the device's time are."""
     recorded_ms: Spread
+    """With call stacks and phases too, from which the causes, the phases, the gaps and the timeline are."""
 
     @property
     def ratio(self) -> float:
         """Recorded over plain, of the medians."""
         return self.recorded_ms.median / self.plain_ms.median if self.plain_ms.median else float("nan")
+
+    @property
+    def device_ratio(self) -> float:
+        """The same with CUPTI's records only."""
+        return self.device_ms.median / self.plain_ms.median if self.plain_ms.median else float("nan")
 
 
 @dataclass(frozen=True, slots=True)

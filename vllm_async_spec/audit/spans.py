@@ -33,7 +33,9 @@ class Span:
 class Watch:
     """Watched functions, and what was seen of them."""
 
-    spans: list[Span] = field(default_factory=list)
+    _noted: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Thread, number of the function, start and end: as little as can be made in a call."""
+    _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
     _undo: list[Callable[[], None]] = field(default_factory=list)
     _watched: set[tuple[int, str]] = field(default_factory=set)
 
@@ -61,8 +63,10 @@ class Watch:
         return True
 
     def _noting(self, function: Any, phase: Phase, around: Around | None) -> Callable[..., Any]:
-        spans, now, thread = self.spans, time.time_ns, threading.get_ident
-        name, code = function.__qualname__, inspect.unwrap(function).__code__
+        note, now, thread = self._noted.append, time.time_ns, threading.get_ident
+        code = inspect.unwrap(function).__code__
+        number = len(self._functions)
+        self._functions.append((phase, function.__qualname__, code.co_filename, code.co_firstlineno))
 
         @functools.wraps(function)
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +77,18 @@ class Watch:
                 with around(*args, **kwargs):
                     return function(*args, **kwargs)
             finally:
-                spans.append(Span(thread(), phase, name, start, now(), code.co_filename, code.co_firstlineno))
+                note((thread(), number, start, now()))
 
         return noting
+
+    @property
+    def spans(self) -> list[Span]:
+        """The calls that have ended."""
+        found = []
+        for thread, number, start, end in self._noted:
+            phase, name, file, line = self._functions[number]
+            found.append(Span(thread, phase, name, start, end, file, line))
+        return found
 
     def stop(self) -> None:
         """Put every function back."""

@@ -17,7 +17,7 @@ RawStack = tuple[tuple[CodeType, int], ...]
 Stack = tuple[tuple[str, int, str], ...]
 """The same as plain data: file, line, function."""
 
-_DEPTH = 40
+_DEPTH = 14
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OURS = tuple(
     os.path.join(_PACKAGE, part)

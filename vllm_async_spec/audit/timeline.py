@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS, gaps_between
+from vllm_async_spec.audit.device_trace import DeviceTrace
+from vllm_async_spec.audit.recorded import Recorded
 from vllm_async_spec.audit.report import Item, Lane, Place, Timeline
 from vllm_async_spec.audit.stack import readable
-
-if TYPE_CHECKING:
-    from vllm_async_spec.audit.analysis import Recorded
-    from vllm_async_spec.audit.device_trace import DeviceTrace
 
 _STEPS = 4
 _JOIN_NS = 3_000
@@ -72,10 +69,8 @@ def _device_lanes(trace: DeviceTrace, start: int, end: int) -> list[Lane]:
         chosen = np.flatnonzero(shown & (trace.stream == stream))
         lanes.append(Lane(f"GPU stream {int(stream)}", True, tuple(_blocks(trace, chosen.tolist(), start, end))))
     if lanes:
-        from vllm_async_spec.audit.analysis import LAUNCH_GAP_NS, device_gaps
-
         gaps = [
-            _item(a, b, start, "gap", "idle") for a, b, _ in device_gaps(trace, start, end)[1] if b - a >= LAUNCH_GAP_NS
+            _item(a, b, start, "gap", "idle") for a, b, _ in gaps_between(trace, start, end) if b - a >= LAUNCH_GAP_NS
         ]
         busiest = lanes[0]
         # Other streams may be busy in a gap of this one, but no stream is in a gap of the device.

@@ -163,4 +163,6 @@ _CPU_KINDS = {
     "numpy": WaitKind.COPY_TO_HOST,
     "item": WaitKind.READ,
     "tolist": WaitKind.READ,
+    "nonzero": WaitKind.READ,
+    "boolean index": WaitKind.READ,
 }

@@ -122,7 +122,8 @@ def _follow(cpu: CpuWaits, runner: Any) -> None:
     seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
     forward = getattr(runner, seam)
     cpu.replace(runner, seam, lambda *args, **kwargs: cpu.forward(lambda: forward(*args, **kwargs)))
-    cpu.replace(torch.cuda, "Event", AuditedCpuEvent)
+    for owner in (torch, torch.cuda):  # vLLM has put stand-ins of its own there meanwhile
+        cpu.replace(owner, "Event", AuditedCpuEvent)
     for value in list(vars(runner).values()):
         if type(value).__name__ == "_EventPlaceholder":
             cpu.adopt(value)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_async_spec.audit.engine import RPC, SKIP, AuditError, answers, described, saved_files
+from vllm_async_spec.audit.engine import RPC, SKIP, AuditError, Files, answers, described, recordings, saved_files
 from vllm_async_spec.audit.recording import DONE, How
 
 PATH = "/async_spec/audit"
@@ -57,18 +57,16 @@ class _Audit:
         self._client, self._steps, self._skip, self._seconds = client, steps, skip, seconds
 
     async def run(self) -> dict[str, Any]:
-        """Record without the audit's hooks, then with them, and have it analysed."""
+        """Make every recording one after the other, and have them analysed."""
         facts = described(await self._ask({"do": "describe"}))
         with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
-            _, plain = await self._record(How.PLAIN, folder)
-            core, worker = await self._record(How.FULL, folder)
-            job = {"facts": facts, "plain": plain, "core": core, "worker": worker}
-            return await _analyse(job)
+            saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
+            return await _analyse({"facts": facts, "saved": saved})
 
     async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         return answers(await self._client.collective_rpc(RPC, args=(json.dumps(request),)))
 
-    async def _record(self, how: How, folder: str) -> tuple[dict[str, str] | None, dict[str, str]]:
+    async def _record(self, how: How, folder: str) -> Files:
         done = Path(folder, DONE)
         done.unlink(missing_ok=True)
         await self._ask({"do": "arm", "how": how.value, "skip": self._skip, "steps": self._steps, "folder": folder})
