@@ -211,7 +211,8 @@ function drawTimelines(panel, timelines) {
       if (item && item !== plot.shown) show(plot, item);
     };
     plot.svg.addEventListener("pointerover", shown);
-    plot.svg.addEventListener("focusin", (event) => {
+    // Not on the SVG: Chromium makes one that listens for focus a tab stop.
+    plot.element.addEventListener("focusin", (event) => {
       const item = itemOf(event);
       if (!item) return;
       for (const other of all()) other.group.setAttribute("tabindex", other === item ? "0" : "-1");
