@@ -195,7 +195,7 @@ function drawTimelines(panel, timelines) {
     const what = document.createElement("strong");
     what.textContent = nameOf(item);
     const where = document.createElement("code");
-    where.textContent = item.where;
+    where.append(...item.where.split(/(?<=\/)/).flatMap((part) => [part, document.createElement("wbr")]));
     readout.replaceChildren(what, `, ${duration(item.us)}, from ${duration(item.start_us)}, ${item.lane}`, where);
     plots.forEach(drawExtent);
   }
