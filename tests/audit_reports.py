@@ -47,7 +47,9 @@ def waiting() -> Report:
         load=Load("64 chat prompts, 256 tokens each", requests=64, tokens_per_second=9412.0, acceptance_length=2.61),
         steps=412,
         step_ms=Spread(n=412, median=13.02, p10=12.71, p90=13.66),
-        overhead=Overhead(Spread(40, 12.18, 11.96, 12.57), Spread(40, 13.02, 12.71, 13.66)),
+        overhead=Overhead(
+            Spread(40, 12.18, 11.96, 12.57), Spread(40, 12.31, 12.02, 12.7), Spread(40, 13.02, 12.71, 13.66)
+        ),
         simulated=False,
         causes=(
             Cause(
@@ -131,7 +133,7 @@ def flowing() -> Report:
         load=replace(before.load, tokens_per_second=12_880.0),
         step_ms=Spread(n=431, median=9.51, p10=9.3, p90=9.98),
         steps=431,
-        overhead=Overhead(Spread(40, 8.9, 8.71, 9.22), Spread(40, 9.51, 9.3, 9.98)),
+        overhead=Overhead(Spread(40, 8.9, 8.71, 9.22), Spread(40, 9.0, 8.77, 9.31), Spread(40, 9.51, 9.3, 9.98)),
         causes=(pageable, replace(output, ms_per_step=5.2, longest_ms=6.02), flush),
         phases=tuple(
             replace(p, ms_per_step=p.ms_per_step - p.waiting_ms_per_step, waiting_ms_per_step=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_async_spec.audit.device_time import device_time
@@ -34,17 +35,6 @@ def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
         quiet: by CUPTI alone; None where there is no device.
     """
     causes, unseen = _causes(full)
-    notes = []
-    if unseen:
-        notes.append(
-            f"{unseen / full.count:.2f} waits a step were timed by CUPTI and asked for by no Python call that was seen "
-            "(a library's own); for them the watched function around them is given."
-        )
-    if full.simulated:
-        notes.append(
-            "There is no GPU: waits are the reads that would be waits on one, found by following what the forward "
-            "computed through every operator. Following makes every step many times slower, so no time is given."
-        )
     return Findings(
         steps=full.count,
         simulated=full.simulated,
@@ -52,8 +42,31 @@ def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
         phases=() if full.simulated else _phases(full),
         gpu=None if quiet is None else device_time(quiet, full),
         timeline=None if full.simulated else draw(full),
-        notes=tuple(notes),
+        notes=tuple(_notes(full, unseen)),
     )
+
+
+_LOCK_MS = 0.02
+"""What a thread loses to Python's lock after its waits in a step, before it is worth a note."""
+
+
+def _notes(recorded: Recorded, unseen: int) -> Iterator[str]:
+    if recorded.simulated:
+        yield (
+            "There is no GPU: waits are the reads that would be waits on one, found by following what the forward "
+            "computed through every operator. Following makes every step many times slower, so no time is given."
+        )
+    if unseen:
+        yield (
+            f"{unseen / recorded.count:.2f} waits a step were timed by CUPTI and asked for by no Python call that was "
+            "seen (a library's own); for them the watched function around them is given."
+        )
+    after = ms(sum(w.resumed - w.end for w in recorded.waits if w.thread == recorded.main)) / recorded.count
+    if after > _LOCK_MS:
+        yield (
+            f"After its waits the launching thread lost another {after:.2f} ms a step before Python went on, because "
+            "another thread held Python's lock. That is in no wait's time."
+        )
 
 
 def _causes(recorded: Recorded) -> tuple[tuple[Cause, ...], int]:

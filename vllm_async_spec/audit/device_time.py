@@ -75,7 +75,7 @@ class _Meanwhile:
             return "nothing was left to launch: a dependency between streams, or within a graph"
         until = max(min(launched, end), start + 1)
         did: Counter[str] = Counter()
-        waiting = [(max(w.start, start), min(w.end, until), w) for w in self._waits]
+        waiting = [(max(w.start, start), min(w.resumed, until), w) for w in self._waits]
         waiting = [(a, b, wait) for a, b, wait in waiting if b > a]
         for a, b, wait in waiting:
             site = next(iter(readable(wait.stack, depth=1)), None)

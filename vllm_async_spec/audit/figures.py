@@ -138,10 +138,11 @@ def recording_cost(report: Report) -> str:
         return "On a CPU the cost of recording says nothing, and is not given."
     if report.overhead is None:
         return "What recording cost was not measured."
-    plain, recorded = report.overhead.plain_ms, report.overhead.recorded_ms
+    cost = report.overhead
     return (
-        f"With recording a step took {_spread(recorded)}, without {_spread(plain)}, in one engine with the same "
-        f"load: {number(report.overhead.ratio)} times as long."
+        f"In one engine with the same load a step took {_spread(cost.plain_ms)}; {_spread(cost.device_ms)} with the "
+        f"GPU's own records, of which its shares of time are, {number(cost.device_ratio)} times as long; and "
+        f"{_spread(cost.recorded_ms)} with call stacks and phases too, of which all else is, {number(cost.ratio)} times."
     )
 
 

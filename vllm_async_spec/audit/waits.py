@@ -15,7 +15,7 @@ from vllm_async_spec.audit.device_trace import DeviceTrace, Runtime, cupti_threa
 from vllm_async_spec.audit.report import Place, WaitKind
 from vllm_async_spec.audit.stack import Stack
 
-INSTANT_NS = 10_000
+INSTANT_NS = 25_000
 """An event that had already happened, or a copy that the driver took into its own buffer, holds nothing up: a wait for
 an event, or a copy that was asked for without blocking, that takes less than this."""
 _ADJACENT_NS = 100_000
@@ -32,6 +32,8 @@ class Wait:
     end: int
     stack: Stack
     """Empty where no Python call was seen."""
+    resumed: int
+    """When Python went on; later than `end` where another thread held its lock."""
 
 
 def waits_on_gpu(calls: Sequence[dict[str, Any]], trace: DeviceTrace, threads: Sequence[int], main: int) -> list[Wait]:
@@ -53,27 +55,27 @@ def waits_on_gpu(calls: Sequence[dict[str, Any]], trace: DeviceTrace, threads: S
         noted[call["thread"]].append(call)
     waits = []
     for thread, runtimes in by_thread.items():
-        for group, stack in _groups(runtimes, noted[thread]):
+        for group, stack, resumed in _groups(runtimes, noted[thread]):
             kind = _kind(group, stack)
             if kind is not None:
                 place = _place(kind, group, thread == main, busy_until)
-                waits.append(Wait(thread, kind, place, group[0].start, group[-1].end, stack))
+                waits.append(Wait(thread, kind, place, group[0].start, group[-1].end, stack, resumed))
     return sorted(waits, key=lambda wait: wait.start)
 
 
-def _groups(runtimes: list[Runtime], calls: list[dict[str, Any]]) -> list[tuple[list[Runtime], Stack]]:
-    """Runtime calls that are one wait, with the stack of the Python call that made them.
+def _groups(runtimes: list[Runtime], calls: list[dict[str, Any]]) -> list[tuple[list[Runtime], Stack, int]]:
+    """Runtime calls that are one wait, with the stack of the Python call that made them, and when that went on.
 
     A call that was noted from start to end has made those within; outermost first, since a blocking `.to` is a noted
     copy with a warning inside. A warning comes just after the wait that it is about.
     """
     left = list(runtimes)
-    groups: list[tuple[list[Runtime], Stack]] = []
+    groups: list[tuple[list[Runtime], Stack, int]] = []
     for call in sorted((c for c in calls if c["what"] != "warning"), key=lambda c: (c["start"], -c["end"])):
         inside = [r for r in left if call["start"] <= r.start and r.end <= call["end"]]
         if inside:
             left = [r for r in left if r not in inside]
-            groups.append((inside, call["stack"]))
+            groups.append((inside, call["stack"], call["end"]))
     for call in sorted((c for c in calls if c["what"] == "warning"), key=lambda c: c["start"]):
         before = [r for r in left if r.end <= call["start"]]
         if not before:
@@ -82,9 +84,9 @@ def _groups(runtimes: list[Runtime], calls: list[dict[str, Any]]) -> list[tuple[
         if len(before) > 1 and before[-2].copy and group[0].start - before[-2].end < _ADJACENT_NS:
             group.insert(0, before[-2])
         left = [r for r in left if r not in group]
-        groups.append((group, call["stack"]))
+        groups.append((group, call["stack"], call["end"]))
     # What is left is a library's own. A copy of pinned memory that nobody waits for is no wait.
-    groups += [([r], ()) for r in left if not r.copy.endswith("Pinned")]
+    groups += [([r], (), r.end) for r in left if not r.copy.endswith("Pinned")]
     return groups
 
 
@@ -151,6 +153,7 @@ def waits_on_cpu(reads: Sequence[dict[str, Any]], main: int) -> list[Wait]:
             read["at"],
             read["at"],
             tuple(tuple(entry) for entry in read["stack"]),
+            read["at"],
         )
         for read in reads
     ]
