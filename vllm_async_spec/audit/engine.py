@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.headline import headline
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
-from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
+from vllm_async_spec.audit.report import DeviceTime, EngineFacts, Load, Overhead, Report, Spread
 
 RPC = "async_spec_audit"
 """The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
 _LONGEST_S = 600
+_QUIET = 1.03
+"""Up to here CUPTI's records have not changed what they show."""
 SKIP = 8
 """Steps left out before a recording: the prompts', and what a batch needs to settle."""
 
@@ -154,22 +156,34 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
         raise AuditError(str(error)) from error
     found = analyse(full, quiet)
     plain = _plain_steps(saved[How.PLAIN.value]["worker"])
+    overhead = None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms)
     return Report(
         headline=headline(facts, found),
         engine=facts,
         load=given,
         steps=found.steps,
         step_ms=plain,
-        overhead=None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms),
+        overhead=overhead,
         simulated=found.simulated,
         causes=found.causes,
         phases=found.phases,
         gpu=found.gpu,
         timeline=found.timeline,
-        notes=found.notes,
+        notes=(*found.notes, *_overstated(found.gpu, overhead)),
         command=command_line(),
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+
+
+def _overstated(gpu: DeviceTime | None, overhead: Overhead | None) -> Iterator[str]:
+    """A note where recording alone made steps longer, and so the device idle."""
+    if gpu is not None and overhead is not None and overhead.device_ratio > _QUIET:
+        # What ran on the device, and the gaps within its graphs, took as long as it takes without recording.
+        idle = max(1 - (gpu.busy + gpu.launch_gaps) * overhead.device_ratio, 0)
+        yield (
+            f"The GPU's own records made a step {overhead.device_ratio:.2f} times as long, by host work, so the share "
+            f"that the host leaves idle is overstated: without them it is about {idle:.1%}."
+        )
 
 
 def _plain_steps(files: dict[str, str]) -> Spread:

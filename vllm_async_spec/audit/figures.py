@@ -142,7 +142,7 @@ def recording_cost(report: Report) -> str:
     return (
         f"In one engine with the same load a step took {_spread(cost.plain_ms)}; {_spread(cost.device_ms)} with the "
         f"GPU's own records, of which its shares of time are, {number(cost.device_ratio)} times as long; and "
-        f"{_spread(cost.recorded_ms)} with call stacks and phases too, of which all else is, {number(cost.ratio)} times."
+        f"{_spread(cost.recorded_ms)} with call stacks and phases too, of which the rest is, {number(cost.ratio)}."
     )
 
 
