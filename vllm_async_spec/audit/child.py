@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm
 from vllm_async_spec.audit.loads import LoadError, Work
@@ -31,9 +31,6 @@ def main() -> None:
         say(report=_audit(json.loads(sys.argv[1]), lambda stage: say(stage=stage)).to_dict())
     except (AuditError, LoadError) as error:
         say(error=str(error))
-    except SystemExit:
-        say(error="vLLM does not take these engine arguments")
-        raise
     except Exception as error:
         say(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
         raise
@@ -91,7 +88,11 @@ def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:
     except ImportError:
         from vllm.utils import FlexibleArgumentParser
 
+    def refuse(message: str) -> NoReturn:
+        raise AuditError(f"vLLM does not take these engine arguments: {message}")
+
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-async-spec audit"))
+    parser.error = refuse
     parsed = EngineArgs.from_cli_args(parser.parse_args(given))
     defaults = EngineArgs(model=parsed.model)
     chosen = {
