@@ -275,7 +275,7 @@ def _announce_first_count() -> None:
 
 
 def _start_at_zero() -> None:
-    """In a forked child: what the parent counted is the parent's, and its lock may be held by a thread that is not here."""
+    """In a forked child: the counts are the parent's, and a thread that is not here may hold the lock."""
     global _lock, _first_count
     _lock, _first_count = threading.Lock(), None
     _sites.clear()

@@ -207,26 +207,26 @@ class Ledger:
 
     def settle(self, outcome: Outcome, module: ModuleType) -> None:
         """Decide about one patch, now that `module` exists."""
-        if outcome.state is State.WAITING:
-            self._decide(outcome, module)
-            if outcome.state is not State.WAITING:
-                self.on_settled(outcome)
+        if outcome.state is State.WAITING and self._settles(outcome, module):
+            self.on_settled(outcome)
 
-    def _decide(self, outcome: Outcome, module: ModuleType) -> None:
+    def _settles(self, outcome: Outcome, module: ModuleType) -> bool:
+        """Decide, and return whether that could be done: a module yet to come may have what this one has not."""
         spec, implementation = outcome.spec, self.implementations[outcome.spec.name]
         targets = [target for target in spec.targets if target.module == module.__name__]
         # A class that is only imported into this module is the business of the module that defines it.
         present = [target for target in targets if _defines(module, target.qualname)]
         if not present:
             outcome.without.add(module.__name__)
-            if all(name in outcome.without or find_spec(name) is None for name in outcome.modules):
+            gone = all(name in outcome.without or find_spec(name) is None for name in outcome.modules)
+            if gone:
                 outcome.refuse(f"this vLLM has no {' and no '.join(map(str, spec.targets))}")
-            return
+            return gone
         try:
             reason = _reason(implementation, module, present[0])
             if reason is not None:
                 outcome.state, outcome.detail = State.NOT_NEEDED, reason
-                return
+                return True
             for target in present:
                 _refuse_foreign(module, target)
             source = inspect.getsource(module)
@@ -240,6 +240,7 @@ class Ledger:
         else:
             outcome.state, outcome.release = State.APPLIED, releases[0]
             outcome.detail = f"{present[0]} is as in vLLM {releases[0]}"
+        return True
 
 
 class Match(str, enum.Enum):

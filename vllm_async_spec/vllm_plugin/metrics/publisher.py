@@ -49,7 +49,7 @@ class SnapshotFile:
                 pass  # the server has ended, and its directory with it
             except OSError as error:
                 if not self._warned:
-                    logger.warning("vllm-async-spec: /metrics lacks the newest counts of process %d: %s", os.getpid(), error)
+                    logger.warning("vllm-async-spec: /metrics lacks new counts of process %d: %s", os.getpid(), error)
                 self._warned = True
 
     def others(self) -> list[str]:

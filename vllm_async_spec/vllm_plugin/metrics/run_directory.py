@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm_async_spec.vllm_plugin.log import is_main_process
 
 VARIABLE = "ASYNC_SPEC_RUN_DIRECTORY"
-"""Names it to the processes that this one starts. vLLM warns about variables that begin with VLLM_ and are not its own."""
+"""Names it to the processes that this one starts. vLLM warns about each VLLM_ variable that is not its own."""
 
 _PREFIX = "vllm-async-spec-"
 _YOUNG = 60.0

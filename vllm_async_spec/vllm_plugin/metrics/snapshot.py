@@ -16,7 +16,7 @@ _TELLING = (State.WAITING, State.NOT_NEEDED, State.APPLIED, State.REFUSED)
 """States by what they tell of the whole server: a patch is refused if any process refused it, and so on downwards."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snapshot:
     """Counters of a process, or of several together, since each began."""
 
@@ -36,7 +36,8 @@ class Snapshot:
             fallbacks=Counter(report.fallbacks), patches={name: outcome.state for name, outcome in outcomes.items()}
         )
         for entry in report.sites:
-            snapshot.add_wait(f"{entry.what} at {_importable(entry.site)}", entry.kind.value, entry.count, entry.seconds)
+            cause = f"{entry.what} at {_importable(entry.site)}"
+            snapshot.add_wait(cause, entry.kind.value, entry.count, entry.seconds)
         return snapshot
 
     @classmethod
@@ -69,6 +70,7 @@ class Snapshot:
         return snapshot
 
     def add_wait(self, cause: str, kind: str, count: int, seconds: float) -> None:
+        """Add `count` waits that took `seconds` together."""
         self.waits[cause, kind] += count
         self.seconds[cause, kind] = self.seconds.get((cause, kind), 0.0) + seconds
 
