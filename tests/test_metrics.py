@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_async_spec.sync_policy import CallSite, ReadKind, SiteReport, SyncPolicy, SyncReport
 from vllm_async_spec.vllm_plugin.ledger import Outcome, PatchSpec, State
+from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.collector import MAX_CAUSES, Collector
+from vllm_async_spec.vllm_plugin.metrics.publisher import SnapshotFile
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
 from vllm_async_spec.vllm_plugin.settings import Settings
 
@@ -167,6 +169,31 @@ def test_without_a_directory_this_process_is_all_there_is(serve: Callable[..., l
         print(json.dumps([VARIABLE in os.environ, "/proc/nowhere" in str(publisher.failure), threads()]))
     """
     assert serve(lines, ASYNC_SPEC_RUN_DIRECTORY="/elsewhere") == [[2, 2], [False, True, []]]
+
+
+def test_a_process_with_the_number_of_one_that_has_ended_has_another_file(tmp_path: Path) -> None:
+    SnapshotFile(tmp_path).replace("first")
+    second = SnapshotFile(tmp_path)
+    second.replace("second")
+    assert second.others() == ["first"]
+
+
+def test_a_file_that_cannot_be_written_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda message, *arguments: warnings.append(message % arguments))
+    file = SnapshotFile(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        file.replace("one")
+        file.replace("two")
+    assert warnings == [
+        f"vllm-async-spec: /metrics lacks new counts of process {os.getpid()}: [Errno 28] No space left on device"
+    ]
+    file.replace("two")
+    assert SnapshotFile(tmp_path).others() == ["two"]
 
 
 def site(line: int, *, count: int = 1, seconds: float = 0.5, file: str = "/x/model.py") -> SiteReport:
