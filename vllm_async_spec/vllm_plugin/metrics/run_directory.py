@@ -42,10 +42,10 @@ def run_directory() -> Path:
 
 def _make() -> Path:
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX))  # which gives it the mode 0700
-    _remove_abandoned(directory.parent)
     with contextlib.suppress(OSError):  # a file system without locks, on which nobody removes anything either
         # Held open, and so locked, until this process and those that it forked have ended, however they end.
         _lock(directory)
+    _remove_abandoned(directory.parent)
     return directory
 
 
