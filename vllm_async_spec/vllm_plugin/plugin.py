@@ -10,10 +10,10 @@ from pathlib import Path
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens, prometheus_registry
-from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchError, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
-from vllm_async_spec.vllm_plugin.settings import MODE, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
@@ -29,10 +29,11 @@ class StrictError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """The plugin in this process: its settings and its ledger, which is None where the mode is `off`."""
+    """The plugin in this process: its settings, and the patches that they allow."""
 
     settings: Settings
     ledger: Ledger | None
+    """None where nothing may be patched: the mode is `off`, and no audit was asked for."""
 
 
 _plugin: Plugin | None = None
@@ -59,7 +60,8 @@ def load(*, report: bool = True) -> Plugin:
     if _plugin is not None:
         return _plugin
     settings = Settings.read()
-    if settings.mode is Mode.OFF:
+    implementations = _allowed(settings)
+    if not implementations:
         _plugin = Plugin(settings, None)
         return _plugin
     set_sync_policy(settings.sync)
@@ -70,9 +72,15 @@ def load(*, report: bool = True) -> Plugin:
         if outcome.state is State.REFUSED and on_refused is not None:
             on_refused(outcome)
 
-    ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_settled)
+    specs = tuple(spec for spec in load_ledger() if spec.name in implementations)
+    ledger = Ledger(implementations, specs, on_settled)
     _plugin = Plugin(settings, ledger)
-    publisher.start(ledger.outcomes)
+    if settings.mode is not Mode.OFF:
+        publisher.start(ledger.outcomes)
+    if settings.audit is Audit.ON:
+        from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
+
+        hear_events_from_now_on()
     ledger.install()
     if report:
         _report(ledger)
@@ -92,6 +100,18 @@ def entry_point() -> None:
         if _is_vllms_command_line(Path(sys.argv[0])):
             raise SystemExit(f"vllm-async-spec: {error}") from None
         raise
+
+
+def _allowed(settings: Settings) -> dict[str, Implementation]:
+    """The patches that the settings allow, by name."""
+    patches = {} if settings.mode is Mode.OFF else IMPLEMENTATIONS
+    if settings.audit is Audit.OFF:
+        return patches
+    from vllm_async_spec.vllm_plugin import (
+        audit_agent,
+    )  # the tool costs nothing, not even its import, until it is asked for
+
+    return patches | audit_agent.IMPLEMENTATIONS
 
 
 def _is_vllms_command_line(program: Path) -> bool:
