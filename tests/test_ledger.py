@@ -238,8 +238,9 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_off_touches_nothing():
-    code = LOAD + "import sys; print(json.dumps([p.ledger is None, len(sys.meta_path)]))"
-    bare = in_a_process("import json, sys, vllm_async_spec; print(json.dumps([True, len(sys.meta_path)]))")
+    touched = "import os, sys; print(json.dumps([len(sys.meta_path), sorted(os.environ)]))"
+    code = LOAD + "assert p.ledger is None; " + touched
+    bare = in_a_process("import json, vllm_async_spec; " + touched, VLLM_ASYNC_SPEC="off")
     assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off").stdout) == json.loads(bare.stdout)
 
 

@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from catalogue import MIN_TOKENS
 from comparison import Outcome, first_difference
 from results import Mode
 from serving import Server, processes_with_plugin, serving
 
+from vllm_async_spec import __version__
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
+from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -83,6 +87,38 @@ def test_metrics_page_counts_drafts(server: Server) -> None:
     assert drafts > 0
     assert drafted == 3 * drafts
     assert 0.3 * drafts < accepted < drafted
+
+
+def test_metrics_page_has_the_plugins_state(server: Server) -> None:
+    """The patches of the runner are applied in the worker, and of those of the scheduler some in the engine core."""
+    states = server.series("async_spec_patches")
+    assert states['state="applied"'] > 0
+    assert states['state="refused"'] == states['state="waiting"'] == 0
+    assert sum(states.values()) == len(IMPLEMENTATIONS)
+    assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
+
+
+def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itself(server: Server) -> None:
+    server.complete(PROMPTS[0], MAX_TOKENS)
+    server.complete(PROMPTS[0], MAX_TOKENS, min_tokens=MIN_TOKENS, presence_penalty=0.5)
+    time.sleep(2 * INTERVAL)
+    assert server.series("async_spec_exact_fallbacks_total") == {}
+    assert server.series("async_spec_host_waits_total") == {}
+    drafts = server.metric("spec_decode_num_drafts_total")
+    server.complete(PROMPTS[0], MAX_TOKENS, min_tokens=MIN_TOKENS)
+    time.sleep(2 * INTERVAL)
+    ((reason, fallbacks),) = server.series("async_spec_exact_fallbacks_total").items()
+    ((cause, waits),) = server.series("async_spec_host_waits_total").items()
+    ((same_cause, seconds),) = server.series("async_spec_host_wait_seconds_total").items()
+    assert reason == 'reason="min_tokens"'
+    assert re.fullmatch(
+        r'cause="sampled_token_ids at vllm_async_spec/vllm_plugin/min_tokens.py:\d+ synchronize",kind="event"', cause
+    )
+    assert cause == same_cause
+    assert seconds > 0
+    # One a step, but for the first, before which there is nothing to wait for; one more step may have been in flight.
+    steps = server.metric("spec_decode_num_drafts_total") - drafts
+    assert steps <= fallbacks == waits <= steps + 2
 
 
 def test_engine_core_and_worker_have_the_plugin(server: Server) -> None:
