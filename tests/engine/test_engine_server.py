@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from catalogue import MIN_TOKENS
@@ -16,6 +19,7 @@ from results import Mode
 from serving import Server, processes_with_plugin, serving
 
 from vllm_async_spec import __version__
+from vllm_async_spec.audit.report import Place, Report
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
 from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
@@ -34,7 +38,8 @@ served = pytest.mark.parametrize("outcome", ["served"], indirect=True)
 def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Under `strict`, so that it would not be there if any of its processes had refused a patch."""
     folder = tmp_path_factory.mktemp("server")
-    with serving(models.target, models.draft, folder, VLLM_ASYNC_SPEC="strict", VLLM_LOGGING_LEVEL="DEBUG") as server:
+    settings = {"VLLM_ASYNC_SPEC": "strict", "VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    with serving(models.target, models.draft, folder, **settings) as server:
         yield server
 
 
@@ -142,3 +147,36 @@ def test_plugin_that_is_off_says_nothing(outcome: Outcome) -> None:
 
 def test_engine_schedules_asynchronously(server: Server) -> None:
     assert "Batch queue is enabled with size 2" in server.log()
+
+
+def audit(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
+    url = f"http://127.0.0.1:{server.port}"
+    return subprocess.run([*command, "--url", url, *options], capture_output=True, text=True, timeout=300)
+
+
+def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = audit(server, "--load", "decode", "--batch", "4", "--steps", "12", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report = Report.from_dict(json.loads(file.read_text())["report"])
+    assert report.engine.processes == "the worker in a process of its own (spawned)"
+    assert report.engine.async_scheduling
+    assert report.engine.plugin.startswith("on: ")
+    assert report.load.name == "decode, batch 4"
+    assert [str(cause.site) for cause in report.causes if cause.place is Place.CRITICAL] == []
+    # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
+    waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
+    assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
+    assert "nothing waits on the critical path" in report.headline
+    assert Place.HIDDEN in {cause.place for cause in report.causes}
+
+
+def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server) -> None:
+    done = audit(server, "--steps", "12", "--seconds", "1")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "vllm-async-spec: the server did not go through 8 + 12 steps in 1 seconds; send it requests meanwhile, or give "
+        "--load to have them sent\n"
+    )
+    assert audit(server, "--steps", "12", "--seconds", "1").stderr == done.stderr

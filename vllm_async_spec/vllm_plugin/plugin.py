@@ -82,7 +82,7 @@ def load(*, report: bool = True) -> Plugin:
 
         hear_events_from_now_on()
     ledger.install()
-    if report:
+    if report and settings.mode is not Mode.OFF:
         _report(ledger)
     return _plugin
 
@@ -107,9 +107,8 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     patches = {} if settings.mode is Mode.OFF else IMPLEMENTATIONS
     if settings.audit is Audit.OFF:
         return patches
-    from vllm_async_spec.vllm_plugin import (
-        audit_agent,
-    )  # the tool costs nothing, not even its import, until it is asked for
+    # The tool costs nothing until it is asked for, not even its import.
+    from vllm_async_spec.vllm_plugin import audit_agent
 
     return patches | audit_agent.IMPLEMENTATIONS
 
