@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# The built wheel, alone in an empty environment: `status` says that there is no vLLM, and the ledger is in it.
+# The built wheel, alone in an empty environment: `status` says that there is no vLLM, the ledger is in it, and the page
+# of an audit.
 #   tests/check_wheel.sh UV [OPTIONS OF uv pip install]
 set -euo pipefail
 uv=$(realpath "$1")
 options=${2:-}
+samples=$(realpath "$(dirname "$0")")
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 
@@ -21,4 +23,9 @@ echo "$answer"
 [[ $code == 2 && $answer == *"vLLM is not installed in this environment"* ]] || { echo "exit code $code, not 2"; exit 1; }
 patches=$(empty/bin/vllm-async-spec patches list --json | empty/bin/python -c 'import json, sys; print(len(json.load(sys.stdin)))')
 [[ $patches -gt 0 ]]
+PYTHONPATH=$samples empty/bin/python -c '
+from audit_reports import waiting
+from vllm_async_spec.audit.html import render_html
+assert waiting().headline.partition(":")[0] in render_html(waiting())
+'
 echo "the wheel works alone, with $patches patches"

@@ -13,6 +13,8 @@ READS = {
     "to": lambda t: t.to("cpu"),
     "numpy": lambda t: t.numpy(),
     "item": lambda t: t[0].item(),
+    "nonzero": lambda t: t.nonzero(),
+    "boolean index": lambda t: t[t > 1],
 }
 
 
@@ -20,10 +22,11 @@ def forward() -> torch.Tensor:
     return torch.arange(4.0)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("what", READS)
-def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str):
+def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str, inference: bool):
     probe = CpuProbe()
-    with probe as reads:
+    with torch.inference_mode(inference), probe as reads:
         hidden = probe.forward(forward)
         sampled = (hidden * 2).argsort()
         READS[what](sampled)

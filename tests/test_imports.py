@@ -17,7 +17,8 @@ LAYERS = [
     {"_version", "sync_policy", "host_copy", "host_lengths", "metadata"},
     {"kernels"},
     {"attention", "spec_decode"},
-    {"audit", "compat", "generation", "vllm_plugin"},
+    {"audit"},
+    {"compat", "generation", "vllm_plugin"},
     {"demo"},
     {"cli"},
 ]

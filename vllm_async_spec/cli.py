@@ -1,4 +1,4 @@
-"""The command line: `vllm-async-spec demo | status | patches`."""
+"""The command line: `vllm-async-spec demo | status | audit | patches`."""
 
 from __future__ import annotations
 
@@ -206,6 +206,71 @@ def _print_status(found: Any) -> None:
     for patch in found.patches:
         table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", patch.detail)
     console.print(table)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def audit(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Start an engine with this model; every argument of `vllm serve` may follow.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Audit a running server instead, started with VLLM_ASYNC_SPEC_AUDIT=1.")
+    ] = None,
+    load: Annotated[
+        str | None, typer.Option(help="decode, mixed, or a file of JSON lines; a server: what it serves anyway.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
+    steps: Annotated[int, typer.Option(min=3, max=2048, help="Steps to record.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="How long a server may take for them.")] = 120,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as data.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="off: audit stock vLLM too, and show both.", metavar="off")
+    ] = None,
+    log: Annotated[Path, typer.Option(help="Where the engine's log goes.")] = Path("vllm-async-spec-audit.log"),
+) -> None:
+    """Find what makes the host wait for the GPU in a running engine: each line of code, how often, and for how long.
+
+    Exit code 0: an audit was made; 1: it could not be.
+    """
+    from vllm_async_spec.audit.engine import AuditError
+    from vllm_async_spec.audit.html import render_html
+    from vllm_async_spec.audit.launch import audit_model, audit_server
+    from vllm_async_spec.audit.loads import LoadError
+    from vllm_async_spec.audit.terminal import print_report
+
+    if (model is None) == (url is None):
+        _fail("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
+    if compare not in (None, "off"):
+        _fail(f"--compare is {compare!r}; it must be off")
+    if url is not None and (compare is not None or context.args):
+        _fail(f"{' '.join(context.args) or '--compare'} says nothing of a running server; leave it out, or use --model")
+    for option, path in (("--json", json_file), ("--html", html_file), ("--log", log)):
+        if path is not None and not path.absolute().parent.is_dir():
+            _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
+    errors = Console(stderr=True)
+    before = None
+    try:
+        with errors.status("asking the server") as status:
+            if url is not None:
+                found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds)
+            else:
+                arguments = ["--model", str(model), *context.args]
+                options: dict[str, Any] = {"load": load or "decode", "batch": batch, "steps": steps}
+                if compare == "off":
+                    before = audit_model(
+                        arguments, **options, plugin=False, log=log, stage=lambda s: status.update(f"stock vLLM: {s}")
+                    )
+                found = audit_model(arguments, **options, plugin=True, log=log, stage=status.update)
+    except (AuditError, LoadError) as error:
+        _fail(str(error))
+    if json_file is not None:
+        data = {"report": found.to_dict(), "before": None if before is None else before.to_dict()}
+        json_file.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(render_html(found, before), encoding="utf-8")
+    print_report(found, Console(), before)
 
 
 @patches_app.command("list")

@@ -52,13 +52,18 @@ class CpuProbe:
         self._step = 0
         # Storage by address to the step that wrote it. Kept alive, lest its address is given to another.
         self._written: dict[int, tuple[int, torch.UntypedStorage]] = {}
-        self._modes: tuple[Any, ...] = (_Follow(self), _Watch(self))
+        self._modes = self.modes()
+
+    def modes(self) -> tuple[Any, ...]:
+        """What must be entered on a thread for the probe to see what that thread does."""
+        return _Follow(self), _Watch(self)
 
     def forward(self, run: Callable[[], Any]) -> Any:
         """Run the target's forward: a new step, whose results are the device's."""
         self.reads.steps += 1
         self._step += 1
-        self._written = {key: entry for key, entry in self._written.items() if entry[0] >= self._step - 1}
+        # A list first: another thread may be marking.
+        self._written = {key: entry for key, entry in list(self._written.items()) if entry[0] >= self._step - 1}
         results = run()
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
@@ -89,6 +94,9 @@ class CpuProbe:
         self._written.pop(copy.untyped_storage()._cdata, None)
         return copy
 
+    def copying(self, host: torch.Tensor) -> None:
+        """Told of each copy into `host` that was asked for without blocking."""
+
     def __enter__(self) -> HostReads:
         for mode in self._modes:
             mode.__enter__()
@@ -111,8 +119,8 @@ class _Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         step = self._probe.step_of((args, kwargs))
-        if step is not None and func is torch.ops.aten._local_scalar_dense.default:
-            self._probe.read("item", step)
+        if step is not None and (what := _read_by(func, args)) is not None:
+            self._probe.read(what, step)
         out = func(*args, **kwargs)
         if step is not None:
             written = [
@@ -126,6 +134,29 @@ class _Follow(TorchDispatchMode):
         return out
 
 
+_ATEN = torch.ops.aten
+# `item` arrives whole in inference mode, and as what it is made of elsewhere. The others give a shape, or a value of
+# Python's, that only the tensor's content tells.
+_OPERATORS = {
+    _ATEN.item.default: "item",
+    _ATEN._local_scalar_dense.default: "item",
+    _ATEN.is_nonzero.default: "item",
+    _ATEN.equal.default: "item",
+    _ATEN.nonzero.default: "nonzero",
+    _ATEN.masked_select.default: "boolean index",
+    _ATEN._unique2.default: "nonzero",
+    _ATEN.unique_dim.default: "nonzero",
+    _ATEN.unique_consecutive.default: "nonzero",
+}
+
+
+def _read_by(func: Any, args: tuple[Any, ...]) -> str | None:
+    """How this operator would read a device's tensor on the host; None if it would not."""
+    if func is _ATEN.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1]):
+        return "boolean index"
+    return _OPERATORS.get(func)
+
+
 class _Watch(TorchFunctionMode):
     """Reads that reach no operator on a CPU, because there they are nothing: the tensor is where it is wanted."""
 
@@ -137,7 +168,12 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         what = _READS.get(func)
         if what is None or (what == "to" and not _is_blocking_copy_to_host(args, kwargs)):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if kwargs.get("non_blocking") and func in (torch.Tensor.to, torch.Tensor.copy_):
+                # On a GPU what `to` gives is a tensor of its own.
+                out = out.clone() if out is args[0] and func is torch.Tensor.to else out
+                self._probe.copying(out)
+            return out
         step = self._probe.step_of(args[0])
         if step is None:
             return func(*args, **kwargs)

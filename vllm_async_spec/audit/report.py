@@ -7,10 +7,11 @@ Times are host time; per-step figures are over the steps of the recording. Every
 from __future__ import annotations
 
 import enum
+import reprlib
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
 
 SCHEMA = 1
 """Raised by one whenever a reader of older files would misunderstand a newer one."""
@@ -41,7 +42,8 @@ class Place(str, enum.Enum):
     CRITICAL = "critical"
     """The thread that launches the forward waited until the device had nothing left to do."""
     OVERLAPPED = "overlapped"
-    """The thread that launches the forward waited, while the device had work that had been launched before."""
+    """The thread that launches the forward waited and held nothing up: the device still had work when it went on, or
+    what it waited for had already happened."""
     HIDDEN = "hidden"
     """Another thread waited."""
 
@@ -187,12 +189,20 @@ class Overhead:
     """What recording cost: step times of the same load with and without it, in one engine."""
 
     plain_ms: Spread
+    device_ms: Spread
+    """With CUPTI's records only, from which the shares of the device's time are."""
     recorded_ms: Spread
+    """With call stacks and phases too, from which the causes, the phases, the gaps and the timeline are."""
 
     @property
     def ratio(self) -> float:
         """Recorded over plain, of the medians."""
         return self.recorded_ms.median / self.plain_ms.median if self.plain_ms.median else float("nan")
+
+    @property
+    def device_ratio(self) -> float:
+        """The same with CUPTI's records only."""
+        return self.device_ms.median / self.plain_ms.median if self.plain_ms.median else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,33 +292,34 @@ class Report:
         Raises:
             ValueError: the data is not a report, or one of another schema; the message says which.
         """
-        if data.get("schema") != SCHEMA:
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
             raise ValueError(
-                f"this is not an audit report of schema {SCHEMA} (it says {data.get('schema')!r}); "
+                f"this is not an audit report of schema {SCHEMA} (it says {schema!r}); "
                 "make it again with `vllm-async-spec audit --json`"
             )
-        return _build(cls, data)
+        report: Report = _value(cls, data, "report")
+        return report
 
 
-_T = TypeVar("_T")
-
-
-def _build(kind: type[_T], data: dict[str, Any]) -> _T:
-    hints = typing.get_type_hints(kind)
-    try:
-        values = {f.name: _value(hints[f.name], data[f.name]) for f in fields(kind)}  # type: ignore[arg-type]
-    except KeyError as missing:
-        raise ValueError(f"an audit report lacks {missing} in its {kind.__name__}") from None
-    return kind(**values)
-
-
-def _value(hint: Any, value: Any) -> Any:
+def _value(hint: Any, value: Any, name: str) -> Any:
+    """The value that a field of this type had before JSON; `name` is the field, for the message if it can't be."""
     origin = typing.get_origin(hint)
-    if origin is tuple:
-        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_value(typing.get_args(hint)[0], item, f"{name}[{index}]") for index, item in enumerate(value))
     if origin in (typing.Union, types.UnionType):
         inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-        return None if value is None else _value(inner, value)
+        return None if value is None else _value(inner, value, name)
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        hints = typing.get_type_hints(hint)
+        if missing := hints.keys() - value.keys():
+            raise ValueError(f"this is no whole audit report: {name} lacks {', '.join(sorted(missing))}")
+        return hint(**{field: _value(of, value[field], f"{name}.{field}") for field, of in hints.items()})
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    return _build(hint, value) if is_dataclass(hint) and isinstance(hint, type) else value
+        choices = [member.value for member in hint]
+        if value in choices:
+            return hint(value)
+        raise ValueError(f"this is no audit report: {name} is {value!r}; it must be one of {', '.join(choices)}")
+    if isinstance(hint, type) and isinstance(value, (int, float) if hint is float else hint):
+        return value
+    raise ValueError(f"this is no audit report: {name} is {reprlib.repr(value)}, and not of type {hint.__name__}")

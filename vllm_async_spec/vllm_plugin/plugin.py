@@ -10,9 +10,9 @@ from pathlib import Path
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens
-from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchError, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
-from vllm_async_spec.vllm_plugin.settings import MODE, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
@@ -27,10 +27,11 @@ class StrictError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """The plugin in this process: its settings and its ledger, which is None where the mode is `off`."""
+    """The plugin in this process: its settings, and the patches that they allow."""
 
     settings: Settings
     ledger: Ledger | None
+    """None where nothing may be patched: the mode is `off`, and no audit was asked for."""
 
 
 _plugin: Plugin | None = None
@@ -57,17 +58,23 @@ def load(*, report: bool = True) -> Plugin:
     if _plugin is not None:
         return _plugin
     settings = Settings.read()
-    if settings.mode is Mode.OFF:
+    implementations = _allowed(settings)
+    if not implementations:
         _plugin = Plugin(settings, None)
         return _plugin
     set_sync_policy(settings.sync)
+    specs = tuple(spec for spec in load_ledger() if spec.name in implementations)
     if settings.mode is Mode.STRICT:
-        ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=_stop_on_refusal)
+        ledger = Ledger(implementations, specs, on_refused=_stop_on_refusal)
     elif report:
-        ledger = Ledger(IMPLEMENTATIONS, load_ledger(), on_refused=_report_refusal)
+        ledger = Ledger(implementations, specs, on_refused=_report_refusal)
     else:
-        ledger = Ledger(IMPLEMENTATIONS, load_ledger())
+        ledger = Ledger(implementations, specs)
     _plugin = Plugin(settings, ledger)
+    if settings.audit is Audit.ON:
+        from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
+
+        hear_events_from_now_on()
     ledger.install()
     if report:
         _report(ledger)
@@ -87,6 +94,18 @@ def entry_point() -> None:
         if _is_vllms_command_line(Path(sys.argv[0])):
             raise SystemExit(f"vllm-async-spec: {error}") from None
         raise
+
+
+def _allowed(settings: Settings) -> dict[str, Implementation]:
+    """The patches that the settings allow, by name."""
+    patches = {} if settings.mode is Mode.OFF else IMPLEMENTATIONS
+    if settings.audit is Audit.OFF:
+        return patches
+    from vllm_async_spec.vllm_plugin import (
+        audit_agent,
+    )  # the tool costs nothing, not even its import, until it is asked for
+
+    return patches | audit_agent.IMPLEMENTATIONS
 
 
 def _is_vllms_command_line(program: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The two environment variables that an operator sets, and nothing else that can be set."""
+"""The three environment variables that an operator sets, and nothing else that can be set."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_async_spec.sync_policy import SyncPolicy
 
 MODE = "VLLM_ASYNC_SPEC"
 SYNC = "VLLM_ASYNC_SPEC_SYNC"
+AUDIT = "VLLM_ASYNC_SPEC_AUDIT"
 
 _ChoiceT = TypeVar("_ChoiceT", bound=enum.Enum)
 
@@ -31,6 +32,15 @@ class Mode(str, enum.Enum):
     """Touch nothing."""
 
 
+class Audit(str, enum.Enum):
+    """Whether the engine can be audited while it runs."""
+
+    OFF = "0"
+    """No: nothing is there that could cost anything."""
+    ON = "1"
+    """Yes, by `vllm-async-spec audit`; whatever the mode is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of this process, and who set each: `environment` or `default`."""
@@ -39,6 +49,8 @@ class Settings:
     mode_from: str
     sync: SyncPolicy
     sync_from: str
+    audit: Audit
+    audit_from: str
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -47,12 +59,14 @@ class Settings:
         Raises:
             SettingError: a variable has a value that does not exist.
         """
-        mode, sync = environment.get(MODE), environment.get(SYNC)
+        mode, sync, audit = environment.get(MODE), environment.get(SYNC), environment.get(AUDIT)
         return cls(
             mode=_choice(MODE, mode, Mode.AUTO),
             mode_from="default" if mode is None else "environment",
             sync=_choice(SYNC, sync, SyncPolicy.ALLOW),
             sync_from="default" if sync is None else "environment",
+            audit=_choice(AUDIT, audit, Audit.OFF),
+            audit_from="default" if audit is None else "environment",
         )
 
 

@@ -98,6 +98,7 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
         settings={
             "VLLM_ASYNC_SPEC": {"value": settings.mode.value, "from": settings.mode_from},
             "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
+            "VLLM_ASYNC_SPEC_AUDIT": {"value": settings.audit.value, "from": settings.audit_from},
         },
         loaded=_is_allowed(os.environ.get("VLLM_PLUGINS")),
         patches=_patches(plugin.ledger, settings.mode),
@@ -131,10 +132,15 @@ def _is_allowed(allowed: str | None) -> bool:
 
 
 def _patches(ledger: Ledger | None, mode: Mode) -> tuple[PatchStatus, ...]:
-    if ledger is None:
-        why = f"VLLM_ASYNC_SPEC={mode.value}"
-        return tuple(PatchStatus(spec.name, State.OFF, why, spec.summary) for spec in load_ledger())
-    return tuple(PatchStatus(o.spec.name, o.state, o.detail, o.spec.summary) for o in ledger.outcomes.values())
+    outcomes = {} if ledger is None else ledger.outcomes
+    found = []
+    for spec in load_ledger():
+        if outcome := outcomes.get(spec.name):
+            found.append(PatchStatus(spec.name, outcome.state, outcome.detail, spec.summary))
+        else:
+            why = "VLLM_ASYNC_SPEC_AUDIT=0" if spec.name.startswith("audit-") else f"VLLM_ASYNC_SPEC={mode.value}"
+            found.append(PatchStatus(spec.name, State.OFF, why, spec.summary))
+    return tuple(found)
 
 
 def _family() -> str:

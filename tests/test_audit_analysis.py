@@ -1,0 +1,288 @@
+"""What an audit makes of recordings whose every nanosecond is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import traces
+from traces import MAIN, OTHER, Recording
+
+from vllm_async_spec.audit.analysis import analyse
+from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS
+from vllm_async_spec.audit.device_trace import cupti_thread
+from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.recorded import Recorded
+from vllm_async_spec.audit.report import Cause, Phase, Place, WaitKind
+
+BACKEND = "vllm/v1/backend.py"
+D2H_PAGEABLE = "DtoH (Device -> Pageable)"
+D2H_PINNED = "DtoH (Device -> Pinned)"
+H2D_PAGEABLE = "HtoD (Pageable -> Device)"
+H2D_PINNED = "HtoD (Pinned -> Device)"
+
+
+@pytest.fixture
+def recording() -> Recording:
+    """A kernel that runs from 0 to 400 microseconds; steps at 0 and 1,000."""
+    recording = Recording()
+    recording.kernel(0, 400)
+    return recording
+
+
+def causes(recording: Recording, folder: Path) -> list[Cause]:
+    recorded = recording.load(folder, [0, 1000, 2000])
+    return list(analyse(recorded, recorded).causes)
+
+
+def only(recording: Recording, folder: Path) -> Cause:
+    found = causes(recording, folder)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_threads_are_recognised_as_cupti_names_them():
+    # Both pairs were read off a recording of PyTorch 2.11.
+    assert cupti_thread(140_593_167_476_416) == 1_708_009_152
+    assert cupti_thread(140_607_295_127_872) == 1_344_208_576
+
+
+def test_a_read_is_the_copy_and_the_wait_before_its_warning(recording, tmp_path):
+    recording.copy(100, 4, D2H_PINNED, 4, at=400)
+    recording.runtime("cudaStreamSynchronize", 104, 300)
+    recording.call("warning", 410, 410, line=31)
+    cause = only(recording, tmp_path)
+    assert (cause.kind, cause.place, str(cause.site)) == (WaitKind.READ, Place.CRITICAL, f"{BACKEND}:31 in build")
+    assert cause.per_step == 0.5
+    assert cause.longest_ms == pytest.approx(0.304)
+    assert cause.ms_per_step == pytest.approx(0.152)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "expected"),
+    [
+        (D2H_PAGEABLE, 256, WaitKind.COPY_TO_HOST),
+        (D2H_PINNED, 256, WaitKind.COPY_TO_HOST),
+        (H2D_PAGEABLE, 256, WaitKind.COPY_TO_DEVICE),
+        (H2D_PINNED, 4, WaitKind.COPY_TO_DEVICE),
+    ],
+)
+def test_a_blocking_copy_is_told_by_its_direction(recording, tmp_path, kind, size, expected):
+    recording.copy(100, 4, kind, size, at=400)
+    recording.runtime("cudaStreamSynchronize", 104, 300)
+    recording.call("copy", 99, 405, line=32)
+    recording.call("warning", 404.5, 404.5, line=32)  # the same wait
+    assert (only(recording, tmp_path).kind, only(recording, tmp_path).place) == (expected, Place.CRITICAL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "us", "place"),
+    [(D2H_PAGEABLE, 320, Place.CRITICAL), (H2D_PAGEABLE, 5, Place.OVERLAPPED)],
+    ids=["blocked", "staged by the driver"],
+)
+def test_a_pageable_copy_without_blocking_is_found(recording, tmp_path, kind, us, place):
+    recording.copy(100, us, kind, 4 << 20, at=399)
+    recording.call("copy", 99, 101 + us, line=33)
+    assert (only(recording, tmp_path).kind, only(recording, tmp_path).place) == (WaitKind.PAGEABLE, place)
+
+
+@pytest.mark.parametrize("kind", [D2H_PINNED, H2D_PINNED])
+def test_a_copy_of_pinned_memory_that_nobody_waits_for_is_no_wait(recording, tmp_path, kind):
+    recording.copy(100, 4, kind, 256, at=400)
+    recording.call("copy", 99, 105, line=34)
+    recording.copy(110, 4, kind, 256, at=402)  # nor one that no Python call was seen for
+    assert causes(recording, tmp_path) == []
+
+
+def test_a_wait_with_work_left_on_the_device_is_overlapped(recording, tmp_path):
+    recording.kernel(401, 300, launched=120)
+    recording.runtime("cudaEventSynchronize", 150, 255)
+    recording.call("event", 149, 406, line=35)
+    cause = only(recording, tmp_path)
+    assert (cause.kind, cause.place) == (WaitKind.EVENT, Place.OVERLAPPED)
+
+
+def test_work_that_is_launched_after_the_wait_does_not_excuse_it(recording, tmp_path):
+    recording.kernel(500, 300, launched=420)
+    recording.runtime("cudaEventSynchronize", 150, 255)
+    recording.call("event", 149, 406, line=35)
+    assert only(recording, tmp_path).place is Place.CRITICAL
+
+
+def test_an_event_that_has_happened_holds_nothing_up(recording, tmp_path):
+    recording.runtime("cudaEventSynchronize", 800, 3)
+    recording.call("event", 799, 804, line=35)
+    assert only(recording, tmp_path).place is Place.OVERLAPPED
+
+
+def test_another_threads_wait_is_hidden_and_is_not_mixed_with_the_launching_threads(recording, tmp_path):
+    recording.runtime("cudaEventSynchronize", 150, 255, thread=OTHER)
+    recording.call("event", 149, 406, line=36, thread=OTHER)
+    recording.call("event", 148, 407, line=37)  # of the main thread, around nothing of its own
+    cause = only(recording, tmp_path)
+    assert (cause.place, cause.thread, cause.site.line) == (Place.HIDDEN, "WorkerAsyncOutputCopy", 36)
+
+
+def test_a_librarys_own_wait_is_given_to_the_function_around_it_and_noted(recording, tmp_path):
+    recording.span("metadata building", "Builder.build", 90, 500)
+    recording.runtime("cudaStreamSynchronize", 104, 300)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    found = analyse(recorded, recorded)
+    assert [(c.kind, c.phase, c.site.function) for c in found.causes] == [
+        (WaitKind.STREAM, Phase.METADATA, "Builder.build")
+    ]
+    assert any(note.startswith("0.50 waits a step were timed by CUPTI") for note in found.notes)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cudaDeviceSynchronize", WaitKind.DEVICE), ("cudaFree", WaitKind.DEVICE)])
+def test_waits_for_the_whole_device(recording, tmp_path, name, kind):
+    recording.runtime(name, 104, 300)
+    recording.call("device", 103, 405, line=38)
+    assert only(recording, tmp_path).kind is kind
+
+
+def test_the_time_until_python_goes_on_is_noted_and_is_no_wait(recording, tmp_path):
+    recording.runtime("cudaEventSynchronize", 150, 255)
+    recording.call("event", 149, 905, line=35)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    found = analyse(recorded, recorded)
+    assert found.causes[0].longest_ms == pytest.approx(0.255)
+    assert any("another 0.25 ms a step" in note for note in found.notes)
+
+
+def test_shares_of_the_devices_time_and_what_the_host_did_in_a_gap(tmp_path):
+    recording = Recording()
+    recording.kernel(0, 400, launched=-10)
+    recording.kernel(402, 100, launched=-9)  # a gap of 2 us: already launched
+    recording.kernel(602, 398, launched=590)  # a gap of 100 us: the host
+    recording.kernel(1004, 996, launched=-8)  # a gap of 4 us: already launched, so a dependency
+    recording.span("scheduling", "Scheduler.schedule", 480, 595)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    gpu = analyse(recorded, recorded).gpu
+    assert gpu.busy + gpu.launch_gaps + gpu.host_idle == pytest.approx(1)
+    assert gpu.launch_gaps == pytest.approx(2 / 2000)
+    assert gpu.host_idle == pytest.approx(104 / 2000)
+    assert gpu.kernels_per_step == 2
+    assert gpu.host_gaps_per_step == 1
+    assert [(gap.start_us, gap.us) for gap in gpu.gaps] == [(502, 100), (1000, 4)]
+    assert gpu.gaps[0].host == "scheduling (schedule) 100%"
+    assert "a dependency" in gpu.gaps[1].host
+
+
+@pytest.mark.parametrize(("us", "idle"), [(LAUNCH_GAP_NS / 1000 - 0.5, 0), (LAUNCH_GAP_NS / 1000, 1)])
+def test_three_microseconds_are_the_line_between_launch_gaps_and_the_hosts(tmp_path, us, idle):
+    recording = Recording()
+    recording.kernel(0, 500)
+    recording.kernel(500 + us, 1500 - us)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    gpu = analyse(recorded, recorded).gpu
+    assert (gpu.host_idle > 0, gpu.launch_gaps > 0) == (bool(idle), not idle)
+
+
+def test_streams_that_overlap_leave_no_gap_and_are_not_counted_twice(tmp_path):
+    recording = Recording()
+    recording.kernel(0, 1200)
+    recording.kernel(100, 300, stream=13)
+    recording.kernel(1100, 900, stream=13)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    assert analyse(recorded, recorded).gpu.busy == pytest.approx(1)
+
+
+def test_a_phase_is_its_own_time_without_what_is_inside_it(recording, tmp_path):
+    recording.span("other", "Runner.execute_model", 0, 900)
+    recording.span("input preparation", "Runner._prepare_inputs", 100, 300)
+    recording.span("metadata building", "Runner._build", 400, 800)
+    recording.span("metadata building", "Builder.build", 500, 700)
+    recording.span("output", "Output.get_output", 0, 500, thread=OTHER)
+    recording.runtime("cudaEventSynchronize", 120, 100)
+    recording.call("event", 119, 221, line=35)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    phases = {(p.thread, p.phase): (p.ms_per_step, p.waiting_ms_per_step) for p in analyse(recorded, recorded).phases}
+    assert phases == {
+        ("worker", Phase.INPUTS): (pytest.approx(0.1), pytest.approx(0.05)),
+        ("worker", Phase.METADATA): (pytest.approx(0.2), 0),
+        ("worker", Phase.OTHER): (pytest.approx(0.15), 0),
+        ("WorkerAsyncOutputCopy", Phase.OUTPUT): (pytest.approx(0.25), 0),
+    }
+
+
+def test_what_is_outside_the_counted_steps_is_left_out(recording, tmp_path):
+    recording.runtime("cudaEventSynchronize", -80, 50)
+    recording.call("event", -81, -29, line=35)
+    recording.runtime("cudaEventSynchronize", 2100, 50)
+    recording.call("event", 2099, 2151, line=35)
+    recording.span("scheduling", "Scheduler.schedule", -50, 50)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    found = analyse(recorded, recorded)
+    assert found.causes == ()
+    assert [p.ms_per_step for p in found.phases] == [pytest.approx(0.025)]
+
+
+def test_too_few_steps_are_refused_in_one_sentence(recording, tmp_path):
+    with pytest.raises(ValueError, match=r"only 2 steps were recorded, of which the first 2 are left out; give"):
+        recording.load(tmp_path, [0])
+
+
+def test_the_timeline_shows_steps_of_the_middle_with_waits_and_gaps(tmp_path):
+    recording = Recording()
+    for step in range(8):
+        recording.kernel(1000 * step, 600)
+        recording.kernel(1000 * step + 601, 200)
+        recording.span("scheduling", "Scheduler.schedule", 1000 * step + 10, 1000 * step + 60)
+        recording.copy(1000 * step + 100, 4, D2H_PINNED, 4, at=1000 * step + 801)
+        recording.runtime("cudaStreamSynchronize", 1000 * step + 104, 700)
+        recording.call("warning", 1000 * step + 806, 1000 * step + 806, line=31)
+    recorded = recording.load(tmp_path, [1000 * step for step in range(9)])
+    timeline = analyse(recorded, recorded).timeline
+    assert timeline.us == 4000
+    assert timeline.steps_us == (0, 1000, 2000, 3000)
+    worker, stream = timeline.lanes
+    assert (worker.name, stream.name) == ("worker", "GPU stream 7")
+    waits = [item for item in worker.items if item.kind == "wait"]
+    assert [(w.start_us, w.critical, w.where) for w in waits[:2]] == [
+        (100, True, f"{BACKEND}:31 in build"),
+        (1100, True, f"{BACKEND}:31 in build"),
+    ]
+    assert [(i.kind, i.start_us, i.us) for i in stream.items[:2]] == [("kernels", 0, 802), ("gap", 802, 198)]
+    assert stream.items[0].label == "3 kernels"
+
+
+@pytest.fixture
+def facts():
+    import audit_reports
+
+    return audit_reports.waiting().engine
+
+
+def test_the_headline_says_what_blocks_most_and_what_to_change(recording, tmp_path, facts):
+    recording.copy(100, 4, D2H_PAGEABLE, 256, at=400)
+    recording.runtime("cudaStreamSynchronize", 104, 300)
+    recording.call("copy", 99, 405, line=32)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    said = headline(facts, analyse(recorded, recorded))
+    assert said.startswith("Asynchronous scheduling is on (")
+    assert "0.50 waits a step on the critical path, 0.15 ms and the host leaves the GPU idle for 80.0%" in said
+    assert f"most at {BACKEND}:32 in build; to change: build from device seq_lens" in said
+
+
+def test_the_headline_of_a_clean_engine_says_that_there_is_nothing_to_win(tmp_path, facts):
+    recording = Recording()
+    recording.kernel(0, 1995)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    said = headline(facts, analyse(recorded, recorded))
+    assert "nothing waits on the critical path and the host leaves the GPU idle for 0.2% of the time" in said
+    assert said.endswith("there is nothing to win by removing waits.")
+
+
+def test_recordings_of_another_process_join_on_the_clock(recording, tmp_path):
+    core = Recording()
+    core.span("scheduling", "Scheduler.schedule", 10, 110, thread=MAIN)  # the same number, another thread
+    core.load(tmp_path, [0, 1000, 2000], "core")
+    recording.load(tmp_path, [0, 1000, 2000])
+    files = {"recording": str(tmp_path / "recording.json"), "trace": str(tmp_path / "recording.trace.json")}
+    joined = traces.load(files, {"recording": str(tmp_path / "core.json")})
+    assert isinstance(joined, Recorded)
+    phases = analyse(joined, joined).phases
+    assert [(p.thread, p.phase, p.ms_per_step) for p in phases] == [
+        ("engine core", Phase.SCHEDULING, pytest.approx(0.05))
+    ]

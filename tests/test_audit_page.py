@@ -1,0 +1,279 @@
+"""The page of an audit in a real browser: looked at, clicked through, at both widths and in both colour schemes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import audit_reports
+import pytest
+
+from vllm_async_spec.audit.html import render_html
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed; it is in the extra `test`")
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.remote.webelement import WebElement  # noqa: E402
+
+Browser = webdriver.Chrome
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="chromium or chromedriver is not on PATH; Debian's packages are chromium and chromium-driver",
+)
+
+PAGES = {
+    "single": (audit_reports.waiting(), None),
+    "compared": (audit_reports.flowing(), audit_reports.waiting()),
+    "simulated": (audit_reports.simulated(), None),
+}
+
+RIGHTMOST = """
+const elements = [...document.querySelectorAll("main :not(svg *)")];
+return Math.max(...elements.map((element) => element.getBoundingClientRect().right));
+"""
+
+# Of each text on the page with what is below it.
+CONTRASTS = """
+const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const luminance = (colour) => {
+  const linear = (value) => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  const [r, g, b] = channels(colour).map((value) => linear(value / 255));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = (element) => {
+  for (let at = element; at; at = at.parentElement) {
+    const colour = getComputedStyle(at).backgroundColor;
+    if ((channels(colour)[3] ?? 1) === 1) return colour;
+  }
+};
+const found = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const text = walker.currentNode;
+  const parent = text.parentElement;
+  if (!text.data.trim() || parent.closest("script, noscript, .unseen")) continue;
+  const style = getComputedStyle(parent);
+  const drawn = parent.matches("svg text");
+  // On a pattern, text has an edge of the colour that is below it.
+  const fill = parent.matches(".item text") && getComputedStyle(parent.previousElementSibling).fill;
+  const below = !fill ? ground(parent) : fill.startsWith("rgb(") ? fill : style.stroke;
+  const [a, b] = [luminance(drawn ? style.fill : style.color), luminance(below)];
+  found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), text.data.trim()]);
+}
+return found;
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pages")
+    for name, (report, before) in PAGES.items():
+        (made / f"{name}.html").write_text(render_html(report, before), encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    # A sandbox of its own and /dev/shm are what containers lack, and root may not have the first.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Iterator[Browser]:
+    look(chromium)
+    yield chromium
+    assert chromium.get_log("browser") == []
+
+
+def look(browser: Browser, width: int = 1280, scheme: str = "light", script: bool = True) -> None:
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": not script})
+
+
+def visit(browser: Browser, folder: Path, name: str) -> None:
+    browser.get((folder / f"{name}.html").as_uri())
+
+
+def critical_blocks(browser: Browser) -> list[WebElement]:
+    return browser.find_elements(By.CSS_SELECTOR, ".item.critical")
+
+
+def column(browser: Browser, number: int) -> list[str]:
+    return [row.text for row in browser.find_elements(By.CSS_SELECTOR, f".causes tbody td:nth-child({number})")]
+
+
+def visible_range(browser: Browser) -> str:
+    return browser.find_element(By.CSS_SELECTOR, ".range").text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_fits_and_can_be_read(browser: Browser, folder: Path, name: str, width: int, scheme: str):
+    look(browser, width, scheme)
+    visit(browser, folder, name)
+    for details in browser.find_elements(By.TAG_NAME, "summary"):
+        details.click()
+    assert browser.execute_script("return innerWidth") == width
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(RIGHTMOST) <= width
+    contrasts = browser.execute_script(CONTRASTS)
+    assert len(contrasts) > 50
+    assert min(contrasts)[0] >= 4.5, min(contrasts)
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_the_colour_scheme_is_the_readers(browser: Browser, folder: Path):
+    grounds = []
+    for scheme in ("light", "dark"):
+        look(browser, scheme=scheme)
+        visit(browser, folder, "single")
+        grounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+    assert grounds[0] == "rgb(255, 255, 255)" != grounds[1]
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_click_on_a_cause_shows_its_stack(browser: Browser, folder: Path, width: int):
+    look(browser, width)
+    visit(browser, folder, "single")
+    stack = browser.find_element(By.CSS_SELECTOR, ".stack")
+    assert not stack.is_displayed()
+    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
+    assert stack.is_displayed()
+    assert str(audit_reports.STEP) in stack.text.replace("\n", " ")
+    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
+    assert not stack.is_displayed()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_click_on_a_head_sorts(browser: Browser, folder: Path, width: int):
+    look(browser, width)
+    visit(browser, folder, "single")
+    head = browser.find_element(By.CSS_SELECTOR, ".causes th:nth-child(4)")
+    as_reported = column(browser, 4)
+    head.find_element(By.TAG_NAME, "button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+    falling = column(browser, 4)
+    assert [text.split()[-1] for text in falling] == ["8.77", "3.10", "0.92", "0.06", "<0.01"] != as_reported
+    head.find_element(By.TAG_NAME, "button").click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    assert column(browser, 4) == falling[::-1]
+    browser.find_element(By.CSS_SELECTOR, ".causes th:nth-child(2) button").click()
+    assert head.get_attribute("aria-sort") is None
+    assert column(browser, 2) == sorted(column(browser, 2))
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_pointing_at_a_wait_says_where_it_is(browser: Browser, folder: Path, width: int):
+    look(browser, width)
+    visit(browser, folder, "single")
+    readout = browser.find_element(By.CSS_SELECTOR, ".readout")
+    assert str(audit_reports.PLAN) not in readout.text
+    browser.execute_script("arguments[0].scrollIntoView({block: 'end'})", readout)
+    ActionChains(browser).move_to_element(critical_blocks(browser)[1]).perform()
+    assert readout.text.startswith("critical wait: copy to host, 3.1 ms")
+    assert str(audit_reports.PLAN) in readout.text
+    assert browser.find_element(By.CSS_SELECTOR, ".extent").is_displayed()
+
+
+def test_a_tap_on_a_wait_says_where_it_is(browser: Browser, folder: Path):
+    look(browser, 400)
+    visit(browser, folder, "single")
+    critical_blocks(browser)[1].click()
+    assert str(audit_reports.PLAN) in browser.find_element(By.CSS_SELECTOR, ".readout").text
+
+
+def test_the_keyboard_goes_from_block_to_block(browser: Browser, folder: Path):
+    visit(browser, folder, "single")
+    assert len(browser.find_elements(By.CSS_SELECTOR, ".item[tabindex='0']")) == 1
+    browser.find_element(By.CSS_SELECTOR, "[data-do=all]").send_keys(Keys.TAB)
+    said = []
+    for key in ("", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.END, Keys.HOME):
+        if key:
+            browser.switch_to.active_element.send_keys(key)
+        block = browser.switch_to.active_element
+        said.append(block.accessible_name)
+        what = said[-1].partition(" at ")[0]
+        assert browser.find_element(By.CSS_SELECTOR, ".readout").text.startswith(what)
+    assert said[0].startswith("scheduling: schedule, ")
+    assert said[1].startswith("input preparation: _prepare_inputs, ")
+    assert said[2] == f"critical wait: event, 920 µs at {audit_reports.ACCEPTED}"
+    assert [text.partition(",")[0] for text in said[3:]] == ["output: get_output", "wait: event", "output: get_output"]
+
+
+def test_zooming_and_panning_change_what_is_seen(browser: Browser, folder: Path):
+    visit(browser, folder, "single")
+    whole = visible_range(browser)
+    width = critical_blocks(browser)[4].rect["width"]
+    press = {
+        what: browser.find_element(By.CSS_SELECTOR, f"[data-do={what}]").click for what in ("in", "out", "right", "all")
+    }
+    press["in"]()
+    near = visible_range(browser)
+    assert near != whole
+    assert critical_blocks(browser)[4].rect["width"] == pytest.approx(2 * width, rel=0.1)
+    press["right"]()
+    assert visible_range(browser) not in (near, whole)
+    press["out"]()
+    press["out"]()
+    assert visible_range(browser) == whole
+    press["in"]()
+    press["all"]()
+    assert visible_range(browser) == whole
+    browser.switch_to.active_element.send_keys(Keys.TAB, "+")
+    assert visible_range(browser) == near
+
+
+def test_the_wheel_zooms_with_control_only_and_dragging_pans(browser: Browser, folder: Path):
+    visit(browser, folder, "single")
+    plot = browser.find_element(By.CSS_SELECTOR, ".plot svg")
+    whole = visible_range(browser)
+    turn = "arguments[0].dispatchEvent(new WheelEvent('wheel', {deltaY: -400, clientX: 640, ...arguments[1]}))"
+    browser.execute_script(turn, plot, {})
+    assert visible_range(browser) == whole
+    browser.execute_script(turn, plot, {"ctrlKey": True})
+    near = visible_range(browser)
+    assert near != whole
+    ActionChains(browser).move_to_element(plot).click_and_hold().move_by_offset(-60, 0).move_by_offset(
+        -60, 0
+    ).release().perform()
+    assert visible_range(browser) not in (near, whole)
+
+
+def test_before_and_after_can_be_seen_alone(browser: Browser, folder: Path):
+    visit(browser, folder, "compared")
+    plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
+    seen = {}
+    for name in ("both", "before", "after"):
+        browser.find_element(By.CSS_SELECTOR, f"[value={name}] + span").click()
+        seen[name] = [plot.is_displayed() for plot in plots]
+    assert seen == {"both": [True, True], "before": [True, False], "after": [False, True]}
+    assert len(plots[0].find_elements(By.CSS_SELECTOR, ".item.critical")) == 8
+    assert len(plots[1].find_elements(By.CSS_SELECTOR, ".item.critical")) == 0
+
+
+def test_without_its_script_the_page_still_tells(browser: Browser, folder: Path):
+    look(browser, script=False)
+    visit(browser, folder, "compared")
+    body = browser.find_element(By.TAG_NAME, "body").text
+    assert audit_reports.flowing().headline in body.replace("\n", " ")
+    assert audit_reports.waiting().command in body.replace("\n", " ")
+    assert "The timeline is drawn by this page's own script" in body
+    assert browser.find_elements(By.CSS_SELECTOR, "th button") == []
+    assert not browser.find_element(By.ID, "timeline").is_displayed()
+    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
+    assert browser.find_element(By.CSS_SELECTOR, ".stack").is_displayed()

@@ -1,0 +1,277 @@
+"""An audit's data through JSON, in the terminal and as a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import audit_reports
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from vllm_async_spec.audit.figures import SIMULATED, compared_figures, number, paired_causes, percent, ratio
+from vllm_async_spec.audit.html import render_html
+from vllm_async_spec.audit.report import SCHEMA, Phase, Place, Report, WaitKind
+from vllm_async_spec.audit.terminal import print_report
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\"'&[bold]{{ 7 * 7 }}"
+
+# Not a number is not equal to itself, so no report that holds one is.
+st.register_type_strategy(float, st.floats(allow_nan=False))
+
+REPORTS = {
+    "waiting": (audit_reports.waiting(), None),
+    "compared": (audit_reports.flowing(), audit_reports.waiting()),
+    "simulated": (audit_reports.simulated(), None),
+    "one of each": (audit_reports.waiting(), audit_reports.simulated()),
+}
+each_report = pytest.mark.parametrize(("report", "before"), REPORTS.values(), ids=REPORTS)
+
+
+def printed(report: Report, before: Report | None = None, width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    print_report(report, console, before)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+class Page(HTMLParser):
+    """What a page holds: its elements, and what it says where no script runs."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._inside = ""
+        self.feed(html)
+        self.text = words(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self._inside:
+            self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts.append(data)
+        elif not self._inside:
+            self.text += data
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.elements)
+
+
+# The data
+
+
+@settings(max_examples=50)
+@given(st.from_type(Report).map(lambda report: replace(report, schema=SCHEMA)))
+def test_json_keeps_a_report(report: Report):
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+@each_report
+def test_json_keeps_the_samples(report: Report, before: Report | None):
+    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def changed(path: str, value: Any) -> Any:
+    """A sample as plain data, with one field replaced, or left out where the value is `...`."""
+    data = json.loads(json.dumps(audit_reports.waiting().to_dict()))
+    *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    at = data
+    for part in parents:
+        at = at[part]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "not an audit report of schema 1 (it says None)"),
+        ({}, "not an audit report of schema 1 (it says None)"),
+        (changed("schema", 2), "not an audit report of schema 1 (it says 2)"),
+        (changed("headline", ...), "report lacks headline"),
+        (changed("engine.driver", ...), "report.engine lacks driver"),
+        (changed("causes.1.stack.0.line", ...), "report.causes[1].stack[0] lacks line"),
+        (changed("causes.1.place", "far away"), "report.causes[1].place is 'far away'; it must be one of critical, "),
+        (changed("causes", 3), "report.causes is 3, and not of type tuple"),
+        (changed("gpu", "H200"), "report.gpu is 'H200', and not of type DeviceTime"),
+        (changed("step_ms.median", "fast"), "report.step_ms.median is 'fast', and not of type float"),
+    ],
+)
+def test_what_is_no_report_is_refused_in_one_sentence(data: Any, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        Report.from_dict(data)
+    assert "\n" not in str(refused.value)
+
+
+# The figures
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0, "0"), (0.004, "<0.01"), (0.005, "0.01"), (3.1, "3.10"), (-0.2, "-0.20")]
+)
+def test_only_zero_reads_as_zero(value: float, text: str):
+    assert number(value) == text
+
+
+def test_a_share_is_per_cent_and_a_ratio_needs_something_before():
+    assert [percent(share) for share in (0.0, 0.0001, 0.658, 1.0)] == ["0", "<0.1", "65.8", "100.0"]
+    assert [ratio(4.0, 3.0), ratio(4.0, 0.0), ratio(0.0, 3.0), ratio(0.0, 0.0)] == ["0.75", "0", "-", "-"]
+
+
+def test_causes_are_paired_by_their_place_in_the_code():
+    before, after = audit_reports.waiting(), audit_reports.flowing()
+    pairs = paired_causes(before, after)
+    assert [pair.before for pair in pairs] == list(before.causes)[:2] + sorted(
+        before.causes[2:], key=lambda cause: list(Place).index(cause.place)
+    )
+    assert [pair.after for pair in pairs[:2]] == [None, None]
+    assert {pair.after for pair in pairs[2:]} == set(after.causes)
+
+
+def test_a_wait_that_moved_off_the_critical_path_is_another_cause():
+    before = audit_reports.waiting()
+    moved = replace(before.causes[0], place=Place.OVERLAPPED)
+    pairs = paired_causes(before, replace(before, causes=(moved, *before.causes[1:])))
+    assert (before.causes[0], None) in [(pair.before, pair.after) for pair in pairs]
+    assert (None, moved) in [(pair.before, pair.after) for pair in pairs]
+
+
+def test_waits_of_a_cpu_are_not_compared_with_those_of_a_gpu():
+    assert compared_figures(audit_reports.simulated(), audit_reports.waiting()) == ()
+    assert len(compared_figures(audit_reports.waiting(), audit_reports.flowing())) == 5
+
+
+# The terminal
+
+
+@each_report
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_terminal_shows_every_cause_within_its_width(report: Report, before: Report | None, width: int):
+    text = printed(report, before, width)
+    assert words(text).startswith(words(report.headline))
+    assert max(map(len, text.splitlines())) <= width
+    for cause in report.causes + (before.causes if before else ()):
+        site = f"{cause.site.file.rpartition('/')[2]}:{cause.site.line}" if cause.site else "no Python call seen"
+        assert site in text
+        assert cause.thread in text
+    for note in report.notes:
+        assert note in words(text)
+
+
+def test_the_terminal_shows_both_sides_and_their_ratio():
+    text = printed(audit_reports.flowing(), audit_reports.waiting())
+    assert re.search(r"critical waits +2\.00 +0 +0 ", text)
+    assert re.search(r"step time +13\.02 +9\.51 +0\.73 ", text)
+    assert re.search(r"busy +65\.8 +92\.1\n", text)
+    assert re.search(r"before +1\.00 +3\.10 +3\.84 .*flashinfer.py:1020.*\n.*after +- +- +- ", text)
+
+
+def test_the_terminal_shows_no_times_of_a_cpu():
+    text = printed(audit_reports.simulated())
+    assert SIMULATED in words(text)
+    assert not re.search(r"\bms\b", text)
+    assert re.search(r"\bms\b", printed(audit_reports.waiting()))
+
+
+def test_the_terminal_takes_source_for_text():
+    report = audit_reports.waiting()
+    first = report.causes[0]
+    site = replace(first.stack[0], source="rows[/red] = x[0]")
+    text = printed(replace(report, causes=(replace(first, stack=(site,)),)))
+    assert "rows[/red] = x[0]" in text
+
+
+# The page
+
+
+@each_report
+def test_the_page_says_everything_without_its_script(report: Report, before: Report | None):
+    page = Page(render_html(report, before))
+    for one in filter(None, (report, before)):
+        assert one.headline in page.text
+        assert one.command in page.text
+        assert one.engine.model in page.text
+        assert one.date in page.text
+        for note in one.notes:
+            assert note in page.text
+        for cause in one.causes:
+            assert (str(cause.site) if cause.site else "no Python call seen") in page.text
+            for frame in cause.stack:
+                assert f"{frame}{frame.source}" in page.text
+    roles = [attributes.get("role") for tag, attributes in page.elements if tag == "tr"]
+    assert roles.count("row") >= len(paired_causes(before, report))
+
+
+def test_the_page_shows_both_sides_and_their_ratio():
+    page = Page(render_html(audit_reports.flowing(), audit_reports.waiting()))
+    assert "critical waits before 2.00 → after 0 a stepratio 0 " in page.text
+    assert "step time before 13.02 → after 9.51 ms, medianratio 0.73 " in page.text
+    assert page.text.count(" gone ") == 2
+
+
+def test_the_page_shows_no_times_of_a_cpu():
+    page = Page(render_html(audit_reports.simulated()))
+    assert SIMULATED in page.text
+    assert not re.search(r"\bms\b", page.text)
+    assert "timelines" not in [attributes.get("id") for _, attributes in page.elements]
+
+
+@each_report
+def test_the_page_needs_nothing_else(report: Report, before: Report | None):
+    html = render_html(report, before)
+    assert not re.search(r"https?:|@import|url\((?!#)|\bfetch\(|XMLHttpRequest", html)
+    for tag, attributes in Page(html).elements:
+        assert tag not in ("link", "img", "iframe", "object", "base")
+        assert not attributes.keys() & {"src", "href", "action"}, (tag, attributes)
+
+
+def poisoned(value: Any) -> Any:
+    """The same plain data with every free text hostile."""
+    if isinstance(value, dict):
+        return {key: poisoned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [poisoned(item) for item in value]
+    return HOSTILE if isinstance(value, str) and not isinstance(value, (WaitKind, Place, Phase)) else value
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_the_page_takes_hostile_text_for_text(compared: bool):
+    report = audit_reports.waiting()
+    hostile = Report.from_dict(poisoned(report.to_dict()))
+    plain = Page(render_html(report, report if compared else None))
+    page = Page(render_html(hostile, hostile if compared else None))
+    assert page.count("img") == 0
+    assert page.count("script") == plain.count("script") == 2
+    assert HOSTILE in page.text
+    drawn = json.loads(page.scripts[0])
+    assert drawn[0]["lanes"][0]["items"][0]["label"] == HOSTILE
+    assert json.dumps(report.to_dict()["timeline"]["lanes"][0]["items"][1]["where"]) in plain.scripts[0]
+
+
+def test_a_report_of_nothing_can_be_shown():
+    report = replace(audit_reports.waiting(), causes=(), phases=(), gpu=None, timeline=None, overhead=None, notes=())
+    page = Page(render_html(report, report))
+    assert "Nothing was seen." in page.text
+    assert "What recording cost was not measured." in page.text
+    assert "nothing was seen" in printed(report, report)

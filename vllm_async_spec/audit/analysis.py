@@ -1,0 +1,122 @@
+"""From what was recorded to what is reported."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_async_spec.audit.device_time import device_time
+from vllm_async_spec.audit.recorded import Innermost, Recorded, ms, own_times
+from vllm_async_spec.audit.report import Cause, DeviceTime, Frame, Phase, PhaseTime, Place, Timeline, WaitKind
+from vllm_async_spec.audit.stack import readable
+from vllm_async_spec.audit.timeline import draw
+from vllm_async_spec.audit.waits import Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """The parts of a report that the recordings alone give."""
+
+    steps: int
+    simulated: bool
+    causes: tuple[Cause, ...]
+    phases: tuple[PhaseTime, ...]
+    gpu: DeviceTime | None
+    timeline: Timeline | None
+    notes: tuple[str, ...]
+
+
+def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
+    """Say what recordings of the same load show.
+
+    Args:
+        full: with phases and waits.
+        quiet: by CUPTI alone; None where there is no device.
+    """
+    causes, unseen = _causes(full)
+    return Findings(
+        steps=full.count,
+        simulated=full.simulated,
+        causes=causes,
+        phases=() if full.simulated else _phases(full),
+        gpu=None if quiet is None else device_time(quiet, full),
+        timeline=None if full.simulated else draw(full),
+        notes=tuple(_notes(full, unseen)),
+    )
+
+
+_LOCK_MS = 0.02
+"""What a thread loses to Python's lock after its waits in a step, before it is worth a note."""
+
+
+def _notes(recorded: Recorded, unseen: int) -> Iterator[str]:
+    if recorded.simulated:
+        yield (
+            "There is no GPU: waits are the reads that would be waits on one, found by following what the forward "
+            "computed through every operator. Following makes every step many times slower, so no time is given."
+        )
+    if unseen:
+        yield (
+            f"{unseen / recorded.count:.2f} waits a step were timed by CUPTI and asked for by no Python call that was "
+            "seen (a library's own); for them the watched function around them is given."
+        )
+    after = ms(sum(w.resumed - w.end for w in recorded.waits if w.thread == recorded.main)) / recorded.count
+    if after > _LOCK_MS:
+        yield (
+            f"After its waits the launching thread lost another {after:.2f} ms a step before Python went on, because "
+            "another thread held Python's lock. That is in no wait's time."
+        )
+
+
+def _causes(recorded: Recorded) -> tuple[tuple[Cause, ...], int]:
+    """Waits by who asked, and how many nobody was seen asking for."""
+    inside = Innermost(recorded)
+    found: dict[tuple[object, ...], list[Wait]] = defaultdict(list)
+    about: dict[tuple[object, ...], tuple[WaitKind, Place, str, Phase, tuple[Frame, ...]]] = {}
+    unseen = 0
+    for wait in recorded.waits:
+        span = inside(wait.thread, wait.start)
+        stack = readable(wait.stack)
+        if not stack:
+            unseen += 1
+            stack = readable(((span.file, span.line, span.name),)) if span is not None else ()
+        key = (wait.kind, wait.place, wait.thread, stack[:1])
+        found[key].append(wait)
+        phase = span.phase if span is not None else Phase.OTHER
+        about.setdefault(key, (wait.kind, wait.place, recorded.name_of(wait.thread), phase, stack))
+    causes = [
+        Cause(
+            *about[key],
+            per_step=len(waits) / recorded.count,
+            ms_per_step=ms(sum(wait.end - wait.start for wait in waits)) / recorded.count,
+            longest_ms=ms(max(wait.end - wait.start for wait in waits)),
+        )
+        for key, waits in found.items()
+    ]
+    order = list(Place)
+    causes.sort(key=lambda cause: (order.index(cause.place), -cause.ms_per_step, -cause.per_step))
+    return tuple(causes), unseen
+
+
+def _phases(recorded: Recorded) -> tuple[PhaseTime, ...]:
+    total: Counter[tuple[int, Phase]] = Counter()
+    waiting: Counter[tuple[int, Phase]] = Counter()
+    for own in own_times(recorded):
+        total[own.span.thread, own.span.phase] += own.within(recorded.start, recorded.end)
+    inside = Innermost(recorded)
+    for wait in recorded.waits:
+        span = inside(wait.thread, wait.start)
+        if span is not None:
+            waiting[wait.thread, span.phase] += wait.end - wait.start
+    order = list(Phase)
+    return tuple(
+        PhaseTime(
+            phase,
+            recorded.name_of(thread),
+            ms(total[thread, phase]) / recorded.count,
+            ms(waiting[thread, phase]) / recorded.count,
+        )
+        for thread, phase in sorted(total, key=lambda key: (key[0] != recorded.main, order.index(key[1])))
+        if total[thread, phase]
+    )

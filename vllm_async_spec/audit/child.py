@@ -1,0 +1,153 @@
+"""The engine of `vllm-async-spec audit --model`: `python -m vllm_async_spec.audit.child SETUP`, a process of its own.
+
+It says on its standard output, a JSON object a line, how far it is, and at last the report or why there is none. The
+engine's own processes are as vLLM lays them out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any, NoReturn
+
+from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm
+from vllm_async_spec.audit.loads import LoadError, Work
+from vllm_async_spec.audit.report import Report
+
+
+def main() -> None:
+    """Make the engine, audit it, and say what was found."""
+    # What anybody prints goes to the log; the answers have the real standard output for themselves.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(**what: Any) -> None:
+        print(json.dumps(what), file=answers)
+
+    try:
+        say(report=_audit(json.loads(sys.argv[1]), lambda stage: say(stage=stage)).to_dict())
+    except (AuditError, LoadError) as error:
+        say(error=str(error))
+    except Exception as error:
+        say(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        raise
+
+
+def _audit(setup: dict[str, Any], stage: Any) -> Report:
+    """Audit one engine.
+
+    Args:
+        setup: `engine_arguments`, as on vLLM's command line; `load`, `batch`, `steps`.
+        stage: told what is being done.
+    """
+    stage("starting the engine")
+    import vllm
+
+    arguments = _engine_arguments(setup["engine_arguments"], setup["batch"])
+    llm = vllm.LLM(**arguments)
+    config = llm.llm_engine.vllm_config
+    speculation = config.speculative_config
+    work = Work.make(
+        setup["load"],
+        batch=setup["batch"],
+        steps=SKIP + setup["steps"] + 8,
+        tokens_a_step=1 + (speculation.num_speculative_tokens if speculation else 0),
+        vocabulary=config.model_config.get_vocab_size(),
+        longest=config.model_config.max_model_len,
+    )
+    stage("warming up")
+    run = _Runner(llm, work, speculation is not None)
+    run()
+    stage("recording")
+    return audit_llm(
+        llm,
+        run,
+        steps=setup["steps"],
+        name=work.name,
+        requests=work.together,
+        decided_by=_decided_by(arguments.get("async_scheduling"), bool(config.scheduler_config.async_scheduling)),
+    )
+
+
+def _decided_by(asked: bool | None, found: bool) -> str:
+    if asked is None:
+        return "nobody chose: vLLM's default, or the plugin's"
+    option = "--async-scheduling" if asked else "--no-async-scheduling"
+    return f"by {option}" if asked == found else f"although {option} was given: this engine can't"
+
+
+def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` that differ from vLLM's defaults, as its own parser reads them."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        from vllm.utils import FlexibleArgumentParser
+
+    def refuse(message: str) -> NoReturn:
+        raise AuditError(f"vLLM does not take these engine arguments: {message}")
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm-async-spec audit"))
+    parser.error = refuse
+    parsed = EngineArgs.from_cli_args(parser.parse_args(given))
+    defaults = EngineArgs(model=parsed.model)
+    chosen = {
+        field.name: getattr(parsed, field.name)
+        for field in dataclasses.fields(EngineArgs)
+        if getattr(parsed, field.name) != getattr(defaults, field.name)
+    }
+    # The audit's own, unless the user said otherwise: what runs together, and no prompt that is found in a cache.
+    return {
+        "max_num_seqs": batch,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        **chosen,
+        "model": parsed.model,
+    }
+
+
+class _Runner:
+    """Gives the engine its work."""
+
+    def __init__(self, llm: Any, work: Work, speculative: bool) -> None:
+        import vllm
+
+        self._llm, self._speculative = llm, speculative
+        self._prompts = [
+            request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
+            for request in work.requests
+        ]
+        self._sampling = [
+            vllm.SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+            for request in work.requests
+        ]
+
+    def __call__(self) -> Ran:
+        """Run it once."""
+        drafts, accepted = self._counters()
+        start = time.perf_counter()
+        outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        more_drafts, more_accepted = self._counters()
+        drafts = more_drafts - drafts
+        return Ran(
+            sum(len(output.outputs[0].token_ids) for output in outputs),
+            seconds,
+            1 + (more_accepted - accepted) / drafts if drafts else None,
+        )
+
+    def _counters(self) -> tuple[int, int]:
+        if not self._speculative:
+            return 0, 0
+        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+        drafts, accepted = (int(values.get(name, 0)) for name in names)
+        return drafts, accepted
+
+
+if __name__ == "__main__":
+    main()

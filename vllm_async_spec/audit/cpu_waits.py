@@ -1,0 +1,151 @@
+"""Reads that would be waits on a GPU, in an engine on a CPU: `host_reads.CpuProbe` with call stacks and events.
+
+The probe follows what the forward computed through every operator of a thread. Here it also keeps where each read is,
+follows the threads that fetch outputs, and understands a copy that is waited for by its event: what was copied without
+blocking before an event was recorded is the host's once somebody has waited for that event, and the wait is counted
+there. Which side a tensor is on can't be seen on a CPU, so a copy within the device that was asked for without
+blocking passes for one to the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_async_spec.audit.host_reads import CpuProbe
+from vllm_async_spec.audit.spans import replace
+from vllm_async_spec.audit.stack import RawStack, plain, take
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One read that would be a wait."""
+
+    thread: int
+    what: str
+    """What was called: `item`, `tolist`, `numpy`, `cpu`, `to`, or `event`."""
+    late: bool
+    """Whether what was read is of an earlier step than the newest whose forward has been launched."""
+    at: int
+    """Nanoseconds since the epoch."""
+    stack: RawStack
+
+
+class CpuWaits(CpuProbe):
+    """A `CpuProbe` that keeps each read with its stack; it sees what happens within `following()`, on any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Read] = []
+        self._followed = threading.local()
+        self._undo: list[Callable[[], None]] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        """By number, what copies without blocking have written and nobody has waited for."""
+        self._copied = 0
+        AuditedCpuEvent.waits = self
+
+    def stop(self) -> None:
+        """Put everything back."""
+        AuditedCpuEvent.waits = None
+        while self._undo:
+            self._undo.pop()()
+
+    @contextlib.contextmanager
+    def following(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Follow tensors on this thread, whatever it is given; may be entered within itself."""
+        if getattr(self._followed, "active", False):
+            yield
+            return
+        self._followed.active = True
+        try:
+            with contextlib.ExitStack() as stack:
+                for mode in self.modes():
+                    stack.enter_context(mode)
+                yield
+        finally:
+            self._followed.active = False
+
+    def on_device(self, tensor: torch.Tensor, *, unless: Iterable[torch.Tensor | None]) -> None:
+        """Take `tensor` for the device's from now on, unless it shares its memory with one of the host's."""
+        storages = {host.untyped_storage()._cdata for host in unless if host is not None}
+        if tensor.untyped_storage()._cdata not in storages:
+            self.mark(tensor, self._step)
+
+    def read(self, what: str, step: int) -> None:
+        """Keep a read of something that depends on `step`."""
+        super().read(what, step)
+        self.found.append(Read(threading.get_ident(), what, step < self._step, time.time_ns(), take()))
+
+    def copying(self, host: torch.Tensor) -> None:
+        """Remember a copy that nobody has waited for yet."""
+        if self.step_of(host) is not None:
+            self._copied += 1
+            self._copies[self._copied] = host
+
+    def recorded(self) -> tuple[int, int]:
+        """What an event that is recorded now stands for."""
+        return self._step, self._copied
+
+    def waited(self, stands_for: tuple[int, int]) -> None:
+        """Count a wait for an event: what was copied before it was recorded is the host's from now on."""
+        step, copies = stands_for
+        self.read("event", step)
+        for number in [number for number in self._copies if number <= copies]:
+            self._written.pop(self._copies.pop(number).untyped_storage()._cdata, None)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute until `stop`."""
+        replace(owner, name, value, self._undo)
+
+    def adopt(self, event: Any) -> None:
+        """Hear an event of somebody else's stand-in class, made before; None before its first record."""
+        stands_for: tuple[int, int] | None = None
+
+        def record(*args: Any) -> None:
+            nonlocal stands_for
+            stands_for = self.recorded()
+
+        def synchronize() -> None:
+            if stands_for is not None:
+                self.waited(stands_for)
+
+        self.replace(event, "record", record)
+        self.replace(event, "synchronize", synchronize)
+
+    def reads_as_data(self) -> list[dict[str, Any]]:
+        """What was found, as plain data."""
+        return [
+            {"thread": r.thread, "what": r.what, "late": r.late, "at": r.at, "stack": plain(r.stack)}
+            for r in self.found
+        ]
+
+
+class AuditedCpuEvent:
+    """What `torch.Event` is on a CPU while audits are possible: it does nothing, and can be heard."""
+
+    waits: CpuWaits | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._stands_for: tuple[int, int] | None = None
+
+    def record(self, *args: Any) -> None:
+        """Note what has been done so far."""
+        self._stands_for = self.waits.recorded() if self.waits is not None else None
+
+    def synchronize(self) -> None:
+        """Wait for what had been done when the event was recorded."""
+        if self.waits is not None and self._stands_for is not None:
+            self.waits.waited(self._stands_for)
+
+    def wait(self, *args: Any) -> None:
+        """Nothing: there is one stream."""
+
+    def query(self) -> bool:
+        """True: everything is done at once."""
+        return True

@@ -1,0 +1,148 @@
+"""Which Python line asked for a wait of a CUDA device, at the cost of microseconds a wait.
+
+CUPTI sees every wait and how long it took, but not who asked. Here is who asked: PyTorch's sync debug mode warns, on
+the thread and at the line, of every synchronising operation of its own; events, `torch.cuda.synchronize` and copies
+that were asked for without blocking, of which it says nothing, are called through functions that note the call.
+`analysis` joins the two by thread and time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_async_spec.audit.spans import replace
+from vllm_async_spec.audit.stack import RawStack, take
+
+_WARNING = "called a synchronizing CUDA operation"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that may have waited, in nanoseconds since the epoch, which is the clock of CUPTI's records.
+
+    A warning comes after the wait: its start and end are both its own time.
+    """
+
+    thread: int
+    what: str
+    """`warning`, `event`, `device` or `copy`."""
+    start: int
+    end: int
+    stack: RawStack
+
+
+@dataclass(slots=True)
+class CudaWaits:
+    """Notes calls that may wait for a CUDA device, on every thread of this process, between `start` and `stop`."""
+
+    calls: list[Call] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Begin to note."""
+        self._undo.append(_listen(self._on_warning))
+        replace(torch.cuda.Event, "synchronize", self._noting(torch.cuda.Event.synchronize, "event"), self._undo)
+        AuditedEvent.listener = self._on_event
+        self._undo.append(_forget_listener)
+        for module in (torch.cuda, getattr(torch, "accelerator", None)):
+            if module is not None:
+                replace(module, "synchronize", self._noting(module.synchronize, "device"), self._undo)
+        for name in ("to", "copy_", "cuda", "cpu"):
+            replace(torch.Tensor, name, self._noting_copies(getattr(torch.Tensor, name)), self._undo)
+
+    def stop(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            start = time.time_ns()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._note(what, start)
+
+        return noting
+
+    def _noting_copies(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            start = time.time_ns()
+            out = function(tensor, *args, **kwargs)
+            other = args[0] if function.__name__ == "copy_" and args else out
+            if other is not tensor and getattr(other, "is_cuda", tensor.is_cuda) != tensor.is_cuda:
+                self._note("copy", start)
+            return out
+
+        return noting
+
+    def _on_event(self, synchronize: Callable[[], None]) -> None:
+        start = time.time_ns()
+        try:
+            synchronize()
+        finally:
+            self._note("event", start)
+
+    def _note(self, what: str, start: int) -> None:
+        self.calls.append(Call(threading.get_ident(), what, start, time.time_ns(), take()))
+
+    def _on_warning(self) -> None:
+        now = time.time_ns()
+        self.calls.append(Call(threading.get_ident(), "warning", now, now, take()))
+
+
+class AuditedEvent(torch.Event):
+    """`torch.Event`, whose waits can be heard; its own class is written in C and can't be changed."""
+
+    listener: Callable[[Callable[[], None]], None] | None = None
+
+    def synchronize(self) -> None:
+        """Wait for the event."""
+        listener = AuditedEvent.listener
+        if listener is None:
+            super().synchronize()
+        else:
+            listener(super().synchronize)
+
+
+def hear_events() -> None:
+    """Have events that are made from now on be such whose waits can be heard."""
+    if isinstance(torch.Event, type) and not issubclass(torch.Event, AuditedEvent):
+        torch.Event = AuditedEvent  # type: ignore[misc]
+
+
+def _forget_listener() -> None:
+    AuditedEvent.listener = None
+
+
+def _listen(heard: Callable[[], None]) -> Callable[[], None]:
+    """Turn PyTorch's sync debug mode on and call `heard` at each of its warnings; what is returned undoes it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns that it is a prototype
+        torch.cuda.set_sync_debug_mode("warn")
+    catcher = warnings.catch_warnings()
+    catcher.__enter__()
+    shown = warnings.showwarning
+
+    def showwarning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        if _WARNING in str(message):
+            heard()
+        else:
+            shown(message, category, *args, **kwargs)
+
+    warnings.filterwarnings("always", message=_WARNING)
+    warnings.showwarning = showwarning
+
+    def undo() -> None:
+        torch.cuda.set_sync_debug_mode(mode)
+        catcher.__exit__(None, None, None)
+
+    return undo

@@ -1,0 +1,89 @@
+"""How the device spent its time, and what the host did while it had nothing to do."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from vllm_async_spec.audit.device_trace import DeviceTrace
+from vllm_async_spec.audit.recorded import Recorded, own_times
+from vllm_async_spec.audit.report import DeviceTime, Gap
+from vllm_async_spec.audit.stack import readable
+
+LAUNCH_GAP_NS = 3_000
+"""A gap shorter than this is between kernels that are already launched; a longer one is the host's, or a dependency."""
+_GAPS_SHOWN = 12
+
+
+def gaps_between(trace: DeviceTrace, start: int, end: int) -> list[tuple[int, int, int]]:
+    """When nothing ran between two moments: from, to, and the index of the work that ended it, or -1."""
+    gaps, cursor = [], start
+    for index in range(int(np.searchsorted(trace.start, end))):
+        a, b = int(trace.start[index]), int(trace.end[index])
+        if a > cursor:
+            gaps.append((cursor, a, index))
+        cursor = max(cursor, b)
+    return [*gaps, (cursor, end, -1)] if cursor < end else gaps
+
+
+def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
+    """The shares of the device's time, and its longest gaps.
+
+    Args:
+        quiet: recorded by CUPTI alone: what the shares are taken from.
+        full: recorded with the host's phases and waits: what the gaps are taken from.
+    """
+    assert quiet.trace is not None
+    trace, whole = quiet.trace, quiet.end - quiet.start
+    gaps = gaps_between(trace, quiet.start, quiet.end)
+    idle = sum(b - a for a, b, _ in gaps)
+    long = [b - a for a, b, _ in gaps if b - a >= LAUNCH_GAP_NS]
+    kernels = (trace.start >= quiet.start) & (trace.start < quiet.end) & ~trace.is_copy
+    return DeviceTime(
+        busy=(whole - idle) / whole,
+        launch_gaps=(idle - sum(long)) / whole,
+        host_idle=sum(long) / whole,
+        kernels_per_step=int(kernels.sum()) / quiet.count,
+        host_gaps_per_step=len(long) / quiet.count,
+        gaps=_longest(full),
+    )
+
+
+def _longest(full: Recorded) -> tuple[Gap, ...]:
+    assert full.trace is not None
+    meanwhile = _Meanwhile(full)
+    gaps = [gap for gap in gaps_between(full.trace, full.start, full.end) if gap[1] - gap[0] >= LAUNCH_GAP_NS]
+    longest = sorted(gaps, key=lambda gap: gap[0] - gap[1])[:_GAPS_SHOWN]
+    found = []
+    for a, b, index in longest:
+        launched = int(full.trace.launched[index]) if index >= 0 else b
+        found.append(Gap((a - full.start) / 1e3, (b - a) / 1e3, meanwhile(a, b, launched)))
+    return tuple(found)
+
+
+class _Meanwhile:
+    """What the launching thread did in a gap, in words."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._own = [own for own in own_times(recorded) if own.span.thread == recorded.main]
+        self._waits = [wait for wait in recorded.waits if wait.thread == recorded.main]
+
+    def __call__(self, start: int, end: int, launched: int) -> str:
+        """Say it of the gap from `start` to `end`, which the work ended that was launched at `launched`."""
+        if launched < start:
+            return "nothing was left to launch: a dependency between streams, or within a graph"
+        until = max(min(launched, end), start + 1)
+        did: Counter[str] = Counter()
+        waiting = [(max(w.start, start), min(w.resumed, until), w) for w in self._waits]
+        waiting = [(a, b, wait) for a, b, wait in waiting if b > a]
+        for a, b, wait in waiting:
+            site = next(iter(readable(wait.stack, depth=1)), None)
+            did[f"waiting at {site.file}:{site.line}" if site else f"waiting ({wait.kind.value})"] += b - a
+        for own in self._own:
+            if took := own.within(start, until):
+                took -= sum(own.within(a, b) for a, b, _ in waiting)
+                did[f"{own.span.phase.value} ({own.span.name.rpartition('.')[2]})"] += took
+        did["outside any watched function"] += max(until - start - did.total(), 0)
+        shares = [(name, took / (until - start)) for name, took in did.most_common(3)]
+        return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.05)

@@ -1,0 +1,228 @@
+"""Auditing an engine that this process holds: `vllm.LLM`, whatever its processes."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_async_spec.audit.analysis import analyse
+from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.recorded import load, ms, spread
+from vllm_async_spec.audit.recording import DONE, How, Order
+from vllm_async_spec.audit.report import DeviceTime, EngineFacts, Load, Overhead, Report, Spread
+
+RPC = "async_spec_audit"
+"""The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
+_LONGEST_S = 600
+_QUIET = 1.03
+"""Up to here CUPTI's records have not changed what they show."""
+SKIP = 8
+"""Steps left out before a recording: the prompts', and what a batch needs to settle."""
+
+Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
+"""Sends a request to every process of an engine, and gives their answers: the engine core's first."""
+Files = dict[str, Any]
+"""What `worker` and, where it is another process, `core` (else None) saved; JSON."""
+Saved = dict[str, Files]
+"""The files of each recording, by the value of its `How`."""
+
+
+class AuditError(RuntimeError):
+    """An audit can't be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a load came to."""
+
+    tokens: int
+    seconds: float
+    acceptance_length: float | None
+
+
+def audit_llm(
+    llm: Any,
+    work: Callable[[], Ran],
+    *,
+    steps: int = 64,
+    skip: int = SKIP,
+    name: str = "your own",
+    requests: int = 0,
+    decided_by: str = "as the engine was made",
+) -> Report:
+    """Audit a `vllm.LLM` in a process with `VLLM_ASYNC_SPEC_AUDIT=1`.
+
+    Args:
+        llm: the engine.
+        work: gives the engine something to do, once, and says what it came to; called two times or more.
+        steps: steps to record.
+        skip: steps to leave out before them.
+        name: what the report calls the load.
+        requests: how many run at once, for the report.
+        decided_by: why asynchronous scheduling is as it is.
+
+    Raises:
+        AuditError: the engine's processes have no audit agent, or the load has too few steps.
+    """
+
+    def ask(request: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            return answers(llm.collective_rpc(RPC, args=(json.dumps(request),)))
+        except Exception as error:
+            if RPC not in str(error):
+                raise
+            raise AuditError(
+                "this engine has no audit agent; start it with VLLM_ASYNC_SPEC_AUDIT=1 and vllm-async-spec installed"
+            ) from error
+
+    facts = described(ask({"do": "describe"}))
+    saved: Saved = {}
+    with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
+        for how in recordings(facts):
+            ran = _record(ask, work, Order(how, skip, steps, folder))
+            saved[how.value] = saved_files(ask({"do": "save"}))
+        given = Load(name, requests, ran.tokens / ran.seconds, ran.acceptance_length)
+        return make_report(engine_facts(facts, decided_by), saved, given)
+
+
+def answers(replies: list[str]) -> list[dict[str, Any]]:
+    """The answers of an engine's agents, the engine core's first.
+
+    Raises:
+        AuditError: one of them says why it can't.
+    """
+    found = [json.loads(reply) for reply in replies]
+    for answer in found:
+        if "error" in answer:
+            raise AuditError(answer["error"])
+    return found
+
+
+def described(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the engine runs with, and in which processes, from the answers to `describe`."""
+    core, worker = found[0], next(answer for answer in found if "facts" in answer)
+    how = {"_MainProcess": "the caller's", "ForkProcess": "forked", "SpawnProcess": "spawned"}
+    if core["pid"] == worker["pid"]:
+        processes = f"engine core and worker in one process ({how.get(worker['started_by'], worker['started_by'])})"
+    else:
+        processes = f"the worker in a process of its own ({how.get(worker['started_by'], worker['started_by'])})"
+    facts: dict[str, Any] = worker["facts"]
+    if facts.pop("world_size") > 1:
+        processes += "; only rank 0 was recorded"
+    return facts | {"processes": processes}
+
+
+def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
+    """The facts of a report."""
+    values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    return EngineFacts(decided_by=decided_by, **values)
+
+
+def recordings(facts: dict[str, Any]) -> tuple[How, ...]:
+    """What is recorded, in this order, of an engine with these facts: without a device there is nothing quieter."""
+    return (How.PLAIN, How.DEVICE, How.FULL) if facts["driver"] else (How.PLAIN, How.FULL)
+
+
+def saved_files(found: list[dict[str, Any]]) -> Files:
+    """The files of the worker, and of the engine core where it recorded apart, from the answers to `save`."""
+    worker = next(answer for answer in found if answer["role"] == "worker" and "files" in answer)
+    return {"worker": worker["files"], "core": found[0].get("files")}
+
+
+def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
+    """A report of what was recorded.
+
+    Args:
+        facts: what ran.
+        saved: the files of each recording.
+        given: what the engine had to do.
+
+    Raises:
+        AuditError: too little was recorded.
+    """
+    try:
+        full = load(saved[How.FULL.value]["worker"], saved[How.FULL.value]["core"])
+        quiet = load(saved[How.DEVICE.value]["worker"]) if How.DEVICE.value in saved else None
+    except ValueError as error:
+        raise AuditError(str(error)) from error
+    found = analyse(full, quiet)
+    plain = _plain_steps(saved[How.PLAIN.value]["worker"])
+    overhead = None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms)
+    return Report(
+        headline=headline(facts, found),
+        engine=facts,
+        load=given,
+        steps=found.steps,
+        step_ms=plain,
+        overhead=overhead,
+        simulated=found.simulated,
+        causes=found.causes,
+        phases=found.phases,
+        gpu=found.gpu,
+        timeline=found.timeline,
+        notes=(*found.notes, *_overstated(found.gpu, overhead)),
+        command=command_line(),
+        date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _overstated(gpu: DeviceTime | None, overhead: Overhead | None) -> Iterator[str]:
+    """A note where recording alone made steps longer, and so the device idle."""
+    if gpu is not None and overhead is not None and overhead.device_ratio > _QUIET:
+        # What ran on the device, and the gaps within its graphs, took as long as it takes without recording.
+        idle = max(1 - (gpu.busy + gpu.launch_gaps) * overhead.device_ratio, 0)
+        yield (
+            f"The GPU's own records made a step {overhead.device_ratio:.2f} times as long, by host work, so the share "
+            f"that the host leaves idle is overstated: without them it is about {idle:.1%}."
+        )
+
+
+def _plain_steps(files: dict[str, str]) -> Spread:
+    steps = json.loads(Path(files["recording"]).read_text(encoding="utf-8"))["steps"]
+    return spread([ms(b - a) for a, b in itertools.pairwise(steps)])
+
+
+def command_line() -> str:
+    """How this process was started, to be typed again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
+    """Give the engine work until it has gone through the steps of the order."""
+    done = Path(order.folder) / DONE
+    done.unlink(missing_ok=True)
+    ask({"do": "arm", "how": order.how.value, "skip": order.skip, "steps": order.steps, "folder": order.folder})
+    deadline = time.monotonic() + _LONGEST_S
+    ran = work()
+    while not done.exists():
+        if time.monotonic() > deadline:
+            ask({"do": "cancel"})
+            raise AuditError(
+                f"the load did not go through {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; ask for fewer"
+            )
+        ran = work()
+    return ran
+
+
+def main() -> None:
+    """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
+    job = json.load(sys.stdin)
+    try:
+        facts = engine_facts(job["facts"], "as the server was started")
+        report = make_report(facts, job["saved"], Load("live traffic", 0, None, None))
+    except AuditError as error:
+        raise SystemExit(str(error)) from None
+    print(json.dumps(report.to_dict()))
+
+
+if __name__ == "__main__":
+    main()

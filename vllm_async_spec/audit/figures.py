@@ -1,0 +1,198 @@
+"""What the terminal and the page both show of a report: its key figures, its facts, and how numbers are written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_async_spec.audit.report import Cause, PhaseTime, Place, Report, Spread
+
+T = TypeVar("T")
+
+SIMULATED = (
+    "Recorded on a CPU, where nothing waits for a device: these are the places that would wait on a GPU. "
+    "They are counted, not timed."
+)
+"""What a reader of a simulated report must know before anything else."""
+
+INCOMPARABLE = "One of the two was recorded on a CPU, the other on a GPU: there is nothing to compare."
+
+PLACES = {
+    Place.CRITICAL: "the thread that launches the forward waited until the device had nothing left to do",
+    Place.OVERLAPPED: "that thread waited, while the device had work launched before",
+    Place.HIDDEN: "another thread waited",
+}
+
+UNSEEN = "no Python call seen"
+"""Stands for the site of a cause without a stack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One key figure of a report."""
+
+    name: str
+    unit: str
+    value: float
+    text: str
+    """The value as it is written, without its unit."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair(Generic[T]):
+    """The same thing in the report of before and in that of after, where it is in both."""
+
+    before: T | None
+    after: T | None
+
+    @property
+    def either(self) -> T:
+        """The one that there is; that of after, if there are two."""
+        found = self.before if self.after is None else self.after
+        if found is None:
+            raise ValueError("a pair of nothing")
+        return found
+
+    def all(self, *, compared: bool) -> tuple[T | None, ...]:
+        """What a table shows of it: both in a comparison, else the one."""
+        return (self.before, self.after) if compared else (self.after,)
+
+
+def key_figures(report: Report) -> tuple[Figure, ...]:
+    """The figures that sum a report up; those that need a clock or a device only where there was one."""
+    found = [_waits(report, Place.CRITICAL)]
+    if report.simulated:
+        return (*found, _waits(report, Place.OVERLAPPED), _waits(report, Place.HIDDEN))
+    lost = report.waiting_ms(Place.CRITICAL)
+    found.append(Figure("lost in critical waits", "ms a step", lost, number(lost)))
+    if gpu := report.gpu:
+        gaps = f"{number(gpu.host_gaps_per_step)} gaps a step"
+        found.append(Figure("host-caused idle", "% of the time", gpu.host_idle, percent(gpu.host_idle), gaps))
+        kernels = f"{gpu.kernels_per_step:.0f} kernels a step"
+        found.append(Figure("device busy", "% of the time", gpu.busy, percent(gpu.busy), kernels))
+    step = report.step_ms
+    found.append(Figure("step time", "ms, median", step.median, number(step.median), _tails(step)))
+    return tuple(found)
+
+
+def compared_figures(before: Report, after: Report) -> tuple[tuple[Figure, Figure], ...]:
+    """The key figures that both reports have."""
+    old = {figure.name: figure for figure in key_figures(before)}
+    return tuple((old[figure.name], figure) for figure in key_figures(after) if figure.name in old)
+
+
+def is_timed(*reports: Report | None) -> bool:
+    """Whether times of these reports mean something: all were made where a wait can be timed."""
+    return not any(report.simulated for report in reports if report)
+
+
+def paired_causes(before: Report | None, after: Report) -> tuple[Pair[Cause], ...]:
+    """The causes of both reports, the worst of either first; without a report of before, as they are.
+
+    A cause is the same in both if it waits in the same way at the same line of the same thread, and holds up the same.
+    """
+    left: dict[tuple[str, ...], list[Cause]] = {}
+    for cause in before.causes if before else ():
+        left.setdefault(_identity(cause), []).append(cause)
+    pairs: list[Pair[Cause]] = []
+    for cause in after.causes:
+        same = left.get(_identity(cause))
+        pairs.append(Pair(same.pop(0) if same else None, cause))
+    pairs += [Pair(cause, None) for causes in left.values() for cause in causes]
+    return tuple(sorted(pairs, key=_weight) if before else pairs)
+
+
+def paired_phases(before: Report | None, after: Report) -> tuple[Pair[PhaseTime], ...]:
+    """The phases of both reports in the order of a step, those of one thread together."""
+    left = {(time.thread, time.phase): time for time in before.phases} if before else {}
+    pairs = [Pair(left.pop((time.thread, time.phase), None), time) for time in after.phases]
+    return (*pairs, *(Pair(time, None) for time in left.values()))
+
+
+def facts(report: Report) -> dict[str, str]:
+    """What ran and what it was given to do, by name."""
+    engine, load = report.engine, report.load
+    scheduling = "asynchronous" if engine.async_scheduling else "synchronous"
+    return {
+        "versions": f"vLLM {engine.vllm}, PyTorch {engine.torch}, Python {engine.python}",
+        "device": _joined(engine.device, engine.driver),
+        "model": engine.model,
+        "runner": _joined(engine.runner, *engine.backends, *engine.builders),
+        "scheduling": f"{scheduling}: {engine.decided_by}",
+        "speculation": engine.speculation,
+        "CUDA graphs": engine.graphs,
+        "plugin": engine.plugin,
+        "processes": engine.processes,
+        "load": f"{load.name}; {load.requests} requests at once",
+        "output": _joined(*_output(report)),
+        "recorded": f"{report.steps} steps, {report.date}",
+    }
+
+
+def recording_cost(report: Report) -> str:
+    """What recording did to the step time, in one sentence."""
+    if report.simulated:
+        return "On a CPU the cost of recording says nothing, and is not given."
+    if report.overhead is None:
+        return "What recording cost was not measured."
+    cost = report.overhead
+    return (
+        f"In one engine with the same load a step took {_spread(cost.plain_ms)}; {_spread(cost.device_ms)} with the "
+        f"GPU's own records, of which its shares of time are, {number(cost.device_ratio)} times as long; and "
+        f"{_spread(cost.recorded_ms)} with call stacks and phases too, of which the rest is, {number(cost.ratio)}."
+    )
+
+
+def number(value: float) -> str:
+    """Two decimals; zero only for zero."""
+    return "0" if value == 0 else "<0.01" if 0 < value < 0.005 else f"{value:.2f}"
+
+
+def percent(share: float) -> str:
+    """A share of one as per cent, without the sign."""
+    return "0" if share == 0 else "<0.1" if 0 < share < 0.0005 else f"{100 * share:.1f}"
+
+
+def ratio(before: float, after: float) -> str:
+    """How many times what was before; of nothing there is none."""
+    if not before or not math.isfinite(after / before):
+        return "-"
+    return number(after / before)
+
+
+def _waits(report: Report, place: Place) -> Figure:
+    name = f"{place.value} waits, if on a GPU" if report.simulated else f"{place.value} waits"
+    return Figure(name, "a step", report.waits(place), number(report.waits(place)))
+
+
+def _spread(sample: Spread) -> str:
+    return f"{number(sample.median)} ms ({_tails(sample)})"
+
+
+def _tails(sample: Spread) -> str:
+    return f"p10-p90 {number(sample.p10)}-{number(sample.p90)}, n = {sample.n}"
+
+
+def _identity(cause: Cause) -> tuple[str, ...]:
+    return cause.kind.value, cause.place.value, cause.thread, str(cause.site)
+
+
+def _weight(pair: Pair[Cause]) -> tuple[float, ...]:
+    causes = [cause for cause in (pair.before, pair.after) if cause]
+    place = list(Place).index(pair.either.place)
+    return place, -max(cause.ms_per_step for cause in causes), -max(cause.per_step for cause in causes)
+
+
+def _output(report: Report) -> Iterator[str]:
+    load = report.load
+    if load.tokens_per_second is not None and not report.simulated:
+        yield f"{load.tokens_per_second:.0f} tokens/s"
+    if load.acceptance_length is not None:
+        yield f"{number(load.acceptance_length)} tokens a step and request"
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,64 @@
+"""The one sentence at the top of a report: is it on, on what, what blocks most, what to change."""
+
+from __future__ import annotations
+
+from vllm_async_spec.audit.analysis import Findings
+from vllm_async_spec.audit.report import Cause, EngineFacts, Place, WaitKind
+
+NOTHING_TO_WIN = 0.01
+"""Share of the time below which idle that the host causes is not worth anybody's work."""
+
+
+def headline(engine: EngineFacts, found: Findings) -> str:
+    """Say it.
+
+    Args:
+        engine: what ran.
+        found: what its recording showed.
+    """
+    scheduling = f"Asynchronous scheduling is {'on' if engine.async_scheduling else 'off'} ({engine.decided_by})"
+    where = f"{engine.runner} runner, {' and '.join(engine.backends) or 'no attention backend'}"
+    return f"{scheduling}; {where}; {_finding(found)}; {_advice(engine, found)}."
+
+
+def _finding(found: Findings) -> str:
+    critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
+    idle = "" if found.gpu is None else f" and the host leaves the GPU idle for {found.gpu.host_idle:.1%} of the time"
+    if not critical:
+        return f"nothing waits on the critical path{idle}"
+    worst = critical[0]
+    lost = "" if found.simulated else f", {sum(cause.ms_per_step for cause in critical):.2f} ms"
+    count = sum(cause.per_step for cause in critical)
+    what = "reads that would be waits on a GPU" if found.simulated else "waits"
+    return f"{count:.2f} {what} a step on the critical path{lost}{idle}; most at {worst.site or 'an unknown place'}"
+
+
+def _advice(engine: EngineFacts, found: Findings) -> str:
+    critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
+    if not engine.async_scheduling:
+        return "turn asynchronous scheduling on: `vllm-async-spec status` says what is in its way"
+    if critical:
+        return _remedy(critical[0])
+    if found.gpu is None:
+        return "there is nothing to change"
+    if found.gpu.host_idle < NOTHING_TO_WIN:
+        return "there is nothing to win by removing waits"
+    return f"the idle time is host work, not waits: {_slowest(found)} takes most of it"
+
+
+def _remedy(cause: Cause) -> str:
+    if cause.kind is WaitKind.PAGEABLE:
+        return "to change: copy from pinned memory"
+    if cause.kind is WaitKind.COPY_TO_DEVICE:
+        return "to change: stage it in pinned memory and copy without blocking"
+    if cause.kind in (WaitKind.COPY_TO_HOST, WaitKind.READ):
+        return (
+            "to change: build from device seq_lens or seq_lens_cpu_upper_bound, or start the copy a step earlier with "
+            "prefetch_host()"
+        )
+    return "to change: have the device carry the value to the next step, or wait for it a step later"
+
+
+def _slowest(found: Findings) -> str:
+    worker = [phase for phase in found.phases if phase.thread == "worker"]
+    return max(worker, key=lambda phase: phase.ms_per_step).phase.value if worker else "an unknown phase"

@@ -1,0 +1,49 @@
+"""An audit as one HTML file that needs nothing else: no network, no font, no script but its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from vllm_async_spec.audit import figures
+from vllm_async_spec.audit.report import Report
+
+
+def render_html(report: Report, before: Report | None = None) -> str:
+    """The page of a report; with the report of an earlier state, both beside each other."""
+    named: list[tuple[str, Report]] = [("before", before), ("after", report)] if before else [("", report)]
+    return _PAGES.get_template("page.html").render(
+        report=report,
+        before=before,
+        reports=named,
+        compared=before is not None,
+        timed=figures.is_timed(report, before),
+        longest_phase=max((time.ms_per_step for _, one in named for time in one.phases), default=0) or 1,
+        timelines=_timelines(named),
+        f=figures,
+    )
+
+
+def _timelines(named: list[tuple[str, Report]]) -> list[dict[str, Any]]:
+    """What the page's script draws; a CPU's times are not drawn, since they say nothing of a GPU's."""
+    return [
+        {"name": name, **asdict(report.timeline)} for name, report in named if report.timeline and not report.simulated
+    ]
+
+
+def _breakable(text: str) -> Markup:
+    """A path that a narrow page may break after its slashes."""
+    return Markup(str(escape(text)).replace("/", "/<wbr>"))
+
+
+_PAGES = Environment(
+    loader=PackageLoader("vllm_async_spec.audit", "page"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+_PAGES.filters |= {"number": figures.number, "percent": figures.percent, "breakable": _breakable}

@@ -1,0 +1,164 @@
+"""Having an engine audited from another process: one that is started for it, or a server that runs already."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_async_spec.audit.engine import AuditError, command_line
+from vllm_async_spec.audit.loads import Work
+from vllm_async_spec.audit.report import Load, Report
+
+Stage = Callable[[str], None]
+
+
+def audit_model(
+    engine_arguments: list[str], *, load: str, batch: int, steps: int, plugin: bool, log: Path, stage: Stage
+) -> Report:
+    """Start an engine, audit it, and end it.
+
+    Args:
+        engine_arguments: as on vLLM's command line.
+        load: what it is given to do; see `loads`.
+        batch: requests that run together, at most.
+        steps: steps to record.
+        plugin: whether the plugin is on, or vLLM is stock.
+        log: where the engine's log goes.
+        stage: told what is being done.
+
+    Raises:
+        AuditError: it can't be done; the message says why, and where the log is.
+    """
+    setup = {"engine_arguments": engine_arguments, "load": load, "batch": batch, "steps": steps}
+    environment = os.environ | {"VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not plugin:
+        environment["VLLM_ASYNC_SPEC"] = "off"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    answer: dict[str, Any] = {"error": "it ended without a word"}
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            [sys.executable, "-m", "vllm_async_spec.audit.child", json.dumps(setup)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            if "stage" not in answer:
+                break
+            stage(answer["stage"])
+    if "report" not in answer:
+        raise AuditError(f"the engine could not be audited: {answer.get('error', 'it ended early')} (log: {log})")
+    return dataclasses.replace(Report.from_dict(answer["report"]), command=command_line())
+
+
+def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds: float) -> Report:
+    """Audit a server.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000`.
+        load: what it is sent meanwhile; None to audit it over what it is serving anyway.
+        batch: requests that are sent at once.
+        steps: steps to record.
+        seconds: how long the server may take to go through them, once for each of three recordings.
+
+    Raises:
+        AuditError: it can't be asked, or can't answer; the message says why.
+    """
+    url = url.rstrip("/")
+    with contextlib.ExitStack() as stack:
+        sent = None
+        if load is not None:
+            model = _ask(f"{url}/v1/models", None, 30)["data"][0]
+            # Token identifiers that any vocabulary has; a step gives a request no more than a few of them.
+            work = Work.make(
+                load,
+                batch=batch,
+                steps=steps,
+                tokens_a_step=4,
+                vocabulary=1000,
+                longest=int(model.get("max_model_len") or 2048),
+            )
+            stack.enter_context(_sending(url, model["id"], work))
+            sent = Load(work.name, work.together, None, None)
+        report = Report.from_dict(
+            _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 4 * seconds + 60)
+        )
+    return dataclasses.replace(report, load=sent or report.load, command=command_line())
+
+
+def _ask(url: str, body: Any, seconds: float) -> Any:
+    """Get, or with a body post, JSON.
+
+    Raises:
+        AuditError: there is no such server, or it refuses; the message says why.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=seconds) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise AuditError(_refusal(url, error)) from None
+    except (OSError, ValueError) as error:
+        raise AuditError(
+            f"{url} can't be asked: {getattr(error, 'reason', error)}; give the address of a vLLM server that runs"
+        ) from None
+
+
+@contextlib.contextmanager
+def _sending(url: str, model: str, work: Work) -> Iterator[None]:
+    """Keep the server busy with `work`, over and over."""
+    requests = itertools.cycle(work.requests)
+    lock, stop = threading.Lock(), threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            with lock:
+                request = next(requests)
+            body = {
+                "model": model,
+                "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+                "max_tokens": request.max_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            try:
+                _ask(f"{url}/v1/completions", body, 600)
+            except AuditError:  # the audit itself says what is wrong with the server
+                stop.wait(1)
+
+    threads = [threading.Thread(target=send, daemon=True) for _ in range(work.together)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> str:
+    if error.code == 404:
+        return (
+            f"{url} is not there; start the server with VLLM_ASYNC_SPEC_AUDIT=1, and with vllm-async-spec installed "
+            "beside its vLLM"
+        )
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"{url} answered {error.code} {error.reason}"

@@ -1,0 +1,84 @@
+"""What an audited engine is given to do."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 64
+
+
+class LoadError(ValueError):
+    """A load that does not exist or can't be read; the message says what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: token identifiers, or text for the model's tokenizer."""
+
+    prompt: tuple[int, ...] | str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Requests that are given to an engine at once; it runs as many of them together as it may."""
+
+    name: str
+    requests: tuple[Request, ...]
+    together: int
+
+    @classmethod
+    def make(cls, load: str, *, batch: int, steps: int, tokens_a_step: int, vocabulary: int, longest: int) -> Work:
+        """The load that `load` names.
+
+        Args:
+            load: `decode`: `batch` prompts of 64 tokens, each long enough for the steps; `mixed`: 8 times as many,
+                prompts of 64 to 511 tokens, 16 to 127 tokens out, so that prompts arrive among decodes; else the path
+                of a file with a JSON object a line: `prompt` (text) or `prompt_token_ids`, and `max_tokens` (128).
+            batch: requests that run together, at most.
+            steps: steps that the recording needs.
+            tokens_a_step: tokens that a request gets in a step, at most.
+            vocabulary: tokens are drawn below this.
+            longest: tokens that a request may have in all.
+
+        Raises:
+            LoadError: there is no such load.
+        """
+        rng = random.Random(0)
+
+        def prompt(length: int) -> tuple[int, ...]:
+            return tuple(rng.randrange(min(100, vocabulary - 1), vocabulary) for _ in range(min(length, longest // 2)))
+
+        if load == "decode":
+            room = longest - min(PROMPT_TOKENS, longest // 2)
+            requests = [Request(prompt(PROMPT_TOKENS), min(steps * tokens_a_step, room)) for _ in range(batch)]
+            return cls(f"decode, batch {batch}", tuple(requests), batch)
+        if load == "mixed":
+            requests = []
+            for _ in range(8 * batch):
+                tokens = prompt(rng.randrange(64, 512))
+                requests.append(Request(tokens, min(rng.randrange(16, 128), longest - len(tokens))))
+            return cls(f"mixed, {batch} together", tuple(requests), batch)
+        path = Path(load)
+        if not path.is_file():
+            raise LoadError(f"--load is {load!r}, which is no file; give decode, mixed, or a file of JSON lines")
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise LoadError(f"{load} is empty; each line is a JSON object with prompt or prompt_token_ids")
+        return cls(path.name, tuple(_request(path, n, line) for n, line in enumerate(lines, 1)), batch)
+
+
+def _request(path: Path, number: int, line: str) -> Request:
+    try:
+        data: Any = json.loads(line)
+        prompt = data["prompt"] if "prompt" in data else tuple(data["prompt_token_ids"])
+        return Request(prompt, int(data.get("max_tokens", 128)))
+    except (ValueError, TypeError, KeyError):
+        raise LoadError(
+            f"line {number} of {path} is {line[:60]!r}; it must be a JSON object with prompt or prompt_token_ids, and "
+            "max_tokens if not 128"
+        ) from None

@@ -1,0 +1,198 @@
+"""What one process notes in some consecutive steps of an engine, and keeps as plain data until somebody analyses it.
+
+A `Recorder` is armed, and from then on told of every step; it leaves some out, records some, and stops by itself. All
+that it hooks into the process is there only in between. Its clock is nanoseconds since the epoch, as CUPTI's.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from vllm_async_spec.audit.cpu_waits import CpuWaits
+from vllm_async_spec.audit.cuda_waits import CudaWaits
+from vllm_async_spec.audit.spans import Watch
+from vllm_async_spec.audit.stack import plain
+
+DONE = "done"
+"""A file of this name appears in the order's folder with the last step, so that waiting for it disturbs nothing."""
+
+
+class How(str, enum.Enum):
+    """What is recorded."""
+
+    PLAIN = "plain"
+    """When steps start, and nothing else: what the load costs without an audit."""
+    DEVICE = "device"
+    """Steps and CUPTI's records: what the device did, with little that could change it. Only where there is one."""
+    FULL = "full"
+    """Steps, phases, waits and, where there is one, the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What somebody asks a recorder for."""
+
+    how: How
+    skip: int
+    """Steps to leave out first, until the batch is the one that is meant."""
+    steps: int
+    folder: str
+    """Where the recording is put: a directory that the one who asks can read."""
+
+
+class UnderWay(RuntimeError):
+    """Somebody else's recording has not ended."""
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Records steps of the thread that tells it of them.
+
+    Args:
+        watch_all: called as a recording starts: says which functions of this process are which phase.
+    """
+
+    watch_all: Callable[[Watch, CpuWaits | None], None]
+    order: Order | None = None
+    done: bool = False
+    failure: str | None = None
+    """Why the recording ended before its time."""
+    steps: list[int] = field(default_factory=list)
+    """When each recorded step started, and when the one after the last did."""
+    _seen: int = 0
+    _thread: int = 0
+    _watch: Watch = field(default_factory=Watch)
+    _cpu: CpuWaits | None = None
+    _cuda: CudaWaits | None = None
+    _profile: profile | None = None
+
+    @property
+    def recorded(self) -> int:
+        """Steps that are complete."""
+        return max(len(self.steps) - 1, 0)
+
+    def arm(self, order: Order) -> None:
+        """Record as `order` says, from the steps to come.
+
+        Raises:
+            UnderWay: a recording has not ended.
+        """
+        if self.order is not None:
+            raise UnderWay(
+                f"an audit of this engine is under way ({self.recorded} of {self.order.steps} steps); "
+                "wait for it, or give the engine something to do"
+            )
+        self._forget()
+        self.order = order
+
+    def cancel(self) -> None:
+        """Stop at once, and forget what was recorded."""
+        self._stop()
+        self._forget()
+
+    def on_step(self) -> None:
+        """Note that a step starts, on the thread that launches the forward."""
+        order = self.order
+        if order is None or self.done:
+            return
+        self._seen += 1
+        if self._seen <= order.skip:
+            return
+        try:
+            self._note_step(order)
+        except Exception as error:  # an audit that fails must not take the engine with it
+            self.failure = f"recording failed: {type(error).__name__}: {error}"
+            self._end(order)
+
+    def _note_step(self, order: Order) -> None:
+        if not self.steps:
+            self._thread = threading.get_ident()
+            if order.how is not How.PLAIN:
+                self._start(order.how)
+        self.steps.append(time.time_ns())
+        if len(self.steps) > order.steps:
+            self._end(order)
+
+    def _end(self, order: Order) -> None:
+        self._stop()
+        self.done = True
+        Path(order.folder, DONE).touch()
+
+    def start_phases(self) -> None:
+        """Watch functions from now on: for a process that has phases and no steps."""
+        self._thread = threading.get_ident()
+        self.watch_all(self._watch, None)
+
+    def _start(self, how: How) -> None:
+        if torch.cuda.is_available():
+            self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+            self._profile.start()
+            if how is How.DEVICE:
+                return
+            self._cuda = CudaWaits()
+            self._cuda.start()
+        else:
+            self._cpu = CpuWaits()
+        self.watch_all(self._watch, self._cpu)
+
+    def _stop(self) -> None:
+        self._watch.stop()
+        if self._cpu is not None:
+            self._cpu.stop()
+        if self._cuda is not None:
+            self._cuda.stop()
+        if self._profile is not None and not self.done:
+            torch.cuda.synchronize()  # kernels that are still running belong to the recording
+            self._profile.stop()
+
+    def _forget(self) -> None:
+        self.order, self.done, self.failure, self.steps, self._seen = None, False, None, [], 0
+        self._watch, self._cpu, self._cuda, self._profile = Watch(), None, None, None
+
+    def save(self, name: str) -> dict[str, str]:
+        """Write what was recorded into the folder of the order, and be free for the next one.
+
+        Returns:
+            The files: `recording`, and `trace`, which is CUPTI's, if there is a device.
+
+        Raises:
+            RuntimeError: recording failed; the message says why.
+        """
+        assert self.order is not None
+        self._stop()
+        if failure := self.failure:
+            self._forget()
+            raise RuntimeError(failure)
+        folder = Path(self.order.folder)
+        files = {"recording": str(folder / f"{name}.json")}
+        if self._profile is not None:
+            files["trace"] = str(folder / f"{name}.trace.json")
+            self._profile.export_chrome_trace(files["trace"])
+        Path(files["recording"]).write_text(json.dumps(self._as_data()), encoding="utf-8")
+        self._forget()
+        return files
+
+    def _as_data(self) -> dict[str, Any]:
+        calls = [] if self._cuda is None else self._cuda.calls
+        return {
+            "steps": self.steps,
+            "thread": self._thread,
+            "threads": {str(thread.ident): thread.name for thread in threading.enumerate()},
+            "spans": [asdict(span) for span in self._watch.spans],
+            "calls": [
+                {"thread": c.thread, "what": c.what, "start": c.start, "end": c.end, "stack": plain(c.stack)}
+                for c in calls
+            ],
+            "reads": [] if self._cpu is None else self._cpu.reads_as_data(),
+            "simulated": self._cpu is not None,
+        }

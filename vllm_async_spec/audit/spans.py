@@ -1,0 +1,107 @@
+"""When the host was in which phase: functions that note when they start and end, while somebody records."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_async_spec.audit.report import Phase
+
+Around = Callable[..., AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call of a watched function: nanoseconds since the epoch, the clock of CUPTI's records."""
+
+    thread: int
+    phase: Phase
+    name: str
+    start: int
+    end: int
+    file: str = ""
+    line: int = 0
+
+
+@dataclass(slots=True)
+class Watch:
+    """Watched functions, and what was seen of them."""
+
+    _noted: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Thread, number of the function, start and end: as little as can be made in a call."""
+    _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _watched: set[tuple[int, str]] = field(default_factory=set)
+
+    def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
+        """Have calls of `owner.name` noted from now on, until `stop`.
+
+        Args:
+            owner: a class, module or object; where a class inherits the function, the defining class is watched.
+            name: of a function; what is not there, or not a function, is left alone.
+            phase: what the function's own time counts as.
+            around: given each call's arguments, makes a context that the call runs in.
+
+        Returns:
+            Whether there is such a function.
+        """
+        if isinstance(owner, type):
+            owner = next((base for base in owner.__mro__ if name in vars(base)), owner)
+        function = inspect.getattr_static(owner, name, None)
+        if not inspect.isfunction(function):
+            return False
+        if (id(owner), name) in self._watched:
+            return True
+        self._watched.add((id(owner), name))
+        replace(owner, name, self._noting(function, phase, around), self._undo)
+        return True
+
+    def _noting(self, function: Any, phase: Phase, around: Around | None) -> Callable[..., Any]:
+        note, now, thread = self._noted.append, time.time_ns, threading.get_ident
+        code = inspect.unwrap(function).__code__
+        number = len(self._functions)
+        self._functions.append((phase, function.__qualname__, code.co_filename, code.co_firstlineno))
+
+        @functools.wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            start = now()
+            try:
+                if around is None:
+                    return function(*args, **kwargs)
+                with around(*args, **kwargs):
+                    return function(*args, **kwargs)
+            finally:
+                note((thread(), number, start, now()))
+
+        return noting
+
+    @property
+    def spans(self) -> list[Span]:
+        """The calls that have ended."""
+        found = []
+        for thread, number, start, end in self._noted:
+            phase, name, file, line = self._functions[number]
+            found.append(Span(thread, phase, name, start, end, file, line))
+        return found
+
+    def stop(self) -> None:
+        """Put every function back."""
+        while self._undo:
+            self._undo.pop()()
+        self._watched.clear()
+
+
+def replace(owner: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+    """Set an attribute, and append to `undo` what restores it exactly: its own value, or none of its own."""
+    if name in vars(owner):
+        original = vars(owner)[name]
+        undo.append(lambda: setattr(owner, name, original))
+    else:
+        undo.append(lambda: delattr(owner, name))
+    setattr(owner, name, value)

@@ -1,0 +1,93 @@
+"""A few steps from the middle of a recording, as lanes of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS, gaps_between
+from vllm_async_spec.audit.device_trace import DeviceTrace
+from vllm_async_spec.audit.recorded import Recorded
+from vllm_async_spec.audit.report import Item, Lane, Place, Timeline
+from vllm_async_spec.audit.stack import readable
+
+_STEPS = 4
+_JOIN_NS = 3_000
+"""Work on a stream that follows other work within this is drawn as one block with it."""
+_SHORTEST_NS = 1_000
+"""A phase shorter than this can't be seen."""
+
+
+def draw(recorded: Recorded) -> Timeline:
+    """The timeline of the steps in the middle."""
+    steps = recorded.steps
+    shown = min(_STEPS, len(steps) - 1)
+    first = (len(steps) - 1 - shown) // 2
+    start, end = steps[first], steps[first + shown]
+    lanes = _host_lanes(recorded, start, end)
+    if recorded.trace is not None:
+        lanes += _device_lanes(recorded.trace, start, end)
+    return Timeline(
+        us=(end - start) / 1e3,
+        steps_us=tuple((step - start) / 1e3 for step in steps[first : first + shown]),
+        lanes=tuple(lanes),
+    )
+
+
+def _host_lanes(recorded: Recorded, start: int, end: int) -> list[Lane]:
+    items: dict[int, list[Item]] = {recorded.main: []}
+    for span in recorded.spans:
+        a, b = max(span.start, start), min(span.end, end)
+        if b - a >= _SHORTEST_NS:
+            where = readable(((span.file, span.line, span.name),), depth=1)
+            items.setdefault(span.thread, []).append(
+                _item(a, b, start, span.phase.value, span.name.rpartition(".")[2], str(where[0]) if where else "")
+            )
+    for wait in recorded.waits:
+        a, b = max(wait.start, start), min(wait.end, end)
+        if b > a:
+            where = readable(wait.stack, depth=1)
+            item = _item(a, b, start, "wait", wait.kind.value, str(where[0]) if where else "")
+            critical = wait.place is Place.CRITICAL
+            items.setdefault(wait.thread, []).append(
+                Item(item.start_us, item.us, item.kind, item.label, item.where, critical)
+            )
+    return [
+        Lane(recorded.name_of(thread), False, tuple(sorted(mine, key=lambda item: (item.start_us, -item.us))))
+        for thread, mine in items.items()
+    ]
+
+
+def _item(a: int, b: int, start: int, kind: str, label: str, where: str = "") -> Item:
+    return Item((a - start) / 1e3, (b - a) / 1e3, kind, label, where)
+
+
+def _device_lanes(trace: DeviceTrace, start: int, end: int) -> list[Lane]:
+    shown = (trace.end > start) & (trace.start < end)
+    streams, counts = np.unique(trace.stream[shown], return_counts=True)
+    lanes = []
+    for stream in streams[np.argsort(-counts)]:
+        chosen = np.flatnonzero(shown & (trace.stream == stream))
+        lanes.append(Lane(f"GPU stream {int(stream)}", True, tuple(_blocks(trace, chosen.tolist(), start, end))))
+    if lanes:
+        gaps = [
+            _item(a, b, start, "gap", "idle") for a, b, _ in gaps_between(trace, start, end) if b - a >= LAUNCH_GAP_NS
+        ]
+        busiest = lanes[0]
+        # Other streams may be busy in a gap of this one, but no stream is in a gap of the device.
+        items = sorted([*busiest.items, *gaps], key=lambda item: item.start_us)
+        lanes[0] = Lane(busiest.name, True, tuple(items))
+    return lanes
+
+
+def _blocks(trace: DeviceTrace, chosen: list[int], start: int, end: int) -> list[Item]:
+    items, group = [], chosen[:1]
+    for index in [*chosen[1:], -1]:
+        if index >= 0 and trace.start[index] - trace.end[group[-1]] < _JOIN_NS:
+            group.append(index)
+            continue
+        a, b = max(int(trace.start[group[0]]), start), min(int(trace.end[group[-1]]), end)
+        copies = all(trace.is_copy[i] for i in group)
+        label = trace.names[group[0]] if len(group) == 1 else f"{len(group)} {'copies' if copies else 'kernels'}"
+        items.append(_item(a, b, start, "copy" if copies else "kernels", label))
+        group = [index]
+    return items

@@ -1,0 +1,173 @@
+"""What `VLLM_ASYNC_SPEC_AUDIT=1` puts into each process of vLLM, so that somebody can ask for an audit later.
+
+Until somebody asks, three functions have a wrapper that no step calls: `EngineCore.collective_rpc`, by which requests
+reach the engine core, a method of the workers, by which they reach those, and `build_app`, which gets the route that a
+running server is asked by. Requests and answers are JSON. An audit that fails answers `{"error": ...}`; it never takes
+the engine down.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
+from vllm_async_spec.audit.cuda_waits import hear_events
+from vllm_async_spec.audit.engine import RPC
+from vllm_async_spec.audit.recording import How, Order, Recorder
+from vllm_async_spec.audit.spans import Watch, replace
+from vllm_async_spec.vllm_plugin import audit_phases
+from vllm_async_spec.vllm_plugin.audit_facts import worker_facts
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+
+class Agent:
+    """The one of this process, which may hold the engine core, a worker, or both."""
+
+    def __init__(self) -> None:
+        self._recorder = Recorder(self._watch_all)
+        self._core: Any = None
+        self._runner: Any = None
+        self._undo: list[Any] = []
+
+    def core(self, core: Any, call: Any, request: str, timeout: float | None) -> list[str]:
+        """Answer for the engine core, and pass the request on to its workers.
+
+        Args:
+            core: vLLM's `EngineCore`.
+            call: its own `collective_rpc`.
+            request: JSON; see `_do`.
+            timeout: seconds that the workers have, or None.
+        """
+        self._core = core
+        workers: list[str] = call(core, RPC, timeout, (request,), None)
+        return [self._answer("core", request), *workers]
+
+    def worker(self, wrapper: Any, request: str) -> str:
+        """Answer for a worker, given vLLM's `WorkerWrapperBase`."""
+        if wrapper.worker.rank != 0:
+            return json.dumps({"role": "worker", "rank": wrapper.worker.rank})
+        self._runner = wrapper.worker.model_runner
+        return self._answer("worker", request)
+
+    def _answer(self, role: str, request: str) -> str:
+        try:
+            return json.dumps({"role": role, **self._process(), **self._do(role, **json.loads(request))})
+        except Exception as error:
+            return json.dumps({"role": role, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+
+    @staticmethod
+    def _process() -> dict[str, Any]:
+        return {"pid": os.getpid(), "started_by": type(multiprocessing.current_process()).__name__}
+
+    def _do(self, role: str, do: str, **options: Any) -> dict[str, Any]:
+        recorder = self._recorder
+        # A core that shares its process with a worker shares its recorder, and the worker was asked before.
+        apart = role == "core" and self._runner is None
+        if do == "describe":
+            return {} if role == "core" else {"facts": worker_facts(self._runner)}
+        if do == "arm":
+            order = Order(How(options["how"]), options["skip"], options["steps"], options["folder"])
+            if role == "worker":
+                recorder.arm(order)
+                self._hear_steps()
+            elif apart and order.how is How.FULL:
+                recorder.arm(order)
+                recorder.start_phases()
+            return {}
+        if do in ("save", "cancel"):
+            if (role == "core" and not apart) or recorder.order is None:
+                return {}
+            self._deafen()
+            if do == "cancel":
+                recorder.cancel()
+                return {}
+            return {
+                "recorded": recorder.recorded,
+                "files": recorder.save(f"{role}-{os.getpid()}-{recorder.order.how.value}"),
+            }
+        raise ValueError(f"an audit agent was asked to {do!r}; it can describe, arm, save and cancel")
+
+    def _hear_steps(self) -> None:
+        cls, recorder = type(self._runner), self._recorder
+        owner = next(base for base in cls.__mro__ if "execute_model" in vars(base))
+        execute_model = vars(owner)["execute_model"]
+
+        @functools.wraps(execute_model)
+        def heard(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            # A step without tokens only tidies up.
+            if scheduler_output.total_num_scheduled_tokens:
+                recorder.on_step()
+            return execute_model(runner, scheduler_output, *args, **kwargs)
+
+        self._deafen()
+        replace(owner, "execute_model", heard, self._undo)
+
+    def _deafen(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _watch_all(self, watch: Watch, cpu: CpuWaits | None) -> None:
+        if self._core is not None:
+            audit_phases.watch_engine_core(watch, self._core)
+        if self._runner is not None:
+            audit_phases.watch_runner(watch, self._runner, cpu)
+
+
+AGENT = Agent()
+
+
+def hear_events_from_now_on() -> None:
+    """Have `torch.Event` make events whose waits can be heard, on a GPU and on a CPU."""
+    if torch.version.cuda is not None:
+        hear_events()
+    else:
+        torch.Event = AuditedCpuEvent  # type: ignore[assignment, misc]
+
+
+def _engine_core(transaction: Transaction, module: ModuleType) -> None:
+    collective_rpc = module.EngineCore.collective_rpc
+
+    @functools.wraps(collective_rpc)
+    def audited(self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+        if method == RPC:
+            return AGENT.core(self, collective_rpc, args[0], timeout)
+        return collective_rpc(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+
+    transaction.set(module.EngineCore, "collective_rpc", audited)
+
+
+def _worker(transaction: Transaction, module: ModuleType) -> None:
+    transaction.set(module.WorkerWrapperBase, RPC, lambda wrapper, request: AGENT.worker(wrapper, request))
+
+
+def _route(transaction: Transaction, module: ModuleType) -> None:
+    build_app = module.build_app
+
+    @functools.wraps(build_app)
+    def with_route(*args: Any, **kwargs: Any) -> Any:
+        from vllm_async_spec.vllm_plugin.audit_route import add_route
+
+        app = build_app(*args, **kwargs)
+        add_route(app)
+        return app
+
+    transaction.set(module, "build_app", with_route)
+
+
+def _needed(target: Any) -> str | None:
+    return None
+
+
+IMPLEMENTATIONS = {
+    "audit-engine-core": Implementation(_needed, _engine_core),
+    "audit-worker": Implementation(_needed, _worker),
+    "audit-route": Implementation(_needed, _route),
+}

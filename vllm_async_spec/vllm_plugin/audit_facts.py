@@ -1,0 +1,65 @@
+"""What an engine runs with, as its worker knows it."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from typing import Any
+
+import torch
+
+from vllm_async_spec.vllm_plugin.settings import Mode
+
+
+def worker_facts(runner: Any) -> dict[str, Any]:
+    """The fields of `audit.report.EngineFacts` that a worker can fill in, given its model runner."""
+    import vllm
+
+    config = runner.vllm_config
+    groups = [group for row in runner.attn_groups for group in row]
+    builders = [type(builder).__name__ for group in groups for builder in _builders(group)]
+    cuda = torch.cuda.is_available()
+    return {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "driver": f"driver {_driver()}, CUDA {torch.version.cuda}" if cuda else "",
+        "python": platform.python_version(),
+        "model": config.model_config.model,
+        "runner": "V2" if type(runner).__module__.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")) else "V1",
+        "backends": list(dict.fromkeys(group.backend.get_name() for group in groups)),
+        "builders": list(dict.fromkeys(builders)),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "speculation": _speculation(config.speculative_config),
+        "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "none").lower() if cuda else "none",
+        "plugin": _plugin(),
+        "world_size": config.parallel_config.world_size,
+    }
+
+
+def _builders(group: Any) -> list[Any]:
+    """The metadata builders of an attention group, one a micro-batch."""
+    return list(getattr(group, "metadata_builders", None) or [])
+
+
+def _speculation(config: Any) -> str:
+    return "none" if config is None else f"{config.method}, K = {config.num_speculative_tokens}"
+
+
+def _driver() -> str:
+    with contextlib.suppress(Exception):  # a description, not worth an audit
+        from vllm.third_party import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return "unknown"
+
+
+def _plugin() -> str:
+    from vllm_async_spec.vllm_plugin.plugin import active_plugin  # which is what imports this package's audit
+
+    plugin = active_plugin()
+    if plugin is None or plugin.settings.mode is Mode.OFF or plugin.ledger is None:
+        return "off"
+    states = [o.state.value for o in plugin.ledger.outcomes.values() if not o.spec.name.startswith("audit-")]
+    return "on: patches " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

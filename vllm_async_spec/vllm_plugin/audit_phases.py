@@ -1,0 +1,142 @@
+"""Which of vLLM's functions are which phase of a step, in its V1 and V2 runners, and how one on a CPU is followed.
+
+Functions are looked for by name in the objects of the running engine; what a release does not have is left out, and
+its time counts as that of the function around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
+from vllm_async_spec.audit.report import Phase
+from vllm_async_spec.audit.spans import Watch
+
+SCHEDULER = {
+    "schedule": Phase.SCHEDULING,
+    "get_grammar_bitmask": Phase.SCHEDULING,
+    "update_from_output": Phase.OUTPUT,
+}
+STEP = ("execute_model", "sample_tokens", "take_draft_token_ids")
+RUNNER = {
+    **dict.fromkeys(STEP, Phase.OTHER),
+    # V1
+    "_update_states": Phase.INPUTS,
+    "_get_valid_sampled_token_count": Phase.INPUTS,
+    "_prepare_inputs": Phase.INPUTS,
+    "_calc_spec_decode_metadata": Phase.INPUTS,
+    "_determine_batch_execution_and_padding": Phase.INPUTS,
+    "_get_slot_mappings": Phase.INPUTS,
+    "_preprocess": Phase.INPUTS,
+    "_build_attention_metadata": Phase.METADATA,
+    "_model_forward": Phase.LAUNCH,
+    "_sample": Phase.SAMPLING,
+    "_update_states_after_model_execute": Phase.SAMPLING,
+    "_bookkeeping_sync": Phase.OUTPUT,
+    "propose_draft_token_ids": Phase.DRAFTING,
+    "_copy_draft_token_ids_to_cpu": Phase.DRAFTING,
+    "_copy_valid_sampled_token_count": Phase.DRAFTING,
+    "_get_draft_token_ids_cpu": Phase.OUTPUT,
+    # V2
+    "finish_requests": Phase.INPUTS,
+    "free_states": Phase.INPUTS,
+    "add_requests": Phase.INPUTS,
+    "update_requests": Phase.INPUTS,
+    "gather_batch_req_state": Phase.INPUTS,
+    "prepare_inputs": Phase.INPUTS,
+    "prepare_attn": Phase.METADATA,
+    "sample": Phase.SAMPLING,
+    "postprocess": Phase.SAMPLING,
+    "postprocess_sampled": Phase.SAMPLING,
+}
+PARTS = {
+    "drafter": {"propose": Phase.DRAFTING},
+    "speculator": {"propose": Phase.DRAFTING},
+    "model_state": {"prepare_attn": Phase.METADATA, "prepare_inputs": Phase.INPUTS},
+    "cudagraph_manager": {"run_fullgraph": Phase.LAUNCH, "run_pw_graph": Phase.LAUNCH},
+    "draft_tokens_handler": {"get_draft_tokens": Phase.OUTPUT, "set_draft_tokens": Phase.DRAFTING},
+}
+BUILDER = dict.fromkeys(("build", "build_for_drafting", "build_for_cudagraph_capture"), Phase.METADATA)
+
+
+def watch_engine_core(watch: Watch, core: Any) -> None:
+    """Watch the scheduler of an `EngineCore`."""
+    for name, phase in SCHEDULER.items():
+        watch.watch(type(core.scheduler), name, phase)
+
+
+def watch_runner(watch: Watch, runner: Any, cpu: CpuWaits | None) -> None:
+    """Watch a model runner and all that it calls in a step.
+
+    Args:
+        watch: what is watched.
+        runner: of either kind.
+        cpu: where there is no device, what follows the runner's tensors instead.
+    """
+    for name, phase in RUNNER.items():
+        watch.watch(type(runner), name, phase, around=cpu.following if cpu and name in STEP else None)
+    for part, functions in PARTS.items():
+        for name, phase in functions.items():
+            watch.watch(type(getattr(runner, part, None)), name, phase)
+    if not hasattr(runner, "_model_forward"):
+        watch.watch(type(runner.model), "forward", Phase.LAUNCH)
+    watch.watch(type(runner.model), "compute_logits", Phase.SAMPLING)
+    for builder in builder_classes():
+        for name, phase in BUILDER.items():
+            watch.watch(builder, name, phase, around=functools.partial(_given, cpu) if cpu else None)
+    for output in _output_classes():
+        watch.watch(output, "get_output", Phase.OUTPUT, around=cpu.following if cpu else None)
+    if cpu is not None:
+        _follow(cpu, runner)
+
+
+def builder_classes() -> list[type]:
+    """Every class of this process that builds attention metadata."""
+    try:
+        from vllm.v1.attention.backend import AttentionMetadataBuilder
+    except ImportError:  # up to 0.13
+        from vllm.v1.attention.backends.utils import AttentionMetadataBuilder
+    return _below(AttentionMetadataBuilder)
+
+
+def _output_classes() -> list[type]:
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
+    return _below(AsyncModelRunnerOutput)
+
+
+def _below(base: type) -> list[type]:
+    found: list[type] = list(base.__subclasses__())
+    for cls in found:  # which grows meanwhile
+        found.extend(set(cls.__subclasses__()).difference(found))
+    return found
+
+
+def _follow(cpu: CpuWaits, runner: Any) -> None:
+    """Take what the forward computes for the device's, and hear the runner's events."""
+    seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
+    forward = getattr(runner, seam)
+    cpu.replace(runner, seam, lambda *args, **kwargs: cpu.forward(lambda: forward(*args, **kwargs)))
+    for owner in (torch, torch.cuda):  # vLLM has put stand-ins of its own there meanwhile
+        cpu.replace(owner, "Event", AuditedCpuEvent)
+    for value in list(vars(runner).values()):
+        if type(value).__name__ == "_EventPlaceholder":
+            cpu.adopt(value)
+
+
+@contextlib.contextmanager
+def _given(cpu: CpuWaits, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """What a builder is given on a GPU is on the device."""
+    for value in (*args, *kwargs.values()):
+        if hasattr(value, "seq_lens") and hasattr(value, "query_start_loc_cpu"):
+            held = vars(value)
+            hosts = (value.query_start_loc_cpu, held.get("_seq_lens_cpu"), held.get("seq_lens_cpu_upper_bound"))
+            for tensor in (value.seq_lens, value.block_table_tensor, value.slot_mapping):
+                cpu.on_device(tensor, unless=hosts)
+    with cpu.following():
+        yield
