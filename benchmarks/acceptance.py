@@ -9,8 +9,8 @@ every matrix dense:
 - The head's row for `successor[i]` is the embedding of `i`, so that the target always says `successor[i]` after `i`.
   The successors form one long cycle.
 - Two hidden dimensions are reserved. In the target's embeddings `MARK` holds +1 for the tokens after which the
-  drafter is to be wrong and -1 for the others, and the head is blind to it. `VOTE` is zero there, and the head's row for
-  one token that is nobody's successor, the stranger, has a large weight for it.
+  drafter is to be wrong and -1 for the others, and the head is blind to it. `VOTE` is zero there, and the head's row
+  for one token that is nobody's successor, the stranger, has a large weight for it.
 - The drafter, which would otherwise say what the target says, gets the mark into `VOTE`: by the projection of its
   input, which copies the embedding and writes the mark (EAGLE, MTP), or by its own embeddings (a draft model).
 

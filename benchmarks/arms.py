@@ -90,6 +90,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.reference is not None and self.turns % 2:
             raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of them")
+        if self.audit_steps and any(arm.plugin is Plugin.STOCK for arm in self.arms):
+            raise PlanError(
+                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make them sham"
+            )
 
     def order(self) -> list[tuple[int, Arm]]:
         """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ..."""

@@ -80,12 +80,15 @@ def last_telling_line(log: Path) -> str:
 
 
 @contextlib.contextmanager
-def start(arm: Arm, loads: Sequence[Load], *, env: Path | None, models: Path, log: Path) -> Iterator[Child]:
+def start(
+    arm: Arm, loads: Sequence[Load], *, audit: bool, env: Path | None, models: Path, log: Path
+) -> Iterator[Child]:
     """The process of an arm's engine, for as long as the context lasts.
 
     Args:
         arm: what to serve with.
         loads: what it is going to be asked to run.
+        audit: whether it can be asked for audits.
         env: a shell file to source first, or another Python; None for this one.
         models: folder for the directories of models.
         log: where its log goes.
@@ -96,7 +99,7 @@ def start(arm: Arm, loads: Sequence[Load], *, env: Path | None, models: Path, lo
         process = subprocess.Popen(
             [*interpreter(env), "-m", "benchmarks.engine", json.dumps(setup)],
             cwd=ROOT,
-            env=environment(arm, os.environ),
+            env=environment(arm, os.environ, audit=audit),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -117,12 +120,13 @@ def interpreter(env: Path | None) -> list[str]:
     return ["bash", "-c", 'source "$0" && exec python3 "$@"', str(env)]
 
 
-def environment(arm: Arm, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
     """Of an arm's process: nothing of vLLM's settings comes from the caller, only from the arm."""
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     runner = {} if arm.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if arm.runner == "V2" else "0"}
+    agent = {"VLLM_ASYNC_SPEC_AUDIT": "1"} if audit else {}
     kept = {name: value for name, value in inherited.items() if not name.startswith("VLLM_")}
-    return kept | common | runner | _MODES[arm.plugin] | dict(arm.environment)
+    return kept | common | runner | agent | _MODES[arm.plugin] | dict(arm.environment)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -48,6 +48,8 @@ class BenchEngine:
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
+        if self._arm["release"] not in (None, vllm.__version__.partition("+")[0]):
+            raise EngineError(f"this arm is of vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
         self._cuda = torch.cuda.is_available()
         options = {
             "skip_tokenizer_init": True,
@@ -93,9 +95,8 @@ class BenchEngine:
             "start_seconds": round(self._start_seconds, 1),
             "hardware": _hardware(),
         }
-        for name, wanted in (("vllm", self._arm["release"]), ("runner", self._arm["runner"])):
-            if wanted is not None and facts[name].partition("+")[0] != wanted:
-                raise EngineError(f"this arm is to run with {name} {wanted}, and runs with {facts[name]}")
+        if self._arm["runner"] not in (None, facts["runner"]):
+            raise EngineError(f"this arm is to run on runner {self._arm['runner']}, and runs on {facts['runner']}")
         wanted = {"stock": "not loaded", "sham": "off", "plugin": "on"}[self._arm["plugin"]]
         if facts["plugin"] != wanted:
             raise EngineError(f"the plugin is to be {wanted!r} in this arm, and is {facts['plugin']!r}")
@@ -118,12 +119,15 @@ class BenchEngine:
 
     def audit(self, load: str, steps: int) -> dict[str, Any]:
         """Where the host waits, and how the device spends its time, under `load`."""
-        from vllm_async_spec.audit.engine import audit_llm
+        from vllm_async_spec.audit.engine import Ran, audit_llm
 
         which, requests = self._loads[load]
-        report: dict[str, Any] = audit_llm(
-            self._llm, lambda: self._driver.run(requests, which.running), steps=steps
-        ).to_dict()
+
+        def work() -> Ran:
+            timing = self._driver.time(which, requests)
+            return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
+
+        report: dict[str, Any] = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running).to_dict()
         return report
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
@@ -184,7 +188,7 @@ def _plugin_state() -> str:
     plugin = module.active_plugin() if module else None
     if plugin is None:
         return "not loaded"
-    return "off" if plugin.ledger is None else "on"
+    return "off" if plugin.settings.mode.value == "off" else "on"
 
 
 def _hardware() -> dict[str, Any]:

@@ -23,7 +23,7 @@ LOAD_FORMAT = "arranged"
 
 
 @register_model_loader(LOAD_FORMAT)
-class ArrangedLoader(DummyModelLoader):
+class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
     """Takes `share`, the probability of acceptance, and `draft_model`, the directory of one, from the extra config."""
 
     def __init__(self, load_config: LoadConfig) -> None:

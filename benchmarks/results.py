@@ -34,7 +34,7 @@ class ResultFile:
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
                 raise PlanError(
-                    f"{path} is the result of another plan, or of this one as it was; move it away, or give another --out"
+                    f"{path} is the result of another plan, or of this one as it was; move it away, or give a --name"
                 )
             self.document["plan"] = declared
         else:

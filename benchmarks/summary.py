@@ -36,6 +36,14 @@ def summarise(document: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def pass_ratios(document: dict[str, Any], load: str, arm: str) -> list[float]:
+    """The ratio of an arm's speed to the reference's, in each pass that has both."""
+    steady = next(each["requests"] == each["running"] for each in document["plan"]["loads"] if each["name"] == load)
+    names = (document["plan"]["reference"], arm)
+    reference, other = (_by_pass(document["turns"], name, load, steady=steady) for name in names)
+    return [other[number] / reference[number] for number in sorted(reference.keys() & other.keys())]
+
+
 def _figures(found: list[dict[str, Any]]) -> Row:
     """Medians over turns; with one turn the spread is that of its runs."""
     row: Row = {"turns": len(found), "runs": sum(turn["n"] for turn in found)}
