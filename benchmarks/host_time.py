@@ -59,14 +59,13 @@ def patches_of(module: Any) -> list[Callable[[Transaction, Any], None]]:
     """How this vLLM's class is patched, in the ledger's order."""
     applied = []
     for spec in load_ledger():
-        implementation = IMPLEMENTATIONS[spec.name]
         for target in spec.targets:
             if target.module == module.__name__ and target.qualname.startswith("CommonAttentionMetadata"):
                 owner = module
                 for part in target.qualname.split("."):
                     owner = getattr(owner, part)
-                if implementation.unneeded(owner) is None:
-                    applied.append(implementation.apply)
+                if IMPLEMENTATIONS[spec.name].unneeded(owner) is None:
+                    applied.append(IMPLEMENTATIONS[spec.name].apply)
     return applied
 
 

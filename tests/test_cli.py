@@ -38,7 +38,9 @@ def test_status_as_data(llama):
     found = json.loads(done.stdout)
     assert found["healthy"] is found["known"] is True
     assert found["scheduling"].startswith("asynchronous scheduling is on, decided by ")
-    assert {patch["state"] for patch in found["patches"]} == {"applied", "not needed"}
+    states = {patch["name"]: patch["state"] for patch in found["patches"]}
+    assert {name for name, state in states.items() if state == "off"} == {name for name in states if "audit" in name}
+    assert set(states.values()) == {"applied", "not needed", "off"}
     assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "auto", "from": "default"}
 
 
@@ -129,3 +131,29 @@ def test_version_and_patches():
     listed = json.loads(runner.invoke(app, ["patches", "list", "--json"]).output)
     assert all(patch["why"] and patch["upstream"] and patch["remove_when"] and patch["releases"] for patch in listed)
     assert "async-scheduling-default" in {patch["name"] for patch in listed}
+
+
+AUDIT_MISTAKES = {
+    "neither": ((), "an audit needs either --model, to start an engine, or --url, to ask a running server"),
+    "both": (("--model", "m", "--url", "http://x"), "an audit needs either --model"),
+    "compare": (("--model", "m", "--compare", "sync"), "--compare is 'sync'; it must be off"),
+    "server arguments": (("--url", "http://x", "--max-model-len", "8"), "--max-model-len 8 says nothing of a running"),
+    "compare a server": (("--url", "http://x", "--compare", "off"), "--compare says nothing of a running server"),
+    "folder": (
+        ("--model", "m", "--html", "/no/such/page.html"),
+        "--html is '/no/such/page.html', whose directory does",
+    ),
+    "nobody there": (("--url", "http://127.0.0.1:9"), "http://127.0.0.1:9/async_spec/audit can't be asked: "),
+    "load": (("--url", "http://127.0.0.1:9", "--load", "decode"), "http://127.0.0.1:9/v1/models can't be asked: "),
+    "no address": (("--url", "localhost"), "can't be asked: unknown url type"),
+}
+
+
+@pytest.mark.parametrize("mistake", AUDIT_MISTAKES)
+def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_path):
+    arguments, message = AUDIT_MISTAKES[mistake]
+    done = run("audit", *arguments, "--log", str(tmp_path / "log"))
+    assert done.returncode == 1
+    assert done.stderr.startswith("vllm-async-spec: ")
+    assert message in done.stderr
+    assert done.stderr.strip().count("\n") == 0

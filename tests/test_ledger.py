@@ -10,7 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+from vllm_async_spec.vllm_plugin import audit_agent
 from vllm_async_spec.vllm_plugin.fingerprint import fingerprint
 from vllm_async_spec.vllm_plugin.ledger import (
     Implementation,
@@ -189,7 +191,7 @@ def test_a_target_that_is_gone_is_refused(upstream):
 
 
 def test_the_ledger_and_the_code_name_the_same_patches():
-    assert {spec.name for spec in load_ledger()} == set(IMPLEMENTATIONS)
+    assert {spec.name for spec in load_ledger()} == set(IMPLEMENTATIONS) | set(audit_agent.IMPLEMENTATIONS)
     with pytest.raises(PatchError, match="double is only one of the two"):
         Ledger({}, (spec("m"),))
 
@@ -236,9 +238,35 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 def test_off_touches_nothing():
-    code = LOAD + "import sys; print(json.dumps([p.ledger is None, len(sys.meta_path)]))"
-    bare = in_a_process("import json, sys, vllm_async_spec; print(json.dumps([True, len(sys.meta_path)]))")
+    touched = "import os, sys; print(json.dumps([len(sys.meta_path), sorted(os.environ)]))"
+    code = LOAD + "assert p.ledger is None; " + touched
+    bare = in_a_process("import json, vllm_async_spec; " + touched, VLLM_ASYNC_SPEC="off")
     assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off").stdout) == json.loads(bare.stdout)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_without_an_audit_nothing_of_it_is_there(mode):
+    code = (
+        LOAD
+        + """
+import sys, torch
+print(json.dumps([
+    [name for name in sys.modules if name.startswith(("vllm_async_spec.audit", "vllm_async_spec.vllm_plugin.audit"))],
+    [name for name in (p.ledger.outcomes if p.ledger else ()) if name.startswith("audit-")],
+    torch.Event.__module__,
+]))"""
+    )
+    assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode).stdout) == [[], [], "torch"]
+    there = json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode, VLLM_ASYNC_SPEC_AUDIT="1").stdout)
+    assert "vllm_async_spec.vllm_plugin.audit_agent" in there[0]
+    assert there[1] == ["audit-engine-core", "audit-route", "audit-worker"]
+    assert there[2] == "vllm_async_spec.audit." + ("cpu_waits" if torch.version.cuda is None else "cuda_waits")
+
+
+def test_off_with_an_audit_patches_nothing_but_the_audit():
+    code = LOAD + "print(json.dumps(list(p.ledger.outcomes)))"
+    found = json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off", VLLM_ASYNC_SPEC_AUDIT="1").stdout)
+    assert found == ["audit-engine-core", "audit-route", "audit-worker"]
 
 
 def test_loading_twice_is_the_same_as_once_and_a_forked_child_is_loaded():

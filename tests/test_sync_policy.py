@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import signal
+import sys
 import threading
 import warnings
 
@@ -20,6 +23,10 @@ from vllm_async_spec import (
     sync_policy,
     sync_report,
 )
+from vllm_async_spec.sync_policy import on_first_count, record_fallback
+
+module = sys.modules["vllm_async_spec.sync_policy"]
+"""The package has a function of the module's name."""
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +104,41 @@ def test_counters_are_exact_under_threads():
     for thread in threads:
         thread.join()
     assert sync_report().count == 1600
+
+
+def test_fallbacks_are_counted_by_reason_and_reported():
+    for reason in ("min_tokens", "penalties", "min_tokens"):
+        record_fallback(reason)
+    assert sync_report().fallbacks == {"min_tokens": 2, "penalties": 1}
+    assert json.loads(json.dumps(sync_report().to_dict()))["fallbacks"] == sync_report().fallbacks
+    assert reset_sync_report().fallbacks == {"min_tokens": 2, "penalties": 1}
+    assert sync_report().fallbacks == {}
+
+
+@pytest.mark.parametrize("count", [read, lambda: record_fallback("min_tokens")])
+def test_the_first_count_is_announced_once(count):
+    announced = []
+    on_first_count(lambda: announced.append(sync_report().count + sum(sync_report().fallbacks.values())))
+    assert announced == []
+    count()
+    count()
+    assert announced == [1]
+    on_first_count(lambda: announced.append("late"))
+    assert announced == [1, "late"], "something has been counted already"
+
+
+def test_a_forked_child_starts_at_zero_even_if_its_parent_was_counting():
+    read()
+    record_fallback("min_tokens")
+    with module._lock:  # as another thread may hold it
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # what it waits for would never come
+            empty = sync_report().count == 0 and sync_report().fallbacks == {}
+            record_fallback("min_tokens")
+            os._exit(0 if empty and sync_report().fallbacks == {"min_tokens": 1} else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sync_report().count == 1
 
 
 @pytest.mark.parametrize("use", [set_sync_policy, lambda value: sync_policy(value).__enter__()])

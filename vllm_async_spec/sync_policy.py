@@ -3,6 +3,8 @@
 Every read that makes the host wait for the device goes through `host_read`: it is counted by call site and,
 as the policy says, allowed, warned about once per site, or refused before it happens. On CPU tensors a read counts
 as the one that it would be on a GPU, so that the contract can be tested without one.
+
+Counters are those of one process. A forked child starts at zero.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -91,6 +94,8 @@ class SyncReport:
 
     policy: SyncPolicy
     sites: tuple[SiteReport, ...] = field(default=())
+    fallbacks: dict[str, int] = field(default_factory=dict)
+    """Batches that took a wait because a request needs exact host counts, by reason."""
 
     @property
     def count(self) -> int:
@@ -114,6 +119,7 @@ class SyncReport:
             "count": self.count,
             "bytes": self.bytes,
             "seconds": self.seconds,
+            "fallbacks": self.fallbacks,
             "sites": [asdict(site) | {"kind": site.kind.value} for site in self.sites],
         }
 
@@ -126,7 +132,9 @@ _MACHINERY = frozenset(
 
 _lock = threading.Lock()
 _sites: dict[tuple[CallSite, str, ReadKind], SiteReport] = {}
+_fallbacks: Counter[str] = Counter()
 _warned: set[tuple[CallSite, str]] = set()
+_first_count: Callable[[], None] | None = None
 _process_policy = SyncPolicy.ALLOW
 _scoped_policy: contextvars.ContextVar[SyncPolicy | None] = contextvars.ContextVar("sync_policy", default=None)
 
@@ -167,16 +175,44 @@ def sync_report() -> SyncReport:
     """The host reads of device state in this process so far."""
     with _lock:
         sites = sorted((_copy(site) for site in _sites.values()), key=lambda site: -site.seconds)
-    return SyncReport(current_sync_policy(), tuple(sites))
+        fallbacks = dict(_fallbacks)
+    return SyncReport(current_sync_policy(), tuple(sites), fallbacks)
 
 
 def reset_sync_report() -> SyncReport:
     """Forget the reads counted so far, and return them; sites that have been warned about may warn again."""
     with _lock:
         sites = sorted(_sites.values(), key=lambda site: -site.seconds)
+        fallbacks = dict(_fallbacks)
         _sites.clear()
+        _fallbacks.clear()
         _warned.clear()
-    return SyncReport(current_sync_policy(), tuple(sites))
+    return SyncReport(current_sync_policy(), tuple(sites), fallbacks)
+
+
+def on_first_count(action: Callable[[], None]) -> None:
+    """Call `action` once, as soon as this process has counted anything: now, or in the thread that counts first.
+
+    A forked child has counted nothing, and what was asked for in its parent is not asked for in it.
+    """
+    global _first_count
+    with _lock:
+        began = bool(_sites or _fallbacks)
+        _first_count = None if began else action
+    if began:
+        action()
+
+
+def record_fallback(reason: str) -> None:
+    """Count one batch that waits because some request of it needs exact host counts.
+
+    Args:
+        reason: what needs them, such as `min_tokens`; one of a few, never anything of a request.
+    """
+    with _lock:
+        _fallbacks[reason] += 1
+    if _first_count is not None:
+        _announce_first_count()
 
 
 @contextlib.contextmanager
@@ -219,6 +255,8 @@ def _count(site: CallSite, what: str, kind: ReadKind, nbytes: int) -> None:
         entry = _sites.setdefault((site, what, kind), SiteReport(site, what, kind))
         entry.count += 1
         entry.bytes += nbytes
+    if _first_count is not None:
+        _announce_first_count()
 
 
 def _add_seconds(site: CallSite, what: str, kind: ReadKind, seconds: float) -> None:
@@ -226,6 +264,25 @@ def _add_seconds(site: CallSite, what: str, kind: ReadKind, seconds: float) -> N
         # A reset while the read was under way took its entry; what is left of it belongs to nobody.
         if entry := _sites.get((site, what, kind)):
             entry.seconds += seconds
+
+
+def _announce_first_count() -> None:
+    global _first_count
+    with _lock:
+        action, _first_count = _first_count, None
+    if action is not None:  # else another thread was quicker
+        action()
+
+
+def _start_at_zero() -> None:
+    """In a forked child: the counts are the parent's, and a thread that is not here may hold the lock."""
+    global _lock, _first_count
+    _lock, _first_count = threading.Lock(), None
+    _sites.clear()
+    _fallbacks.clear()
+
+
+os.register_at_fork(after_in_child=_start_at_zero)
 
 
 def _warn_once(site: CallSite, what: str) -> None:

@@ -95,6 +95,11 @@ class Server:
         assert len(lines) == 1, lines
         return float(lines[0].rpartition(" ")[2])
 
+    def series(self, name: str) -> dict[str, float]:
+        """The labels and values of every counter or gauge of this name."""
+        found = re.findall(rf"^vllm:{name}\{{(.*)\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return {labels: float(value) for labels, value in found}
+
     def log(self) -> str:
         return self.log_file.read_text(encoding="utf-8", errors="replace")
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from catalogue import MIN_TOKENS
 from comparison import Outcome, first_difference
 from results import Mode
 from serving import Server, processes_with_plugin, serving
 
+from vllm_async_spec import __version__
+from vllm_async_spec.audit.report import Place, Report
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
+from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -30,7 +38,8 @@ served = pytest.mark.parametrize("outcome", ["served"], indirect=True)
 def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Under `strict`, so that it would not be there if any of its processes had refused a patch."""
     folder = tmp_path_factory.mktemp("server")
-    with serving(models.target, models.draft, folder, VLLM_ASYNC_SPEC="strict", VLLM_LOGGING_LEVEL="DEBUG") as server:
+    settings = {"VLLM_ASYNC_SPEC": "strict", "VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    with serving(models.target, models.draft, folder, **settings) as server:
         yield server
 
 
@@ -85,6 +94,38 @@ def test_metrics_page_counts_drafts(server: Server) -> None:
     assert 0.3 * drafts < accepted < drafted
 
 
+def test_metrics_page_has_the_plugins_state(server: Server) -> None:
+    """The patches of the runner are applied in the worker, and of those of the scheduler some in the engine core."""
+    states = server.series("async_spec_patches")
+    assert states['state="applied"'] > 0
+    assert states['state="refused"'] == states['state="waiting"'] == 0
+    assert sum(states.values()) == len(IMPLEMENTATIONS)
+    assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
+
+
+def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itself(server: Server) -> None:
+    server.complete(PROMPTS[0], MAX_TOKENS)
+    server.complete(PROMPTS[0], MAX_TOKENS, min_tokens=MIN_TOKENS, presence_penalty=0.5)
+    time.sleep(2 * INTERVAL)
+    assert server.series("async_spec_exact_fallbacks_total") == {}
+    assert server.series("async_spec_host_waits_total") == {}
+    drafts = server.metric("spec_decode_num_drafts_total")
+    server.complete(PROMPTS[0], MAX_TOKENS, min_tokens=MIN_TOKENS)
+    time.sleep(2 * INTERVAL)
+    ((reason, fallbacks),) = server.series("async_spec_exact_fallbacks_total").items()
+    ((cause, waits),) = server.series("async_spec_host_waits_total").items()
+    ((same_cause, seconds),) = server.series("async_spec_host_wait_seconds_total").items()
+    assert reason == 'reason="min_tokens"'
+    assert re.fullmatch(
+        r'cause="sampled_token_ids at vllm_async_spec/vllm_plugin/min_tokens.py:\d+ synchronize",kind="event"', cause
+    )
+    assert cause == same_cause
+    assert seconds > 0
+    # One a step, but for the first, before which there is nothing to wait for; one more step may have been in flight.
+    steps = server.metric("spec_decode_num_drafts_total") - drafts
+    assert steps <= fallbacks == waits <= steps + 2
+
+
 def test_engine_core_and_worker_have_the_plugin(server: Server) -> None:
     """vLLM's CPU platform starts both by spawn and lets nobody choose otherwise, so a fork is not tested here."""
     assert processes_with_plugin(server.log()) >= {"EngineCore", "VllmWorker"}
@@ -106,3 +147,36 @@ def test_plugin_that_is_off_says_nothing(outcome: Outcome) -> None:
 
 def test_engine_schedules_asynchronously(server: Server) -> None:
     assert "Batch queue is enabled with size 2" in server.log()
+
+
+def audit(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
+    url = f"http://127.0.0.1:{server.port}"
+    return subprocess.run([*command, "--url", url, *options], capture_output=True, text=True, timeout=300)
+
+
+def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = audit(server, "--load", "decode", "--batch", "4", "--steps", "12", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report = Report.from_dict(json.loads(file.read_text())["report"])
+    assert report.engine.processes == "the worker in a process of its own (spawned)"
+    assert report.engine.async_scheduling
+    assert report.engine.plugin.startswith("on: ")
+    assert report.load.name == "decode, batch 4"
+    assert [str(cause.site) for cause in report.causes if cause.place is Place.CRITICAL] == []
+    # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
+    waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
+    assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
+    assert "nothing waits on the critical path" in report.headline
+    assert Place.HIDDEN in {cause.place for cause in report.causes}
+
+
+def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server) -> None:
+    done = audit(server, "--steps", "12", "--seconds", "1")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "vllm-async-spec: the server did not go through 8 + 12 steps in 1 seconds; send it requests meanwhile, or give "
+        "--load to have them sent\n"
+    )
+    assert audit(server, "--steps", "12", "--seconds", "1").stderr == done.stderr

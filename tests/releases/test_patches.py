@@ -14,6 +14,7 @@ import torch
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
 from vllm_async_spec.compat import builders
+from vllm_async_spec.vllm_plugin import audit_agent
 from vllm_async_spec.vllm_plugin.async_scheduling import explain
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, load_ledger, verify
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
@@ -26,7 +27,7 @@ COMPUTED = [32, 96, 0]
 @pytest.fixture(scope="module")
 def ledger():
     """The ledger, settled; everything is put back after this module."""
-    ledger = Ledger(IMPLEMENTATIONS, load_ledger())
+    ledger = Ledger(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS, load_ledger())
     kept: list[Transaction] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)

@@ -170,6 +170,10 @@ class Outcome:
         """The modules that may define the target, in one release or another."""
         return tuple(dict.fromkeys(target.module for target in self.spec.targets))
 
+    def refuse(self, reason: str) -> None:
+        """Say that it can't be applied."""
+        self.state, self.detail = State.REFUSED, reason
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -178,7 +182,7 @@ class Ledger:
     Args:
         implementations: by patch name.
         specs: the ledger entries; each needs an implementation and each implementation an entry.
-        on_refused: called with each outcome that is a refusal, as it happens.
+        on_settled: called with each outcome that is no longer waiting, as it happens.
 
     Raises:
         PatchError: an entry has no implementation, or an implementation no entry.
@@ -186,7 +190,7 @@ class Ledger:
 
     implementations: Mapping[str, Implementation]
     specs: tuple[PatchSpec, ...]
-    on_refused: Callable[[Outcome], None] = lambda outcome: None
+    on_settled: Callable[[Outcome], None] = lambda outcome: None
     outcomes: dict[str, Outcome] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -203,22 +207,26 @@ class Ledger:
 
     def settle(self, outcome: Outcome, module: ModuleType) -> None:
         """Decide about one patch, now that `module` exists."""
-        if outcome.state is not State.WAITING:
-            return
+        if outcome.state is State.WAITING and self._settles(outcome, module):
+            self.on_settled(outcome)
+
+    def _settles(self, outcome: Outcome, module: ModuleType) -> bool:
+        """Decide, and return whether that could be done: a module yet to come may have what this one has not."""
         spec, implementation = outcome.spec, self.implementations[outcome.spec.name]
         targets = [target for target in spec.targets if target.module == module.__name__]
         # A class that is only imported into this module is the business of the module that defines it.
         present = [target for target in targets if _defines(module, target.qualname)]
         if not present:
             outcome.without.add(module.__name__)
-            if all(name in outcome.without or find_spec(name) is None for name in outcome.modules):
-                self._refuse(outcome, f"this vLLM has no {' and no '.join(map(str, spec.targets))}")
-            return
+            gone = all(name in outcome.without or find_spec(name) is None for name in outcome.modules)
+            if gone:
+                outcome.refuse(f"this vLLM has no {' and no '.join(map(str, spec.targets))}")
+            return gone
         try:
             reason = _reason(implementation, module, present[0])
             if reason is not None:
                 outcome.state, outcome.detail = State.NOT_NEEDED, reason
-                return
+                return True
             for target in present:
                 _refuse_foreign(module, target)
             source = inspect.getsource(module)
@@ -226,16 +234,13 @@ class Ledger:
             with Transaction() as transaction:
                 implementation.apply(transaction, module)
         except PatchError as error:
-            self._refuse(outcome, str(error))
+            outcome.refuse(str(error))
         except Exception as error:  # whatever upstream does to us, the original stays and the reason is shown
-            self._refuse(outcome, f"applying it failed and was undone: {type(error).__name__}: {error}")
+            outcome.refuse(f"applying it failed and was undone: {type(error).__name__}: {error}")
         else:
             outcome.state, outcome.release = State.APPLIED, releases[0]
             outcome.detail = f"{present[0]} is as in vLLM {releases[0]}"
-
-    def _refuse(self, outcome: Outcome, reason: str) -> None:
-        outcome.state, outcome.detail = State.REFUSED, reason
-        self.on_refused(outcome)
+        return True
 
 
 class Match(str, enum.Enum):

@@ -3,6 +3,7 @@
 Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may turn
 out to have given. vLLM replaces them by what it gave just before sampling, for penalties and bad words; here that is
 asked for on behalf of min_tokens as well, so a batch with such a request takes that one wait, and only such a batch.
+Each of these waits is counted, as a host wait and as a fallback to exact counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, overload
 
+from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -40,6 +42,22 @@ class Confirmed(Sequence[int]):
         return self._tokens[: len(self)][index]
 
 
+class CountedEvent:
+    """The event of a copy that the host would not wait for without min_tokens."""
+
+    __slots__ = ("_event", "_nbytes")
+
+    def __init__(self, event: Any, nbytes: int) -> None:
+        self._event = event
+        self._nbytes = nbytes
+
+    def synchronize(self) -> None:
+        """Wait, and count it."""
+        record_fallback("min_tokens")
+        with host_read("sampled_token_ids", self._nbytes, ReadKind.EVENT):
+            self._event.synchronize()
+
+
 def _unneeded(update_async_output_token_ids: Any) -> str | None:
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
@@ -65,7 +83,11 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(update)
     def update_async_output_token_ids(self: Any) -> None:
+        event = self.async_copy_ready_event
+        if event is not None and not _needed_by_vllm(self):
+            self.async_copy_ready_event = CountedEvent(event, self.sampled_token_ids_cpu.nbytes)
         update(self)
+        self.async_copy_ready_event = event
         for processor in _counting(self):
             processor.update_state(None)
 
@@ -88,6 +110,17 @@ def _counting_confirmed(add_request: Callable[..., Any]) -> Callable[..., Any]:
         return add_request(params, prompt_token_ids, Confirmed(output_token_ids))
 
     return add_confirmed
+
+
+def _needed_by_vllm(batch: Any) -> bool:
+    """Whether stock vLLM replaces this batch's placeholders, and so waits for them, too."""
+    thinking = getattr(batch, "thinking_budget_state_holder", None)
+    return bool(
+        not batch.no_penalties
+        or batch.bad_words_token_ids
+        or batch.__dict__[_NEEDS_OUTPUT]
+        or (thinking is not None and thinking.has_tracked_requests())
+    )
 
 
 def _counting(batch: Any) -> list[Any]:

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
-from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens
+from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens, prometheus_registry
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
+from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
 from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
     **metadata_patches.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
+    **prometheus_registry.IMPLEMENTATIONS,
 }
 
 
@@ -63,20 +65,24 @@ def load(*, report: bool = True) -> Plugin:
         _plugin = Plugin(settings, None)
         return _plugin
     set_sync_policy(settings.sync)
+    on_refused = _stop_on_refusal if settings.mode is Mode.STRICT else _report_refusal if report else None
+
+    def on_settled(outcome: Outcome) -> None:
+        publisher.publish()
+        if outcome.state is State.REFUSED and on_refused is not None:
+            on_refused(outcome)
+
     specs = tuple(spec for spec in load_ledger() if spec.name in implementations)
-    if settings.mode is Mode.STRICT:
-        ledger = Ledger(implementations, specs, on_refused=_stop_on_refusal)
-    elif report:
-        ledger = Ledger(implementations, specs, on_refused=_report_refusal)
-    else:
-        ledger = Ledger(implementations, specs)
+    ledger = Ledger(implementations, specs, on_settled)
     _plugin = Plugin(settings, ledger)
+    if settings.mode is not Mode.OFF:
+        publisher.start(ledger.outcomes)
     if settings.audit is Audit.ON:
         from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
 
         hear_events_from_now_on()
     ledger.install()
-    if report:
+    if report and settings.mode is not Mode.OFF:
         _report(ledger)
     return _plugin
 
@@ -101,9 +107,8 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     patches = {} if settings.mode is Mode.OFF else IMPLEMENTATIONS
     if settings.audit is Audit.OFF:
         return patches
-    from vllm_async_spec.vllm_plugin import (
-        audit_agent,
-    )  # the tool costs nothing, not even its import, until it is asked for
+    # The tool costs nothing until it is asked for, not even its import.
+    from vllm_async_spec.vllm_plugin import audit_agent
 
     return patches | audit_agent.IMPLEMENTATIONS
 

@@ -1,0 +1,86 @@
+"""The plugin's metrics for `prometheus_client`, made when somebody asks for them.
+
+Imported only where vLLM has imported `prometheus_client` already.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from vllm_async_spec._version import __version__
+from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
+from vllm_async_spec.vllm_plugin.settings import Settings
+
+MAX_CAUSES = 50
+"""How many causes get a label of their own."""
+OTHER = "other"
+"""The cause of all waits beyond that."""
+
+
+class Collector:
+    """What `prometheus_client` asks at each scrape.
+
+    Args:
+        snapshot: gives the counters of the server as they are now.
+        settings: those of this process, which are those of the server.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot], settings: Settings) -> None:
+        self._snapshot = snapshot
+        self._settings = settings
+        # In the order in which they were seen: a cause that had a label keeps it, so that no counter goes backwards.
+        self._causes: dict[str, None] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        """No names to reserve, so that a registry that has this collector may be given it again."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics as they are now."""
+        snapshot = self._snapshot()
+        yield from self._waits(snapshot)
+        fallbacks = CounterMetricFamily(
+            "vllm:async_spec_exact_fallbacks",
+            "Batches that waited for the device because a request in them needs exact token counts on the host.",
+            labels=["reason"],
+        )
+        for reason, count in sorted(snapshot.fallbacks.items()):
+            fallbacks.add_metric([reason], count)
+        yield fallbacks
+        patches = GaugeMetricFamily(
+            "vllm:async_spec_patches", "Patches of vllm-async-spec by what became of them.", labels=["state"]
+        )
+        states = Counter(snapshot.patches.values())
+        for state in (State.APPLIED, State.NOT_NEEDED, State.REFUSED, State.WAITING):
+            patches.add_metric([state.value], states[state])
+        yield patches
+        info = GaugeMetricFamily(
+            "vllm:async_spec_info", "Version and settings of vllm-async-spec.", labels=["version", "mode", "sync"]
+        )
+        info.add_metric([__version__, self._settings.mode.value, self._settings.sync.value], 1)
+        yield info
+
+    def _waits(self, snapshot: Snapshot) -> Iterable[Metric]:
+        labels = ["cause", "kind"]
+        waits = CounterMetricFamily(
+            "vllm:async_spec_host_waits", "Times that the host waited for the device, by cause.", labels=labels
+        )
+        seconds = CounterMetricFamily(
+            "vllm:async_spec_host_wait_seconds", "Seconds that the host waited for the device, by cause.", labels=labels
+        )
+        capped = Snapshot()
+        for (cause, kind), count in sorted(snapshot.waits.items()):
+            capped.add_wait(self._label(cause), kind, count, snapshot.seconds[cause, kind])
+        for (cause, kind), count in capped.waits.items():
+            waits.add_metric([cause, kind], count)
+            seconds.add_metric([cause, kind], capped.seconds[cause, kind])
+        yield from (waits, seconds)
+
+    def _label(self, cause: str) -> str:
+        if cause not in self._causes and len(self._causes) < MAX_CAUSES:
+            self._causes[cause] = None
+        return cause if cause in self._causes else OTHER

@@ -1,0 +1,82 @@
+"""What one process has counted and what became of its patches, as the processes of a server tell each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from vllm_async_spec.sync_policy import CallSite, SyncReport
+from vllm_async_spec.vllm_plugin.ledger import Outcome, State
+
+_TELLING = (State.WAITING, State.NOT_NEEDED, State.APPLIED, State.REFUSED)
+"""States by what they tell of the whole server: a patch is refused if any process refused it, and so on downwards."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Counters of a process, or of several together, since each began."""
+
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Host waits by cause and kind."""
+    seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Seconds of these waits."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Batches that waited because a request needs exact host counts, by reason."""
+    patches: dict[str, State] = field(default_factory=dict)
+    """What became of each patch."""
+
+    @classmethod
+    def of(cls, report: SyncReport, outcomes: Mapping[str, Outcome]) -> Snapshot:
+        """The snapshot of this process."""
+        snapshot = cls(
+            fallbacks=Counter(report.fallbacks), patches={name: outcome.state for name, outcome in outcomes.items()}
+        )
+        for entry in report.sites:
+            cause = f"{entry.what} at {_importable(entry.site)}"
+            snapshot.add_wait(cause, entry.kind.value, entry.count, entry.seconds)
+        return snapshot
+
+    @classmethod
+    def together(cls, snapshots: Iterable[Snapshot]) -> Snapshot:
+        """The snapshot of all these processes."""
+        total = cls()
+        for snapshot in snapshots:
+            for (cause, kind), count in snapshot.waits.items():
+                total.add_wait(cause, kind, count, snapshot.seconds[cause, kind])
+            total.fallbacks.update(snapshot.fallbacks)
+            for name, state in snapshot.patches.items():
+                total.patches[name] = max(state, total.patches.get(name, state), key=_TELLING.index)
+        return total
+
+    def to_json(self) -> str:
+        """The text that `from_json` takes."""
+        waits = [[cause, kind, count, self.seconds[cause, kind]] for (cause, kind), count in self.waits.items()]
+        return json.dumps({"waits": waits, "fallbacks": self.fallbacks, "patches": self.patches})
+
+    @classmethod
+    def from_json(cls, text: str) -> Snapshot:
+        """The snapshot that `to_json` wrote."""
+        data = json.loads(text)
+        snapshot = cls(
+            fallbacks=Counter(data["fallbacks"]),
+            patches={name: State(state) for name, state in data["patches"].items()},
+        )
+        for wait in data["waits"]:
+            snapshot.add_wait(*wait)
+        return snapshot
+
+    def add_wait(self, cause: str, kind: str, count: int, seconds: float) -> None:
+        """Add `count` waits that took `seconds` together."""
+        self.waits[cause, kind] += count
+        self.seconds[cause, kind] = self.seconds.get((cause, kind), 0.0) + seconds
+
+
+def _importable(site: CallSite) -> str:
+    """The call site with its file as Python imports it, the same wherever the package is installed."""
+    roots = [root + os.sep for root in sys.path if root and site.file.startswith(root + os.sep)]
+    file = site.file.removeprefix(max(roots, key=len)) if roots else os.path.basename(site.file)
+    return f"{file}:{site.line} {site.function}"

@@ -1,0 +1,59 @@
+"""The plugin's metrics on vLLM's `/metrics`: its collector joins whatever registry vLLM answers from."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.log import logger
+from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher
+from vllm_async_spec.vllm_plugin.settings import Settings
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+publisher = Publisher()
+"""That of this process."""
+
+_NAME = "get_prometheus_registry"
+
+
+def _unneeded(get_prometheus_registry: Any) -> None:
+    """No vLLM has these metrics by itself."""
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    from vllm_async_spec.vllm_plugin.metrics.collector import Collector
+
+    collector = Collector(publisher.snapshot, Settings.read())
+    original, several = getattr(module, _NAME), module.multiprocess.MultiProcessCollector
+    make_several = several.__init__
+
+    @functools.wraps(original)
+    def get_prometheus_registry() -> Any:
+        if publisher.failure is not None:
+            logger.warning(
+                "vllm-async-spec: /metrics has the counts of this process only, because the others can't leave theirs "
+                "anywhere (%s); set TMPDIR to a directory that can be written to",
+                publisher.failure,
+            )
+        registry = original()
+        registry.register(collector)
+        return registry
+
+    # With several API servers each request is answered from a registry of its own, which vLLM does not make.
+    @functools.wraps(make_several)
+    def __init__(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+        make_several(self, registry, *args, **kwargs)
+        if registry is not None:
+            registry.register(collector)
+
+    transaction.set(several, "__init__", __init__)
+    # Whoever has imported the function already has it under this name: the API server of 0.12 does before plugins load.
+    for holder in list(sys.modules.values()):
+        if getattr(holder, "__dict__", {}).get(_NAME) is original:
+            transaction.set(holder, _NAME, get_prometheus_registry)
+
+
+IMPLEMENTATIONS = {"prometheus-registry": Implementation(_unneeded, _apply)}
