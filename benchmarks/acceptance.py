@@ -49,14 +49,14 @@ class Orbit:
     """What follows what, and after which tokens the drafter is wrong."""
 
     successor: Tensor
-    """[vocabulary] int64; the last token, the stranger, is nobody's successor."""
+    """[vocabulary - 1] int64; what follows the vocabulary's last token, the stranger, is left to chance."""
     wrong: Tensor
-    """[vocabulary] bool."""
+    """[vocabulary - 1] bool."""
 
     @property
     def stranger(self) -> int:
         """What the drafter says when it is to be wrong."""
-        return len(self.successor) - 1
+        return len(self.successor)
 
 
 def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
@@ -70,10 +70,9 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
     source = torch.Generator().manual_seed(seed)
     tokens = vocabulary - 1
     order = torch.randperm(tokens, generator=source)
-    successor = torch.empty(vocabulary, dtype=torch.int64)
+    successor = torch.empty(tokens, dtype=torch.int64)
     successor[order] = order.roll(-1)
-    successor[tokens] = order[0]
-    wrong = torch.zeros(vocabulary, dtype=torch.bool)
+    wrong = torch.zeros(tokens, dtype=torch.bool)
     wrong[torch.randperm(tokens, generator=source)[: round((1 - share) * tokens)]] = True
     return Orbit(successor, wrong)
 
@@ -106,11 +105,12 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     orbit = make_orbit(vocabulary, share, seed=seed)
     hidden, device = embeddings.shape[1], embeddings.device
     rows = _directions(vocabulary, hidden, device, seed)
-    marks = orbit.wrong.to(device).float() * 2 - 1
+    marks = torch.full((vocabulary,), -1.0, device=device)
+    marks[: orbit.stranger][orbit.wrong.to(device)] = 1
     for name, weight in weights:
         if name in _HEADS:
             weight.zero_()
-            weight[orbit.successor[: orbit.stranger].to(device)] = rows[: orbit.stranger].to(weight.dtype)
+            weight[orbit.successor.to(device)] = rows[: orbit.stranger].to(weight.dtype)
             weight[orbit.stranger, VOTE] = 4 * hidden  # four times the logit of a token's successor
         elif name in _NORMS:
             weight.fill_(1)

@@ -127,8 +127,8 @@ class BenchEngine:
             timing = self._driver.time(which, requests)
             return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
 
-        report: dict[str, Any] = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running).to_dict()
-        return report
+        report = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running).to_dict()
+        return report | {"timeline": None}  # by far the largest part, and none of the figures
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
         """Model, drafter, and how their weights are made up."""
@@ -175,12 +175,16 @@ def _choose_plugins(plugin: str) -> None:
     Raises:
         EngineError: the plugin is not installed here.
     """
-    entries = (entry for package in distributions() for entry in package.entry_points)
-    names = {entry.name for entry in entries if entry.group.startswith("vllm.")}
+    names = _vllm_plugins()
     if plugin == "stock":
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names - {_OURS}))
     elif _OURS not in names:
         raise EngineError(f"vllm-async-spec is not installed for {sys.executable}; `pip install --no-deps .` does it")
+
+
+def _vllm_plugins() -> set[str]:
+    entries = (entry for package in distributions() for entry in package.entry_points)
+    return {entry.name for entry in entries if entry.group.startswith("vllm.")}
 
 
 def _plugin_state() -> str:

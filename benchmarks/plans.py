@@ -7,7 +7,7 @@ from itertools import product
 
 from benchmarks.arms import Acceptance, Arm, Plan, PlanError, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.shapes import Method
+from benchmarks.shapes import Method, find_shape
 
 GPU_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
@@ -23,12 +23,14 @@ ACCEPTANCE = Acceptance(0.7)
 
 
 def overhead(shape: str) -> Plan:
-    """What the plugin costs or wins on a GPU."""
+    """What the plugin costs or wins on a GPU, with the first of the shape's drafters."""
+    method = next(iter(find_shape(shape).drafters))
     return Plan(
         name=f"overhead-{shape}",
         about=f"the plugin on, off and not loaded, {shape} shape",
         arms=tuple(
-            Arm(plugin.value, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=GPU_ENGINE) for plugin in Plugin
+            Arm(plugin.value, shape, plugin=plugin, method=method, acceptance=ACCEPTANCE, engine=GPU_ENGINE)
+            for plugin in Plugin
         ),
         loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),
         turns=4,
@@ -59,7 +61,7 @@ def baseline() -> Plan:
     """
     return Plan(
         name="baseline",
-        about="stock vLLM by release, runner and attention backend",
+        about="vLLM with the plugin off, by release, runner and attention backend",
         arms=tuple(
             Arm(
                 f"{release}-{runner}-{backend}-{shape}",
@@ -83,7 +85,7 @@ def baseline_tiny() -> Plan:
     """What of the baseline a CPU can run: one release, one backend, two sizes of drafts."""
     return Plan(
         name="baseline-tiny",
-        about="stock vLLM on a CPU, by draft tokens",
+        about="vLLM with the plugin off on a CPU, by draft tokens",
         arms=tuple(
             _tiny(f"K{tokens}", plugin=Plugin.SHAM, draft_tokens=tokens, labels={"K": str(tokens)}) for tokens in (1, 3)
         ),
@@ -126,6 +128,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-1b": lambda: overhead("1b"),
     "overhead-8b": lambda: overhead("8b"),
     "overhead-moe": lambda: overhead("moe"),
+    "overhead-mla": lambda: overhead("mla"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
 }

@@ -180,6 +180,20 @@ _DEEPSEEK_LITE = _COMMON | {
 }
 
 
+_TINY_LAYER = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1024,
+}
+_TINY_MOE = _QWEN3_MOE | _TINY_LAYER | {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8}
+_TINY_MOE_EAGLE = _llama(hidden=256, layers=1, heads=4, kv_heads=2, head_dim=64, intermediate=256, vocabulary=1024)
+_TINY_MLA = _DEEPSEEK_LITE | _TINY_LAYER | {"num_key_value_heads": 4, "n_routed_experts": 8}
+
+
 def _one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """The EAGLE drafter of a Llama: one layer of it."""
     return {**config, "num_hidden_layers": 1}
@@ -212,9 +226,11 @@ SHAPES = {
         Shape(
             "tiny",
             "a Llama for tests on a CPU",
-            0.54e6,
+            0.558e6,
             _TINY,
             {Method.EAGLE: _one_layer(_TINY), Method.DRAFT_MODEL: _TINY_DRAFT},
         ),
+        Shape("tiny-moe", "the same of moe", 1.72e6, _TINY_MOE, {Method.EAGLE: _TINY_MOE_EAGLE}),
+        Shape("tiny-mla", "the same of mla", 3.22e6, _TINY_MLA, {Method.MTP: None}),
     )
 }
