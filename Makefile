@@ -45,11 +45,11 @@ $(VENV)/.ready: pyproject.toml Makefile
 	test -x $(PYTHON) || python3 -m venv $(VENV)
 	test -x $(BIN)/uv || $(PYTHON) -m pip install --quiet uv
 	if command -v nvidia-smi >/dev/null; then \
-		$(UV) $(FIND_LINKS) -e '.[cuda,test,docs]'; \
+		$(UV) $(FIND_LINKS) -e '.[cuda,test,bench,docs]'; \
 	elif $(UV) --no-index --no-deps $(FIND_LINKS) 'torch==2.13.0+cpu' 2>/dev/null; then \
-		$(UV) $(FIND_LINKS) -e '.[cpu,test,docs]'; \
+		$(UV) $(FIND_LINKS) -e '.[cpu,test,bench,docs]'; \
 	else \
-		$(UV) --torch-backend cpu -e '.[cpu,test,docs]'; \
+		$(UV) --torch-backend cpu -e '.[cpu,test,bench,docs]'; \
 	fi
 	touch $@
 

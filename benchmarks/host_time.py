@@ -1,6 +1,6 @@
 """Host time that the plugin adds to a step: vLLM's metadata class as it is, and with the host views grafted on.
 
-    python benchmarks/host_time.py [--json FILE] [--rounds N]
+    python -m benchmarks host-time [--json FILE] [--rounds N]
 
 Stock and grafted alternate in one process (ABBA), each round timing many operations; what is printed is the median of
 the rounds' ratios, their spread, and the difference in microseconds. A step of vLLM constructs one such object per KV
@@ -9,17 +9,13 @@ cache group, and calls `unpadded` at most once.
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
@@ -80,49 +76,41 @@ def microseconds(operation: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / CALLS * 1e6
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
-
+def measure(rounds: int) -> dict[str, Any]:
+    """The result file: microseconds of each operation, stock and grafted, over so many rounds."""
     import vllm
 
     module = metadata_module()
     cls, patches = module.CommonAttentionMetadata, patches_of(module)
     times: dict[str, dict[str, list[float]]] = {name: {"stock": [], "grafted": []} for name in operations(cls)}
-
-    def measure(kind: str) -> None:
-        transaction = Transaction()
-        for patch in patches if kind == "grafted" else []:
-            patch(transaction, module)
-        for name, operation in operations(cls).items():
-            times[name][kind].append(microseconds(operation))
-        transaction.roll_back()
-
-    for _ in range(options.rounds // 2):
+    for _ in range(rounds // 2):
         for kind in ("stock", "grafted", "grafted", "stock"):
-            measure(kind)
-
-    rows = {}
-    table = Table("operation", "stock", "grafted", "ratio", "added", title=f"vLLM {vllm.__version__}, microseconds")
-    for name, kinds in times.items():
-        stock, grafted = (statistics.median(kinds[kind]) for kind in ("stock", "grafted"))
-        ratios = [b / a for a, b in zip(kinds["stock"], kinds["grafted"], strict=True)]
-        rows[name] = {
-            "stock_us": stock,
-            "grafted_us": grafted,
-            "added_us": grafted - stock,
-            "ratio": statistics.median(ratios),
-            "ratio_spread": [min(ratios), max(ratios)],
-            "n": len(ratios),
-        }
-        spread = f"{rows[name]['ratio']:.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        table.add_row(name, f"{stock:.2f}", f"{grafted:.2f}", spread, f"{grafted - stock:+.2f}")
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps({"vllm": vllm.__version__, "operations": rows}, indent=2) + "\n")
+            transaction = Transaction()
+            for patch in patches if kind == "grafted" else []:
+                patch(transaction, module)
+            for name, operation in operations(cls).items():
+                times[name][kind].append(microseconds(operation))
+            transaction.roll_back()
+    return {"vllm": vllm.__version__, "operations": {name: _row(**kinds) for name, kinds in times.items()}}
 
 
-if __name__ == "__main__":
-    main()
+def table(found: dict[str, Any]) -> Table:
+    """The same for the terminal."""
+    shown = Table("operation", "stock", "grafted", "ratio", "added", title=f"vLLM {found['vllm']}, microseconds")
+    for name, row in found["operations"].items():
+        low, high = row["ratio_spread"]
+        ratio = f"{row['ratio']:.2f} ({low:.2f}-{high:.2f})"
+        shown.add_row(name, f"{row['stock_us']:.2f}", f"{row['grafted_us']:.2f}", ratio, f"{row['added_us']:+.2f}")
+    return shown
+
+
+def _row(stock: list[float], grafted: list[float]) -> dict[str, Any]:
+    ratios = [b / a for a, b in zip(stock, grafted, strict=True)]
+    return {
+        "stock_us": statistics.median(stock),
+        "grafted_us": statistics.median(grafted),
+        "added_us": statistics.median(grafted) - statistics.median(stock),
+        "ratio": statistics.median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+        "n": len(ratios),
+    }

@@ -1,0 +1,132 @@
+"""Dummy weights under which a drafter is right as often as one asks.
+
+A model whose weights are noise accepts nearly no draft, and a benchmark of speculative decoding that accepts nothing
+measures half of it. What is arranged here, in weights that are already there, leaves
+every matrix dense:
+
+- Rows of the embeddings are random directions, far longer than anything that layers of dummy weights (all within
+  0.001) add to them: the residual stream that leaves the last layer is the token's embedding.
+- The head's row for `successor[i]` is the embedding of `i`, so that the target always says `successor[i]` after `i`.
+  The successors form one long cycle.
+- Two hidden dimensions are reserved. In the target's embeddings `MARK` holds +1 for the tokens after which the
+  drafter is to be wrong and -1 for the others, and the head is blind to it. `VOTE` is zero there, and the head's row
+  for one token that is nobody's successor, the stranger, has a large weight for it.
+- The drafter, which would otherwise say what the target says, gets the mark into `VOTE`: by the projection of its
+  input, which copies the embedding and writes the mark (EAGLE, MTP), or by its own embeddings (a draft model).
+
+Marks are spread over the cycle at random and every step begins at a token that no step before it has looked at, so
+that each draft is accepted with probability `share`, independently of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MARK, VOTE = 0, 1
+SEED = 20
+
+_HEADS = {"lm_head", "head"}
+_NORMS = {"norm", "enorm", "hnorm"}
+"""Norms outside the layers: of the last hidden state, and of the inputs of a drafter's projection."""
+_PROJECTIONS = {"fc", "eh_proj"}
+"""From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP."""
+
+
+class ArrangementError(ValueError):
+    """These weights can't be arranged; the message says why and what to do."""
+
+
+def expected_length(share: float, draft_tokens: int) -> float:
+    """Mean tokens a step and request: the target's own, and drafts up to the first that is wrong."""
+    return sum(share**accepted for accepted in range(draft_tokens + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Orbit:
+    """What follows what, and after which tokens the drafter is wrong."""
+
+    successor: Tensor
+    """[vocabulary - 1] int64; what follows the vocabulary's last token, the stranger, is left to chance."""
+    wrong: Tensor
+    """[vocabulary - 1] bool."""
+
+    @property
+    def stranger(self) -> int:
+        """What the drafter says when it is to be wrong."""
+        return len(self.successor)
+
+
+def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
+    """One cycle through all tokens but the stranger, and `1 - share` of them marked.
+
+    Raises:
+        ArrangementError: `share` is not between 0 and 1.
+    """
+    if not 0 <= share <= 1:
+        raise ArrangementError(f"an acceptance of {share} can't be arranged; it must be between 0 and 1")
+    source = torch.Generator().manual_seed(seed)
+    tokens = vocabulary - 1
+    order = torch.randperm(tokens, generator=source)
+    successor = torch.empty(tokens, dtype=torch.int64)
+    successor[order] = order.roll(-1)
+    wrong = torch.zeros(tokens, dtype=torch.bool)
+    wrong[torch.randperm(tokens, generator=source)[: round((1 - share) * tokens)]] = True
+    return Orbit(successor, wrong)
+
+
+@torch.no_grad()
+def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = False, seed: int = SEED) -> None:
+    """Arrange the dummy weights of a target or of a drafter, in place.
+
+    A target and the drafters of its hidden size get the same embeddings and head, so that it makes no difference
+    which of them vLLM lets them share.
+
+    Args:
+        model: a causal language model, its modules named as in vLLM and transformers.
+        vocabulary: tokens of the model; matrices may have more rows, as padding.
+        share: probability that a draft is accepted.
+        votes: whether the model's own embeddings hold the marks: it is a draft model.
+        seed: of the cycle, the marks and the embeddings.
+
+    Raises:
+        ArrangementError: `share` is not between 0 and 1, or head and embeddings are one matrix.
+    """
+    weights = [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+    embeddings = next(weight for name, weight in weights if name == "embed_tokens")
+    own_head = getattr(model, "lm_head", None)
+    if own_head is not None and own_head.weight is embeddings:
+        raise ArrangementError(
+            "the head is the embeddings' own matrix, so the target can only repeat its last token; "
+            "set tie_word_embeddings to false in config.json"
+        )
+    orbit = make_orbit(vocabulary, share, seed=seed)
+    hidden, device = embeddings.shape[1], embeddings.device
+    rows = _directions(vocabulary, hidden, device, seed)
+    marks = torch.full((vocabulary,), -1.0, device=device)
+    marks[: orbit.stranger][orbit.wrong.to(device)] = 1
+    for name, weight in weights:
+        if name in _HEADS:
+            weight.zero_()
+            weight[orbit.successor.to(device)] = rows[: orbit.stranger].to(weight.dtype)
+            weight[orbit.stranger, VOTE] = 4 * hidden  # four times the logit of a token's successor
+        elif name in _NORMS:
+            weight.fill_(1)
+        elif name in _PROJECTIONS:
+            weight[:, :hidden] += torch.eye(hidden, dtype=weight.dtype, device=device)
+            weight[VOTE] = 0
+            weight[VOTE, MARK] = 1
+    rows[:, MARK] = marks
+    if votes:
+        rows[:, VOTE] = marks
+    embeddings.zero_()
+    embeddings[:vocabulary] = rows.to(embeddings.dtype)
+
+
+def _directions(vocabulary: int, hidden: int, device: torch.device, seed: int) -> Tensor:
+    """Random rows of length sqrt(hidden), [vocabulary, hidden] float32, with nothing in the reserved dimensions."""
+    rows = torch.randn(vocabulary, hidden, device=device, generator=torch.Generator(device).manual_seed(seed))
+    rows[:, [MARK, VOTE]] = 0
+    return rows.mul_(hidden**0.5 / rows.norm(dim=1, keepdim=True))

@@ -1,0 +1,104 @@
+"""What is compared, as plain data: an arm is one way of serving, a plan is arms, loads and the order of turns."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.loads import Load
+from benchmarks.shapes import Method
+
+
+class Plugin(str, enum.Enum):
+    """Whose vLLM an arm is."""
+
+    STOCK = "stock"
+    """vLLM is told not to load the plugin."""
+    SHAM = "sham"
+    """The plugin is loaded and switched off: what differs from stock is noise, or a fault of the comparison."""
+    ON = "plugin"
+
+
+class Means(str, enum.Enum):
+    """By what the acceptance rate is set."""
+
+    WEIGHTS = "weights"
+    """The drafter's and the target's weights are arranged (`acceptance`): any release, any runner, greedy."""
+    SAMPLER = "sampler"
+    """vLLM's own synthetic rejection sampling, in the releases that have it, and on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often a draft is accepted, given that those before it were."""
+
+    share: float
+    means: Means = Means.WEIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of serving: a row of the table."""
+
+    name: str
+    shape: str
+    plugin: Plugin = Plugin.STOCK
+    release: str | None = None
+    """The vLLM release that it must be; None for that of this environment."""
+    runner: str | None = None
+    """The model runner that it must be, `V1` or `V2`; None for vLLM's choice."""
+    method: Method | None = Method.EAGLE
+    draft_tokens: int = 3
+    acceptance: Acceptance | None = None
+    """None: whatever dummy weights accept, which is next to nothing."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `vllm.LLM`, before which all others give way."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Columns of the table that this arm is a row of, where its name is not enough."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Arms, what they are given to do, and how often each has its turn."""
+
+    name: str
+    about: str
+    arms: tuple[Arm, ...]
+    loads: tuple[Load, ...]
+    turns: int
+    """Turns of each arm; the order of the arms is reversed every other time."""
+    seconds: float = 3.0
+    """Timed runs of a load go on in each turn until this is spent."""
+    repetitions: int = 3
+    """Fewest timed runs of a load in a turn."""
+    reference: str | None = None
+    """The arm that others are compared with; None where rows are only listed."""
+    control: str | None = None
+    """The arm that must not differ from the reference."""
+    keep: bool = False
+    """Whether the engines stay side by side between turns: saves starts, and hides what differs between two of them."""
+    audit_steps: int = 0
+    """Steps that each arm's first turn is audited for after it was timed, once for each load."""
+
+    def __post_init__(self) -> None:
+        if self.reference is not None and self.turns % 2:
+            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of them")
+        if self.audit_steps and any(arm.plugin is Plugin.STOCK for arm in self.arms):
+            raise PlanError(
+                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make them sham"
+            )
+
+    def order(self) -> list[tuple[int, Arm]]:
+        """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ..."""
+        return [(number, arm) for number in range(self.turns) for arm in self.arms[:: -1 if number % 2 else 1]]
+
+
+class PlanError(ValueError):
+    """A plan can't be run; the message says why and what to do."""

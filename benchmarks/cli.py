@@ -1,0 +1,169 @@
+"""The command line: `python -m benchmarks run | plot | tables | host-time`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.arms import Plan, PlanError
+from benchmarks.loads import LoadError
+from benchmarks.plans import PLANS, find_plan
+from benchmarks.present import grid, notes
+from benchmarks.results import RESULTS, ResultFile, read_result, result_files
+from benchmarks.runner import Runner
+from benchmarks.shapes import ShapeError
+from benchmarks.tables import TableError, documents, rewrite
+
+app = typer.Typer(
+    help="Every measurement of this project; docs/benchmarks.md says how to read one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_PAGE = 150
+"""Columns of a table that goes to a file, which has no width of its own."""
+
+console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo(f"benchmarks: {message}", err=True)
+    raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
+    only: Annotated[str, typer.Option(help="Run only arms whose name contains this.")] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RELEASE=FILE", help="For arms of a vLLM release: a shell file to source, or a Python."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the result file; that of the plan if unset.")] = "",
+    turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
+    budget_s: Annotated[float, typer.Option(min=0, help="Begin no turn that would end later than this; 0: none.")] = 0,
+    retry: Annotated[bool, typer.Option("--retry", help="Try turns again that failed.")] = False,
+    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+) -> None:
+    """Run what a plan's result file lacks, and write it after every turn.
+
+    Exit code 0: all that was asked for is there; 1: turns are left, or one failed.
+    """
+    try:
+        chosen = _adjusted(find_plan(plan), turns, seconds)
+        result = ResultFile(out / f"{name or chosen.name}.json", chosen)
+        command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+        runner = Runner(chosen, result, command=command, envs=_environments(env or []), cache=cache, report=_say)
+        done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
+    except (PlanError, LoadError, ShapeError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted; what was finished is kept, and the same command goes on from there")
+    if result.turns:
+        _show(result.document)
+        typer.echo(f"written to {result.path}")
+    raise typer.Exit(0 if done and not any("error" in turn for turn in result.turns) else 1)
+
+
+@app.command()
+def show(files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None) -> None:
+    """Print results that are there."""
+    for path in files or result_files():
+        _show(_read(path))
+
+
+@app.command()
+def plot(
+    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
+    form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
+) -> None:
+    """Draw the figure of each result, beside its JSON."""
+    if form not in ("svg", "png"):
+        _fail(f"--format is {form!r}; it must be svg or png")
+    try:
+        from benchmarks.plot import draw
+
+        for path in files or result_files():
+            figure = path.with_suffix(f".{form}")
+            draw(_read(path), figure)
+            typer.echo(str(figure))
+    except ModuleNotFoundError as error:
+        _fail(f"{error}; `pip install 'vllm-async-spec[bench]'` has it")
+
+
+@app.command()
+def tables(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
+) -> None:
+    """Write the tables in README.md and docs/*.md from the results."""
+    try:
+        stale = rewrite(documents())
+    except (TableError, PlanError) as error:
+        _fail(str(error))
+    if check and stale:
+        _fail(f"stale tables in {', '.join(path.name for path in stale)}; `python -m benchmarks tables` writes them")
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+        typer.echo(str(path))
+
+
+@app.command()
+def host_time(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+) -> None:
+    """Host time that the plugin adds to constructing vLLM's attention metadata."""
+    from benchmarks.host_time import measure, table
+
+    found = measure(rounds)
+    console.print(table(found))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _adjusted(plan: Plan, turns: int, seconds: float) -> Plan:
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds)
+
+
+def _environments(given: list[str]) -> dict[str, Path]:
+    environments = {}
+    for each in given:
+        release, _, file = each.partition("=")
+        if not file:
+            _fail(f"--env is {each!r}; it must be RELEASE=FILE, such as 0.32.0=/opt/vllm-0.32.0/env.sh")
+        if not Path(file).is_file():
+            _fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python")
+        environments[release] = Path(file).absolute()
+    return environments
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_result(path)
+    except (OSError, ValueError) as error:
+        _fail(f"{path} can't be read: {error}")
+
+
+def _show(document: dict[str, Any]) -> None:
+    found = grid(document)
+    table = Table(*found.head, title=document["plan"]["about"])
+    for row in found.rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+    for note in notes(document):
+        typer.echo(note)
+
+
+def _say(line: str) -> None:
+    console.print(escape(line), highlight=False, soft_wrap=True)

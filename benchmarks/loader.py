@@ -1,0 +1,37 @@
+"""vLLM's dummy loader, which then arranges what it made up so that drafts are accepted as often as one asks.
+
+It arranges at loading, not afterwards in the engine: many kernels repack weights once they are loaded (vLLM's CPU
+platform does so with every linear layer), and what is written into the originals later reaches nothing.
+
+Importing this registers it, in the process that loads the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+from benchmarks.acceptance import arrange
+
+LOAD_FORMAT = "arranged"
+
+
+@register_model_loader(LOAD_FORMAT)
+class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
+    """Takes `share`, the probability of acceptance, and `draft_model`, the directory of one, from the extra config."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
+        BaseModelLoader.__init__(self, load_config)  # the class in between takes no options
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """Make the weights up and arrange them."""
+        super().load_weights(model, model_config)
+        votes = model_config.model == self._options["draft_model"]
+        arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)

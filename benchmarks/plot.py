@@ -1,0 +1,164 @@
+"""One figure for each result, beside its JSON: ratios with their intervals where arms are compared, else figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.present import ratio
+from benchmarks.summary import Row, pass_ratios
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INK, _FAINT, _BAND = "#1a1a1a", "#8a8f98", "#e7e9ee"
+_COLOURS = ("#0b6e8a", "#c2571a", "#6a4c93", "#3d7a35")
+_FACET, _COLOUR = "size", "backend"
+"""Labels of arms that make rows of panels, and colours."""
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Draw the figure of a result into `path`, SVG or PNG by its name."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings: dict[str, Any] = {
+        "font.size": 10,
+        "axes.edgecolor": _FAINT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "vllm-async-spec",  # the same result gives the same file
+    }
+    with plt.rc_context(settings):
+        figure = _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata, facecolor="white")
+        plt.close(figure)
+
+
+def _compared(document: dict[str, Any], plt: Any) -> Any:
+    """A row for each load: the band is what the sham arm, stock in all but name, differs by."""
+    plan = document["plan"]
+    loads = [load["name"] for load in plan["loads"]]
+    arms = [arm["name"] for arm in plan["arms"] if arm["name"] not in (plan["reference"], plan["control"])]
+    figure, axes = plt.subplots(figsize=(8.2, 1.7 + 0.62 * len(loads) * len(arms)), layout="constrained")
+    rows = {(row["load"], row["arm"]): row for row in document["summary"]}
+    ticks = []
+    for place, (load, arm) in enumerate((load, arm) for load in loads for arm in arms):
+        row = rows.get((load, arm))
+        ticks.append(load if len(arms) == 1 else f"{load}, {arm}")
+        if row is None:
+            continue
+        _band(axes, place, rows.get((load, plan["control"])))
+        if "ratio" in row:
+            _interval(axes, place, row, pass_ratios(document, load, arm))
+        note = ratio(row) if "ratio" in row else "no ratio is told"
+        colour = _INK if "ratio" in row else _COLOURS[1]
+        axes.annotate(
+            note, (1.01, place), xycoords=("axes fraction", "data"), va="center", color=colour, annotation_clip=False
+        )
+    axes.axvline(1, color=_INK, linewidth=0.8)
+    axes.set_yticks(range(len(ticks)), ticks)
+    axes.set_ylim(len(ticks) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"speed, {plan['reference']} = 1 (right of the line is faster)")
+    axes.set_title(_title(document), loc="left", fontsize=11)
+    _legend(figure, plan)
+    return figure
+
+
+def _band(axes: Axes, place: int, control: Row | None) -> None:
+    if control is None or "ratio" not in control:
+        return
+    found = control["ratio"]
+    axes.barh(place, found["high"] - found["low"], left=found["low"], height=0.72, color=_BAND, zorder=0)
+
+
+def _interval(axes: Axes, place: int, row: Row, passes: Sequence[float]) -> None:
+    found = row["ratio"]
+    axes.plot(passes, [place + 0.24] * len(passes), "o", color=_FAINT, markersize=3.5, zorder=2)
+    axes.plot((found["low"], found["high"]), (place, place), color=_COLOURS[0], linewidth=2.2, zorder=3)
+    axes.plot(found["value"], place, "o", color=_COLOURS[0], markersize=7, zorder=4)
+
+
+def _legend(figure: Figure, plan: dict[str, Any]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [
+        Line2D([], [], color=_COLOURS[0], marker="o", linewidth=2.2, label="ratio, 95 % interval"),
+        Line2D([], [], color=_FAINT, marker="o", linestyle="", markersize=3.5, label="each pass"),
+    ]
+    if plan["control"]:
+        handles.append(Patch(color=_BAND, label=f"interval of {plan['control']}: noise"))
+    figure.legend(handles=handles, ncols=3, frameon=False, fontsize=9, loc="outside lower left")
+
+
+def _listed(document: dict[str, Any], plt: Any) -> Any:
+    """A column of panels for each load, a row of panels for each size, a line for each arm; bars are spreads."""
+    plan = document["plan"]
+    loads = [load["name"] for load in plan["loads"]]
+    facets = list(dict.fromkeys(arm["labels"].get(_FACET, "") for arm in plan["arms"]))
+    colours = list(dict.fromkeys(arm["labels"].get(_COLOUR, "") for arm in plan["arms"]))
+    lines = list(dict.fromkeys(_line(arm) for arm in plan["arms"]))
+    figure, panels = plt.subplots(
+        len(facets),
+        len(loads),
+        squeeze=False,
+        sharey=True,
+        figsize=(2.2 + 2.9 * len(loads), 1.4 + len(facets) * (0.9 + 0.36 * len(lines))),
+        layout="constrained",
+    )
+    rows = {(row["load"], row["arm"]): row for row in document["summary"]}
+    for arm in plan["arms"]:
+        facet, colour = facets.index(arm["labels"].get(_FACET, "")), colours.index(arm["labels"].get(_COLOUR, ""))
+        place = lines.index(_line(arm)) + (colour - (len(colours) - 1) / 2) * 0.22
+        for column, load in enumerate(loads):
+            if (load, arm["name"]) in rows:
+                _figure(panels[facet][column], place, rows[load, arm["name"]], _COLOURS[colour % len(_COLOURS)])
+    for facet, name in enumerate(facets):
+        for column, load in enumerate(plan["loads"]):
+            steady = load["requests"] == load["running"]
+            panel = panels[facet][column]
+            panel.set_title(f"{load['name']}{', ' + name if name else ''}", loc="left", fontsize=10)
+            panel.set_xlabel("ms a step (left is faster)" if steady else "tokens/s (right is faster)", fontsize=9)
+            panel.set_xlim(left=0)
+            panel.margins(x=0.12)
+            panel.grid(axis="x", color=_BAND)
+            panel.set_axisbelow(True)
+            panel.set_yticks(range(len(lines)), lines)
+            panel.set_ylim(len(lines) - 0.4, -0.6)
+            panel.tick_params(axis="y", length=0)
+    figure.suptitle(_title(document), x=0.01, ha="left", fontsize=11)
+    if len(colours) > 1:
+        from matplotlib.lines import Line2D
+
+        handles = [
+            Line2D([], [], color=_COLOURS[index % len(_COLOURS)], marker="o", linestyle="", label=name)
+            for index, name in enumerate(colours)
+        ]
+        figure.legend(handles=handles, ncols=len(colours), frameon=False, loc="outside lower left", fontsize=9)
+    return figure
+
+
+def _figure(panel: Axes, place: float, row: Row, colour: str) -> None:
+    found = row["step_ms" if row["steady"] else "tokens_per_second"]
+    panel.plot((found["low"], found["high"]), (place, place), color=colour, linewidth=1.6)
+    panel.plot(found["median"], place, "o", color=colour, markersize=5.5)
+
+
+def _line(arm: dict[str, Any]) -> str:
+    named = [value for label, value in arm["labels"].items() if label not in (_FACET, _COLOUR)]
+    return " ".join(named) or str(arm["name"])
+
+
+def _title(document: dict[str, Any]) -> str:
+    facts = [turn["facts"] for turn in document["turns"] if "facts" in turn]
+    releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
+    devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
+    about: str = document["plan"]["about"]
+    return f"{about[:1].upper()}{about[1:]}\nvLLM {releases} on {devices}"

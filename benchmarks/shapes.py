@@ -1,0 +1,236 @@
+"""Models by their sizes only: what has to be on disk for vLLM to run one with weights that it makes up.
+
+A directory with a `config.json` is enough: weights are dummies, prompts are token ids, and no tokenizer is loaded.
+No shape ties its head to its embeddings: the two are arranged differently (see `acceptance`), and a step reads the
+whole head and a few rows of the embeddings whether they are one matrix or two.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class Method(str, enum.Enum):
+    """How drafts are made, by vLLM's names."""
+
+    EAGLE = "eagle"
+    DRAFT_MODEL = "draft_model"
+    MTP = "mtp"
+
+
+class ShapeError(ValueError):
+    """A shape or a way of drafting for it does not exist; the message names those that do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model."""
+
+    name: str
+    about: str
+    parameters: float
+    """How many it should have; a test counts them."""
+    target: Mapping[str, Any]
+    """Its config.json."""
+    drafters: Mapping[Method, Mapping[str, Any] | None]
+    """A config.json for each way of drafting; None where the target's own directory holds the drafter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Directories that vLLM takes for models."""
+
+    target: Path
+    drafter: Path | None
+
+
+def write_models(shape: Shape, method: Method | None, folder: Path) -> Models:
+    """Write what `shape` needs for drafting by `method` (None: no drafting) into `folder`.
+
+    Raises:
+        ShapeError: this shape has no such drafter.
+    """
+    target = _write(folder / shape.name / "target", shape.target)
+    if method is None:
+        return Models(target, None)
+    if method not in shape.drafters:
+        known = ", ".join(known.value for known in shape.drafters)
+        raise ShapeError(f"shape {shape.name!r} has no drafter for {method.value!r}; it has {known}")
+    config = shape.drafters[method]
+    return Models(target, _write(folder / shape.name / method.value, config) if config else target)
+
+
+def find_shape(name: str) -> Shape:
+    """The shape of this name.
+
+    Raises:
+        ShapeError: there is none.
+    """
+    if name not in SHAPES:
+        raise ShapeError(f"there is no shape {name!r}; there are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def _write(folder: Path, config: Mapping[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 65_536,
+    "rope_theta": 500_000.0,
+}
+
+
+def _llama(
+    *, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, vocabulary: int
+) -> dict[str, Any]:
+    return _COMMON | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "mlp_bias": False,
+    }
+
+
+def _small_llama(vocabulary: int) -> dict[str, Any]:
+    """A draft model that costs little next to any target but the tiny one."""
+    return _llama(
+        hidden=1024, layers=2, heads=16, kv_heads=8, head_dim=64, intermediate=4096, vocabulary=vocabulary
+    )  # fmt: skip
+
+
+_LLAMA_1B = _llama(
+    hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocabulary=128_256
+)  # fmt: skip
+_LLAMA_8B = _llama(
+    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocabulary=128_256
+)  # fmt: skip
+_TINY = _llama(hidden=128, layers=2, heads=2, kv_heads=1, head_dim=64, intermediate=256, vocabulary=1024)
+_TINY_DRAFT = _llama(hidden=64, layers=1, heads=1, kv_heads=1, head_dim=64, intermediate=128, vocabulary=1024)
+
+_QWEN3_MOE = _COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151_936,
+}
+_QWEN3_MOE_EAGLE = _llama(
+    hidden=2048, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocabulary=151_936
+)  # fmt: skip
+
+# As DeepSeek-V3, of which vLLM knows the multi-token prediction layer, in the sizes of DeepSeek-V2-Lite.
+_DEEPSEEK_LITE = _COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 102_400,
+}
+
+
+_TINY_LAYER = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1024,
+}
+_TINY_MOE = _QWEN3_MOE | _TINY_LAYER | {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8}
+_TINY_MOE_EAGLE = _llama(hidden=256, layers=1, heads=4, kv_heads=2, head_dim=64, intermediate=256, vocabulary=1024)
+_TINY_MLA = _DEEPSEEK_LITE | _TINY_LAYER | {"num_key_value_heads": 4, "n_routed_experts": 8}
+
+
+def _one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The EAGLE drafter of a Llama: one layer of it."""
+    return {**config, "num_hidden_layers": 1}
+
+
+def _llama_shape(name: str, about: str, parameters: float, target: Mapping[str, Any]) -> Shape:
+    drafters = {Method.EAGLE: _one_layer(target), Method.DRAFT_MODEL: _small_llama(target["vocab_size"])}
+    return Shape(name, about, parameters, target, drafters)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _llama_shape("1b", "Llama-3.2-1B with a head of its own", 1.50e9, _LLAMA_1B),
+        _llama_shape("8b", "Llama-3-8B", 8.03e9, _LLAMA_8B),
+        Shape(
+            "moe",
+            "Qwen3-30B-A3B with a third of its layers and half of its experts",
+            5.76e9,
+            _QWEN3_MOE,
+            {Method.EAGLE: _QWEN3_MOE_EAGLE, Method.DRAFT_MODEL: _small_llama(151_936)},
+        ),
+        Shape(
+            "mla",
+            "DeepSeek-V2-Lite's sizes in DeepSeek-V3's architecture, with one prediction layer",
+            15.7e9,
+            _DEEPSEEK_LITE,
+            {Method.MTP: None},
+        ),
+        Shape(
+            "tiny",
+            "a Llama for tests on a CPU",
+            0.558e6,
+            _TINY,
+            {Method.EAGLE: _one_layer(_TINY), Method.DRAFT_MODEL: _TINY_DRAFT},
+        ),
+        Shape("tiny-moe", "the same of moe", 1.72e6, _TINY_MOE, {Method.EAGLE: _TINY_MOE_EAGLE}),
+        Shape("tiny-mla", "the same of mla", 3.22e6, _TINY_MLA, {Method.MTP: None}),
+    )
+}

@@ -1,0 +1,90 @@
+"""From turns to rows: medians, spreads, and ratios where they may be told."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
+
+Row = dict[str, Any]
+
+
+def summarise(document: dict[str, Any]) -> list[Row]:
+    """One row for each load and arm, loads outermost.
+
+    A row's `speed` is steps a second for a steady load, and tokens a second for the others: the arms' ratio is of
+    it, with `ratio` or, where none may be told, `refused` saying why.
+    """
+    plan = document["plan"]
+    rows = []
+    for load in plan["loads"]:
+        steady = load["requests"] == load["running"]
+        speeds = {
+            arm["name"]: _by_pass(document["turns"], arm["name"], load["name"], steady=steady) for arm in plan["arms"]
+        }
+        for arm in plan["arms"]:
+            found = [
+                turn["loads"][load["name"]]
+                for turn in document["turns"]
+                if turn["arm"] == arm["name"] and load["name"] in turn.get("loads", {})
+            ]
+            if found:
+                row = {"load": load["name"], "steady": steady, "arm": arm["name"]} | _figures(found)
+                rows.append(row | _comparison(document, speeds, arm["name"]))
+    return rows
+
+
+def pass_ratios(document: dict[str, Any], load: str, arm: str) -> list[float]:
+    """The ratio of an arm's speed to the reference's, in each pass that has both."""
+    steady = next(each["requests"] == each["running"] for each in document["plan"]["loads"] if each["name"] == load)
+    names = (document["plan"]["reference"], arm)
+    reference, other = (_by_pass(document["turns"], name, load, steady=steady) for name in names)
+    return [other[number] / reference[number] for number in sorted(reference.keys() & other.keys())]
+
+
+def _figures(found: list[dict[str, Any]]) -> Row:
+    """Medians over turns; with one turn the spread is that of its runs."""
+    row: Row = {"turns": len(found), "runs": sum(turn["n"] for turn in found)}
+    for name in ("step_ms", "tokens_per_second"):
+        values = [turn[name] for turn in found]
+        spread = values if len(values) > 1 else [run[name] for run in found[0]["runs"]]
+        row[name] = {"median": statistics.median(values), "low": min(spread), "high": max(spread)}
+    row["acceptance_length"] = statistics.fmean(turn["acceptance_length"] for turn in found)
+    return row
+
+
+def _by_pass(turns: list[dict[str, Any]], arm: str, load: str, *, steady: bool) -> dict[int, float]:
+    return {
+        turn["pass"]: 1000 / turn["loads"][load]["step_ms"] if steady else turn["loads"][load]["tokens_per_second"]
+        for turn in turns
+        if turn["arm"] == arm and load in turn.get("loads", {})
+    }
+
+
+def _comparison(document: dict[str, Any], speeds: dict[str, dict[int, float]], arm: str) -> Row:
+    plan = document["plan"]
+    reference, control = plan["reference"], plan["control"]
+    if reference is None or arm == reference:
+        return {}
+    ratio = _ratio(speeds[reference], speeds[arm])
+    if arm == control:
+        return {"ratio": _plain(ratio)} if ratio else {}
+    machines = {str(turn["facts"]["hardware"]) for turn in document["turns"] if "facts" in turn}
+    if len(machines) > 1:
+        return {"refused": f"the turns were had on {len(machines)} different machines"}
+    why = refusal(_ratio(speeds[reference], speeds[control])) if control else None
+    if why is None and ratio is None:
+        why = "fewer than two passes have both arms"
+    return {"refused": why} if why else {"ratio": _plain(ratio)}
+
+
+def _ratio(reference: dict[int, float], other: dict[int, float]) -> Interval | None:
+    both = sorted(reference.keys() & other.keys())
+    return paired_ratio([reference[number] for number in both], [other[number] for number in both])
+
+
+def _plain(ratio: Interval | None) -> Row:
+    assert ratio is not None
+    return asdict(ratio) | {"noise": ratio.noise, "confidence": CONFIDENCE}

@@ -1,0 +1,112 @@
+"""The tables of README.md and docs/*.md, written from benchmarks/results: nobody types a measured number.
+
+A document has a table between two comments, each on a line of its own:
+
+    <!-- results: NAME -->
+    <!-- end of results -->
+
+NAME is `demo`, `host-time`, or the name of a plan's result file without `.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.present import Grid, grid, notes
+from benchmarks.results import RESULTS, read_result
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_PLACE = re.compile(
+    r"(?P<begin>^<!-- results: (?P<name>\S+) -->\n)(?P<table>.*?)(?P<end>^<!-- end of results -->$)", re.M | re.S
+)
+
+
+class TableError(ValueError):
+    """A document asks for a table that can't be made; the message names both."""
+
+
+def documents(root: Path = ROOT) -> list[Path]:
+    """All documents that may have tables."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def rewrite(paths: Iterable[Path], results: Path = RESULTS) -> dict[Path, str]:
+    """The new text of every document whose tables are stale.
+
+    Raises:
+        TableError: a document asks for a result that is not there.
+    """
+    stale = {}
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        parts, end = [], 0
+        for place in _PLACE.finditer(text):
+            table = _table(place["name"], results, path)
+            parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
+            end = place.end()
+        if (new := "".join([*parts, text[end:]])) != text:
+            stale[path] = new
+    return stale
+
+
+def _table(name: str, results: Path, document: Path) -> str:
+    make = _MADE_OF_SEVERAL.get(name)
+    if make is not None:
+        return make(results)
+    path = results / f"{name}.json"
+    if not path.is_file():
+        raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
+    found = read_result(path)
+    return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
+
+
+def _demo(results: Path) -> str:
+    rows = []
+    for found in _by_release(results, "demo-h200-vllm-*.json"):
+        ways = {way["way"]: way for way in found["results"]}
+        base = ways["synchronous"]["tokens_per_second"]
+        for way in list(ways.values())[1:]:
+            speed, low, high = (value / base for value in (way["tokens_per_second"], *way["spread"]))
+            rows.append(
+                (
+                    found["vllm"],
+                    way["way"],
+                    way["runner"],
+                    f"{speed:.2f} ({low:.2f}-{high:.2f})",
+                    f"{way['acceptance_length']:.3f}",
+                    f"{way['reads_now']:.2f} + {way['reads_late']:.2f}",
+                    way["difference"] or "identical",
+                )
+            )
+    head = (
+        "vLLM",
+        "way",
+        "runner",
+        "tokens/s, ratio",
+        "accepted",
+        "host reads, newest step + the one before",
+        "tokens",
+    )
+    return Grid(head, rows).markdown()
+
+
+def _host_time(results: Path) -> str:
+    rows = []
+    for found in _by_release(results, "host-time-h200-vllm-*.json"):
+        operations = found["operations"].values()
+        rows.append((found["vllm"], *(f"{it['stock_us']:.2f} → {it['grafted_us']:.2f}" for it in operations)))
+    return Grid(("vLLM", "constructing the metadata", "`unpadded`, which constructs one"), rows).markdown()
+
+
+_MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {"demo": _demo, "host-time": _host_time}
+
+
+def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:
+    """Results of that pattern, newest release first."""
+    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in results.glob(pattern)]
+    return sorted(found, key=lambda each: [int(part) for part in each["vllm"].split(".")], reverse=True)

@@ -1,0 +1,70 @@
+"""The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks, under both ways of
+scheduling? What each step emits is known beforehand, token for token."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from bench_walk import as_steps, walk
+
+from benchmarks import child
+from benchmarks.acceptance import expected_length, make_orbit
+from benchmarks.arms import Acceptance, Arm, Plugin
+from benchmarks.loads import Load, make_requests
+from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.shapes import Method, find_shape
+from benchmarks.timing import time_run
+from vllm_async_spec.audit.report import Report
+
+LOAD = Load("decode", requests=16, running=16, prompt=(8, 8), output=(160, 160))
+VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("shape", "method", "share", "draft_tokens", "plugin"),
+    [
+        ("tiny", Method.EAGLE, 0.7, 3, Plugin.ON),
+        pytest.param("tiny", Method.DRAFT_MODEL, 0.0, 2, Plugin.SHAM, marks=pytest.mark.slow),
+        pytest.param("tiny", Method.DRAFT_MODEL, 0.5, 1, Plugin.STOCK, marks=pytest.mark.slow),
+        pytest.param("tiny", Method.DRAFT_MODEL, 0.9, 5, Plugin.ON, marks=pytest.mark.slow),
+        pytest.param("tiny", Method.EAGLE, 1.0, 3, Plugin.SHAM, marks=pytest.mark.slow),
+        pytest.param("tiny-moe", Method.EAGLE, 0.7, 3, Plugin.ON, marks=pytest.mark.slow),
+        pytest.param("tiny-mla", Method.MTP, 0.7, 3, Plugin.ON, marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_are_accepted_as_often_as_asked(
+    tmp_path: Path, shape: str, method: Method, share: float, draft_tokens: int, plugin: Plugin
+):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
+    if torch.cuda.is_available():
+        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
+    arm = Arm(
+        "arm",
+        shape,
+        plugin=plugin,
+        method=method,
+        draft_tokens=draft_tokens,
+        acceptance=Acceptance(share),
+        engine=CPU_ENGINE,
+        environment=CPU_ENVIRONMENT,
+    )
+    audit = share == 0.9  # one of them is enough
+    with child.start(arm, [LOAD], audit=audit, env=None, models=tmp_path, log=tmp_path / "log") as engine:
+        engine.wait_until_ready()
+        facts = engine.ask("describe")
+        measured = engine.ask("measure", load=LOAD.name, seconds=0, repetitions=2)
+        report = engine.ask("audit", load=LOAD.name, steps=16) if audit else None
+
+    assert facts["async_scheduling"] is (plugin is Plugin.ON)
+    orbit = make_orbit(VOCABULARY, share)
+    starts = [request.prompt[-1] for request in make_requests(LOAD, VOCABULARY)]
+    foreseen = time_run(LOAD, 0.0, as_steps([walk(orbit, LOAD.output[0], draft_tokens, start) for start in starts]))
+    assert measured["acceptance_length"] == pytest.approx(foreseen.acceptance_length, abs=1e-9)
+    assert measured["acceptance_length"] == pytest.approx(expected_length(share, draft_tokens), rel=0.06)
+    if report is not None:
+        assert Report.from_dict(report).load.acceptance_length == pytest.approx(foreseen.acceptance_length)

@@ -1,0 +1,205 @@
+"""The order of turns, and that a run can be broken off and taken up again; the engines are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_documents import FACTS, PLAN, measured
+
+from benchmarks import child, runner
+from benchmarks.arms import Arm, Plan, PlanError, Plugin
+from benchmarks.child import ChildError
+from benchmarks.plans import PLANS, baseline, find_plan
+from benchmarks.results import ResultFile
+from benchmarks.runner import Runner
+
+
+class Engines:
+    """Stands in for `child.start`: remembers what was started and asked, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.asked: list[tuple[str, str]] = []
+        self.envs: list[Path | None] = []
+        self.fails: set[str] = set()
+
+    @contextlib.contextmanager
+    def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, **_: Any) -> Iterator[Any]:
+        self.started.append(arm.name)
+        self.envs.append(env)
+        yield _Engine(self, arm)
+
+
+@dataclasses.dataclass
+class _Engine:
+    engines: Engines
+    arm: Arm
+
+    def wait_until_ready(self) -> None:
+        if self.arm.name in self.engines.fails:
+            raise ChildError(f"the engine of {self.arm.name!r} failed: out of luck")
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        self.engines.asked.append((self.arm.name, command))
+        answers: dict[str, dict[str, Any]] = {
+            "describe": FACTS,
+            "measure": measured(100),
+            "audit": {"headline": "all is well", "of": arguments["load"], "causes": [], "gpu": None}
+            if command == "audit"
+            else {},
+        }
+        return answers[command]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    made = Engines()
+    monkeypatch.setattr(child, "start", made.start)
+    return made
+
+
+def run(
+    folder: Path, plan: Plan = PLAN, envs: dict[str, Path] | None = None, **options: Any
+) -> tuple[bool, ResultFile]:
+    result = ResultFile(folder / "result.json", plan)
+    return Runner(plan, result, command="a command", envs=envs or {}, cache=folder).run(**options), result
+
+
+def test_turns_are_balanced():
+    order = [(number, arm.name) for number, arm in PLAN.order()]
+    names = [name for _, name in order]
+    assert names[:6] == ["stock", "sham", "plugin", "plugin", "sham", "stock"]
+    places = {name: [place for place, each in enumerate(names) if each == name] for name in set(names)}
+    assert len({sum(found) for found in places.values()}) == 1  # so that a steady drift meets all arms alike
+    assert all(len(found) == PLAN.turns for found in places.values())
+
+
+def test_an_odd_number_of_turns_is_refused():
+    with pytest.raises(PlanError, match="3 turns can't be balanced"):
+        dataclasses.replace(PLAN, turns=3)
+
+
+def test_a_plan_that_audits_stock_is_refused():
+    with pytest.raises(PlanError, match="audits stock arms"):
+        dataclasses.replace(PLAN, audit_steps=16)
+
+
+def test_every_turn_has_a_process_of_its_own_and_every_load(engines, tmp_path):
+    done, result = run(tmp_path)
+    assert done
+    assert engines.started == [arm.name for _, arm in PLAN.order()]
+    assert engines.asked.count(("sham", "measure")) == PLAN.turns * len(PLAN.loads)
+    assert json.loads(result.path.read_text())["summary"] == result.document["summary"]
+
+
+def test_kept_engines_are_started_once(engines, tmp_path):
+    run(tmp_path, dataclasses.replace(PLAN, keep=True))
+    assert engines.started == ["stock", "sham", "plugin"]
+    assert engines.asked.count(("stock", "describe")) == PLAN.turns
+
+
+def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monkeypatch):
+    whole = Engines.start
+
+    def broken_off(self: Engines, arm: Arm, *rest: Any, **more: Any) -> Any:
+        if len(self.started) == 5:
+            raise KeyboardInterrupt
+        return whole(self, arm, *rest, **more)
+
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    before = json.loads((tmp_path / "result.json").read_text())["turns"]
+    assert len(before) == 5
+
+    monkeypatch.setattr(child, "start", engines.start)
+    _, result = run(tmp_path)
+    assert engines.started == [arm.name for _, arm in PLAN.order()]
+    assert result.turns[:5] == before
+    run(tmp_path)
+    assert len(engines.started) == len(PLAN.order())  # nothing was left
+
+
+def test_a_budget_ends_between_turns(engines, tmp_path, monkeypatch):
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
+    done, result = run(tmp_path, budget=200)
+    assert not done
+    assert 1 < len(result.turns) < len(PLAN.order())
+    assert run(tmp_path, budget=100_000)[0]
+
+
+def test_more_turns_add_to_what_is_there(engines, tmp_path):
+    run(tmp_path, dataclasses.replace(PLAN, turns=2))
+    _, result = run(tmp_path, PLAN)
+    assert len(result.turns) == len(engines.started) == PLAN.turns * len(PLAN.arms)
+
+
+def test_only_what_was_asked_for_is_run(engines, tmp_path):
+    run(tmp_path, only="plug")
+    assert set(engines.started) == {"plugin"}
+
+
+def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_path):
+    engines.fails = {"sham"}
+    _, result = run(tmp_path)
+    failed = [turn for turn in result.turns if "error" in turn]
+    assert {turn["error"] for turn in failed} == {"the engine of 'sham' failed: out of luck"}
+    assert len(failed) == PLAN.turns
+
+    engines.fails, before = set(), len(engines.started)
+    run(tmp_path)
+    assert len(engines.started) == before
+    _, result = run(tmp_path, retry=True)
+    assert engines.started[before:] == ["sham"] * PLAN.turns
+    assert not any("error" in turn for turn in result.turns)
+
+
+def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
+    run(tmp_path)
+    with pytest.raises(PlanError, match="is the result of another plan, or of this one as it was"):
+        run(tmp_path, dataclasses.replace(PLAN, loads=PLAN.loads[:1]))
+
+
+def test_an_audit_is_kept_with_the_first_turn(engines, tmp_path):
+    arms = (Arm("sham", "tiny", plugin=Plugin.SHAM),)
+    plan = dataclasses.replace(PLAN, arms=arms, turns=2, audit_steps=16, control=None, reference=None)
+    _, result = run(tmp_path, plan)
+    first, second = result.turns
+    assert {name: report["of"] for name, report in first["audit"].items()} == {"decode-1": "decode-1", "mixed": "mixed"}
+    assert "audit" not in second
+
+
+def test_a_release_runs_in_its_environment_only(engines, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "installed_vllm", lambda: None)
+    arms = tuple(Arm(f"of-{release}", "tiny", release=release) for release in ("0.18.1", "0.32.0"))
+    plan = dataclasses.replace(PLAN, arms=arms, turns=1, reference=None, control=None)
+    env = tmp_path / "env.sh"
+    done, result = run(tmp_path, plan, {"0.32.0": env})
+    assert not done
+    assert (engines.started, engines.envs) == (["of-0.32.0"], [env])
+    assert [turn["arm"] for turn in result.turns] == ["of-0.32.0"]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plans_can_be_made(name: str):
+    plan = find_plan(name)
+    assert plan.name == name
+    assert len({arm.name for arm in plan.arms}) == len(plan.arms)
+
+
+def test_the_baseline_has_every_row():
+    rows = {tuple(arm.labels.values()) for arm in baseline().arms}
+    assert len(rows) == 4 * 3 * 2
+    assert ("0.18.1", "V1", "FLASHINFER", "8b") in rows
+
+
+def test_a_plan_that_does_not_exist():
+    with pytest.raises(PlanError, match="there is no plan 'nothing'; there are overhead-tiny"):
+        find_plan("nothing")

@@ -1,0 +1,96 @@
+"""How far a ratio can be trusted, and that none is told where the sham arm is not stock."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+from bench_documents import FACTS, document, row
+
+from benchmarks.present import grid, notes
+from benchmarks.statistics import paired_ratio, refusal, student_quantile
+from benchmarks.summary import summarise
+
+
+def noisy(source: random.Random, factor: float = 1.0, passes: int = 4, noise: float = 0.005) -> list[float]:
+    return [100 * factor * (1 + source.gauss(0, noise)) for _ in range(passes)]
+
+
+@pytest.mark.parametrize(("degrees", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
+def test_students_quantiles_are_those_of_the_tables(degrees: int, t: float):
+    assert student_quantile(degrees) == pytest.approx(t, abs=6e-4)
+
+
+def test_a_planted_difference_is_found():
+    source, tries = random.Random(1), 1000
+    found = [paired_ratio(noisy(source), noisy(source, 1.05)) for _ in range(tries)]
+    assert all(each is not None and each.low > 1 for each in found)
+    covered = sum(each is not None and each.low <= 1.05 <= each.high for each in found)
+    assert covered / tries == pytest.approx(0.95, abs=0.02)
+
+
+def test_drift_that_meets_both_arms_does_not_widen_the_interval():
+    drift = [1, 0.9, 0.8, 0.7]
+    found = paired_ratio([100 * factor for factor in drift], [105 * factor for factor in drift])
+    assert found is not None
+    assert found.low == pytest.approx(1.05)
+    assert found.high == pytest.approx(1.05)
+
+
+@pytest.mark.parametrize("passes", [2, 4, 6])
+def test_of_equal_arms_the_interval_covers_one_as_often_as_it_says(passes: int):
+    source, tries = random.Random(2), 3000
+    covered = 0
+    for _ in range(tries):
+        found = paired_ratio(noisy(source, passes=passes), noisy(source, passes=passes))
+        assert found is not None
+        covered += found.low <= 1 <= found.high
+    assert covered / tries == pytest.approx(0.95, abs=0.012)  # three standard deviations
+
+
+def test_one_pass_gives_no_interval():
+    assert paired_ratio([100], [105]) is None
+    found = document({"stock": [100], "sham": [100], "plugin": [105]})
+    assert "ratio" not in row(found, "plugin")
+    assert "fewer than two passes" in row(found, "plugin")["refused"]
+
+
+def test_a_sham_that_is_stock_lets_the_ratio_be_told():
+    source = random.Random(3)
+    found = document({"stock": noisy(source), "sham": noisy(source), "plugin": noisy(source, 1.05)})
+    for load in ("decode-1", "mixed"):
+        assert row(found, "plugin", load)["ratio"]["value"] == pytest.approx(1.05, abs=0.02)
+    assert notes(found) == []
+
+
+def test_a_sham_that_is_not_stock_refuses_every_ratio_and_says_why():
+    source = random.Random(4)
+    found = document({"stock": noisy(source), "sham": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    refused = row(found, "plugin")
+    assert "ratio" not in refused
+    words = (
+        r"the sham arm, which is stock in all but name, differs from it by -4\.8%, more than the noise of ±1\.1%; .+"
+    )
+    assert re.fullmatch(words, refused["refused"])
+    assert refused["step_ms"]["median"] == pytest.approx(9.52, rel=0.01)  # the raw figures stay
+    assert [cells[6] for cells in grid(found).rows if cells[1] == "plugin"] == ["not told", "not told"]
+    assert [note.split(":")[0] for note in notes(found)] == ["No ratio for decode-1, mixed"]
+
+
+def test_the_noise_that_a_refusal_states_is_what_it_goes_by():
+    quiet, noisier = paired_ratio([100, 100, 100], [99, 98.9, 99.1]), paired_ratio([100, 100, 100], [99, 96, 102])
+    assert quiet is not None
+    assert noisier is not None
+    assert quiet.noise < 0.01 < noisier.noise
+    assert refusal(quiet) is not None
+    assert refusal(noisier) is None
+
+
+def test_turns_of_two_machines_are_not_compared():
+    one = document({"stock": [100, 101], "sham": [100, 101], "plugin": [105, 106]})
+    other = dict(FACTS) | {"hardware": {"device": "another"}}
+    for turn in one["turns"][-1:]:
+        turn["facts"] = other
+    one["summary"] = summarise(one)
+    assert row(one, "plugin")["refused"] == "the turns were had on 2 different machines"

@@ -1,0 +1,131 @@
+"""Tables of documents and figures, from results."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from bench_documents import PLAN, document
+from typer.testing import CliRunner
+
+from benchmarks import tables
+from benchmarks.cli import app
+from benchmarks.plans import baseline
+from benchmarks.present import grid
+from benchmarks.results import RESULTS, result_files
+from benchmarks.tables import TableError, documents, rewrite
+
+STEADY = {"stock": [100, 101, 102, 100], "sham": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
+
+
+def test_the_tables_of_the_documents_are_those_of_the_results():
+    done = CliRunner().invoke(app, ["tables", "--check"])
+    assert done.exit_code == 0, done.output
+
+
+def test_every_document_with_measured_tables_is_looked_at():
+    asking = {path.name for path in documents() if "<!-- results: " in path.read_text()}
+    assert {"README.md", "benchmarks.md"} <= asking
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "made-up.json").write_text(json.dumps(document(STEADY)))
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n\n<!-- results: made-up -->\n<!-- end of results -->\n\nafter\n")
+    monkeypatch.setattr("benchmarks.cli.documents", lambda: [readme])
+    monkeypatch.setattr("benchmarks.cli.rewrite", lambda paths: rewrite(paths, tmp_path))
+    return readme
+
+
+def test_a_table_is_written_between_its_comments_and_stale_when_the_result_changes(written: Path):
+    runner = CliRunner()
+    assert runner.invoke(app, ["tables", "--check"]).exit_code == 1
+    assert runner.invoke(app, ["tables"]).exit_code == 0
+    text = written.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end of results -->\n\nafter\n")
+    assert "| decode-1 | plugin | yes | 9.48 (9.35-9.52) | 211 (210-214) | 2.00 | 1.050 (1.0" in text
+    assert runner.invoke(app, ["tables", "--check"]).exit_code == 0
+
+    (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [110] * 4})))
+    stale = runner.invoke(app, ["tables", "--check"])
+    assert stale.exit_code == 1
+    assert "stale tables in README.md" in stale.output
+
+
+def test_a_result_that_is_not_there_is_named(tmp_path: Path):
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- results: nothing -->\n<!-- end of results -->\n")
+    with pytest.raises(TableError, match=r"README.md asks for the results 'nothing', and .* does not exist"):
+        rewrite([readme], tmp_path)
+
+
+def test_the_numbers_of_the_demo_are_those_of_its_files():
+    newest = json.loads((RESULTS / "demo-h200-vllm-0.32.0.json").read_text())
+    ways = {way["way"]: way for way in newest["results"]}
+    ratio = ways["with the plugin"]["tokens_per_second"] / ways["synchronous"]["tokens_per_second"]
+    assert f"| 0.32.0 | with the plugin | V2 | {ratio:.2f} (" in tables._demo(RESULTS)
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+@pytest.mark.parametrize("speeds", [STEADY, STEADY | {"sham": [95, 96, 95, 96]}], ids=["told", "refused"])
+def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list[float]]):
+    pytest.importorskip("matplotlib")
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps(document(speeds)))
+    done = CliRunner().invoke(app, ["plot", str(result), "--format", form])
+    assert done.exit_code == 0, done.output
+    picture = result.with_suffix(f".{form}").read_bytes()
+    assert picture.startswith(b"\x89PNG" if form == "png" else b"<?xml")
+    assert len(picture) > 5000
+
+
+def test_the_baseline_is_listed_and_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    plan = baseline()
+    found = document({arm.name: [50 + 5 * place] for place, arm in enumerate(plan.arms)}, plan)
+    listed = grid(found)
+    assert listed.head[:4] == ["vLLM", "runner", "backend", "size"]
+    assert len(listed.rows) == len(plan.arms)
+    result = tmp_path / "baseline.json"
+    result.write_text(json.dumps(found))
+    assert CliRunner().invoke(app, ["plot", str(result)]).exit_code == 0
+    assert result.with_suffix(".svg").stat().st_size > 5000
+
+
+def test_the_figure_of_each_result_is_there():
+    for path in result_files():
+        assert path.with_suffix(".svg").is_file(), f"`python -m benchmarks plot {path}` draws it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "nothing"], "there is no plan 'nothing'"),
+        (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
+        (["run", "baseline", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
+        (["run", "baseline", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
+        (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert sentence in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_result_of_another_schema_is_refused(tmp_path: Path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(document(STEADY) | {"schema": 0}))
+    done = CliRunner().invoke(app, ["show", str(path)])
+    assert done.exit_code == 1
+    assert "has schema 0; this reads 1" in done.output
+
+
+def test_a_plan_without_any_turn_has_nothing_to_show():
+    assert document({}, dataclasses.replace(PLAN))["summary"] == []
