@@ -139,8 +139,9 @@ def test_who_reads_a_property_that_copies_is_who_asked(recording, tmp_path):
         recording.copy(step + 100, 4, D2H_PAGEABLE, 256, at=step + 400)
         recording.runtime("cudaStreamSynchronize", step + 104, 300)
         recording.call("warning", step + 405, step + 405, line=31)
-        recording.calls[-1]["stack"].insert(1, [traces.HERE, 510, "CommonAttentionMetadata.seq_lens_cpu"])
-    recording.calls[-1]["stack"][2][1] = 32  # the second time it is read by the next line
+        deprecated = ["/x/site-packages/typing_extensions.py", 3140, "deprecated.__call__.<locals>.wrapper"]
+        recording.calls[-1]["stack"][1:1] = [[traces.HERE, 510, "CommonAttentionMetadata.seq_lens_cpu"], deprecated]
+    recording.calls[-1]["stack"][3][1] = 32  # the second time it is read by the next line
     assert [str(cause.site) for cause in causes(recording, tmp_path)] == [
         f"{BACKEND}:31 in build",
         f"{BACKEND}:32 in build",

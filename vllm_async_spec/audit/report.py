@@ -84,10 +84,11 @@ _COPYING = ("seq_lens_cpu", "num_computed_tokens_cpu")
 def asking(stack: Sequence[Frame]) -> Frame | None:
     """The line of a stack that asked for what happened at its innermost one; None of an empty stack.
 
-    vLLM's attention metadata has properties that copy from the device by themselves; who reads them is who asked.
+    vLLM's attention metadata has properties, deprecated ones, that copy from the device by themselves; who reads them
+    is who asked.
     """
-    reader = (frame for frame in stack if frame.function.rpartition(".")[2] not in _COPYING)
-    return next(reader, stack[0] if stack else None)
+    readers = (frame for frame in stack if frame.function.rpartition(".")[2] not in _COPYING)
+    return next((frame for frame in readers if frame.file != "typing_extensions.py"), stack[0] if stack else None)
 
 
 @dataclass(frozen=True, slots=True)
