@@ -134,6 +134,19 @@ def test_a_librarys_own_wait_is_given_to_the_function_around_it_and_noted(record
     assert any(note.startswith("0.50 waits a step were timed by CUPTI") for note in found.notes)
 
 
+def test_who_reads_a_property_that_copies_is_who_asked(recording, tmp_path):
+    for step in (0, 1000):
+        recording.copy(step + 100, 4, D2H_PAGEABLE, 256, at=step + 400)
+        recording.runtime("cudaStreamSynchronize", step + 104, 300)
+        recording.call("warning", step + 405, step + 405, line=31)
+        recording.calls[-1]["stack"].insert(1, [traces.HERE, 510, "CommonAttentionMetadata.seq_lens_cpu"])
+    recording.calls[-1]["stack"][2][1] = 32  # the second time it is read by the next line
+    assert [str(cause.site) for cause in causes(recording, tmp_path)] == [
+        f"{BACKEND}:31 in build",
+        f"{BACKEND}:32 in build",
+    ]
+
+
 @pytest.mark.parametrize(("name", "kind"), [("cudaDeviceSynchronize", WaitKind.DEVICE), ("cudaFree", WaitKind.DEVICE)])
 def test_waits_for_the_whole_device(recording, tmp_path, name, kind):
     recording.runtime(name, 104, 300)

@@ -21,6 +21,7 @@ from serving import Server, processes_with_plugin, serving
 from vllm_async_spec import __version__
 from vllm_async_spec.audit.report import Place, Report
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
+from vllm_async_spec.vllm_plugin import audit_agent
 from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 
@@ -99,7 +100,7 @@ def test_metrics_page_has_the_plugins_state(server: Server) -> None:
     states = server.series("async_spec_patches")
     assert states['state="applied"'] > 0
     assert states['state="refused"'] == states['state="waiting"'] == 0
-    assert sum(states.values()) == len(IMPLEMENTATIONS)
+    assert sum(states.values()) == len(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS)
     assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_async_spec.audit.device_time import device_time
 from vllm_async_spec.audit.recorded import Innermost, Recorded, ms, own_times
-from vllm_async_spec.audit.report import Cause, DeviceTime, Frame, Phase, PhaseTime, Place, Timeline, WaitKind
+from vllm_async_spec.audit.report import Cause, DeviceTime, Frame, Phase, PhaseTime, Place, Timeline, WaitKind, asking
 from vllm_async_spec.audit.stack import readable
 from vllm_async_spec.audit.timeline import draw
 from vllm_async_spec.audit.waits import Wait
@@ -81,7 +81,7 @@ def _causes(recorded: Recorded) -> tuple[tuple[Cause, ...], int]:
         if not stack:
             unseen += 1
             stack = readable(((span.file, span.line, span.name),)) if span is not None else ()
-        key = (wait.kind, wait.place, wait.thread, stack[:1])
+        key = (wait.kind, wait.place, wait.thread, asking(stack))
         found[key].append(wait)
         phase = span.phase if span is not None else Phase.OTHER
         about.setdefault(key, (wait.kind, wait.place, recorded.name_of(wait.thread), phase, stack))

@@ -8,7 +8,7 @@ import numpy as np
 
 from vllm_async_spec.audit.device_trace import DeviceTrace
 from vllm_async_spec.audit.recorded import Recorded, own_times
-from vllm_async_spec.audit.report import DeviceTime, Gap
+from vllm_async_spec.audit.report import DeviceTime, Gap, asking
 from vllm_async_spec.audit.stack import readable
 
 LAUNCH_GAP_NS = 3_000
@@ -78,7 +78,7 @@ class _Meanwhile:
         waiting = [(max(w.start, start), min(w.resumed, until), w) for w in self._waits]
         waiting = [(a, b, wait) for a, b, wait in waiting if b > a]
         for a, b, wait in waiting:
-            site = next(iter(readable(wait.stack, depth=1)), None)
+            site = asking(readable(wait.stack))
             did[f"waiting at {site.file}:{site.line}" if site else f"waiting ({wait.kind.value})"] += b - a
         for own in self._own:
             if took := own.within(start, until):

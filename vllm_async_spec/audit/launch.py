@@ -82,7 +82,8 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
     """
     url = url.rstrip("/")
     with contextlib.ExitStack() as stack:
-        sent = None
+        sent: Load | None = None
+        refused: list[AuditError] = []
         if load is not None:
             model = _ask(f"{url}/v1/models", None, 30)["data"][0]
             # Token identifiers that any vocabulary has; a step gives a request no more than a few of them.
@@ -91,14 +92,18 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
                 batch=batch,
                 steps=steps,
                 tokens_a_step=4,
-                vocabulary=1000,
+                vocabulary=200,
                 longest=int(model.get("max_model_len") or 2048),
             )
-            stack.enter_context(_sending(url, model["id"], work))
+            refused = stack.enter_context(_sending(url, model["id"], work))
             sent = Load(work.name, work.together, None, None)
-        report = Report.from_dict(
-            _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 4 * seconds + 60)
-        )
+        try:
+            answer = _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 4 * seconds + 60)
+        except AuditError:
+            if refused:
+                raise AuditError(f"the server refuses the load: {refused[0]}") from None
+            raise
+        report = Report.from_dict(answer)
     return dataclasses.replace(report, load=sent or report.load, command=command_line())
 
 
@@ -122,8 +127,9 @@ def _ask(url: str, body: Any, seconds: float) -> Any:
 
 
 @contextlib.contextmanager
-def _sending(url: str, model: str, work: Work) -> Iterator[None]:
-    """Keep the server busy with `work`, over and over."""
+def _sending(url: str, model: str, work: Work) -> Iterator[list[AuditError]]:
+    """Keep the server busy with `work`, over and over; what is yielded fills with its refusals, if it refuses."""
+    refused: list[AuditError] = []
     requests = itertools.cycle(work.requests)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -140,14 +146,15 @@ def _sending(url: str, model: str, work: Work) -> Iterator[None]:
             }
             try:
                 _ask(f"{url}/v1/completions", body, 600)
-            except AuditError:  # the audit itself says what is wrong with the server
+            except AuditError as error:
+                refused.append(error)
                 stop.wait(1)
 
     threads = [threading.Thread(target=send, daemon=True) for _ in range(work.together)]
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield refused
     finally:
         stop.set()
 
@@ -159,6 +166,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
             "beside its vLLM"
         )
     try:
-        return str(json.load(error)["error"])
+        said = json.load(error)["error"]
+        return str(said["message"] if isinstance(said, dict) else said)
     except (ValueError, KeyError, TypeError):
         return f"{url} answered {error.code} {error.reason}"

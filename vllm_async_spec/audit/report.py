@@ -10,6 +10,7 @@ import enum
 import reprlib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -77,6 +78,18 @@ class Frame:
         return f"{self.file}:{self.line} in {self.function}"
 
 
+_COPYING = ("seq_lens_cpu", "num_computed_tokens_cpu")
+
+
+def asking(stack: Sequence[Frame]) -> Frame | None:
+    """The line of a stack that asked for what happened at its innermost one; None of an empty stack.
+
+    vLLM's attention metadata has properties that copy from the device by themselves; who reads them is who asked.
+    """
+    reader = (frame for frame in stack if frame.function.rpartition(".")[2] not in _COPYING)
+    return next(reader, stack[0] if stack else None)
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """One place in the code that made the host wait, with all its waits."""
@@ -96,8 +109,8 @@ class Cause:
 
     @property
     def site(self) -> Frame | None:
-        """The line that waited."""
-        return self.stack[0] if self.stack else None
+        """The line that asked for the wait."""
+        return asking(self.stack)
 
 
 @dataclass(frozen=True, slots=True)

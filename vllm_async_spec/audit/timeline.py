@@ -7,7 +7,7 @@ import numpy as np
 from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS, gaps_between
 from vllm_async_spec.audit.device_trace import DeviceTrace
 from vllm_async_spec.audit.recorded import Recorded
-from vllm_async_spec.audit.report import Item, Lane, Place, Timeline
+from vllm_async_spec.audit.report import Item, Lane, Place, Timeline, asking
 from vllm_async_spec.audit.stack import readable
 
 _STEPS = 4
@@ -45,8 +45,8 @@ def _host_lanes(recorded: Recorded, start: int, end: int) -> list[Lane]:
     for wait in recorded.waits:
         a, b = max(wait.start, start), min(wait.end, end)
         if b > a:
-            where = readable(wait.stack, depth=1)
-            item = _item(a, b, start, "wait", wait.kind.value, str(where[0]) if where else "")
+            site = asking(readable(wait.stack))
+            item = _item(a, b, start, "wait", wait.kind.value, str(site) if site else "")
             critical = wait.place is Place.CRITICAL
             items.setdefault(wait.thread, []).append(
                 Item(item.start_us, item.us, item.kind, item.label, item.where, critical)

@@ -159,7 +159,7 @@ def _route(transaction: Transaction, module: ModuleType) -> None:
         add_route(app)
         return app
 
-    transaction.set(module, "build_app", with_route)
+    transaction.set_function(module, "build_app", with_route)
 
 
 def _needed(target: Any) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -50,10 +49,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
             registry.register(collector)
 
     transaction.set(several, "__init__", __init__)
-    # Whoever has imported the function already has it under this name: the API server of 0.12 does before plugins load.
-    for holder in list(sys.modules.values()):
-        if getattr(holder, "__dict__", {}).get(_NAME) is original:
-            transaction.set(holder, _NAME, get_prometheus_registry)
+    transaction.set_function(module, _NAME, get_prometheus_registry)
 
 
 IMPLEMENTATIONS = {"prometheus-registry": Implementation(_unneeded, _apply)}

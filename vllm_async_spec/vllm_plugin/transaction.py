@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import sys
+from types import ModuleType, TracebackType
 from typing import Any
 
 _ABSENT = object()
@@ -21,6 +22,16 @@ class Transaction:
         """Set `owner.name`, remembering what the owner itself (not its bases) had there."""
         self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
+
+    def set_function(self, module: ModuleType, name: str, value: Any) -> None:
+        """Set `module.name`, and the same name wherever that function has been imported under it already.
+
+        vLLM's command line imports some of its modules before it loads plugins; those hold the original by name.
+        """
+        original = getattr(module, name)
+        for holder in list(sys.modules.values()):
+            if getattr(holder, "__dict__", {}).get(name) is original:
+                self.set(holder, name, value)
 
     def roll_back(self) -> None:
         """Put everything back."""
