@@ -9,12 +9,17 @@ UV := $(BIN)/uv pip install --quiet --python $(PYTHON)
 # uv does not read pip's settings; where pip is told of local wheels, so is uv.
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
+BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES := 0.12.0 0.18.1 0.26.0 0.32.0
 
-.PHONY: demo test test-slow test-releases docs wheel lint clean
+.PHONY: demo bench test test-slow test-releases docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
+
+bench: $(VENV)/.ready  ## the plugin on, off and not loaded: a model of 1b on a GPU, a tiny one on a CPU
+	$(PYTHON) -m benchmarks run $(BENCH) --fresh --out $(CACHE)/benchmarks --cache $(CACHE)/benchmarks
+	$(PYTHON) -m benchmarks plot $(CACHE)/benchmarks/$(BENCH).json
 
 test: $(VENV)/.ready lint  ## what must hold before every commit
 	$(PYTHON) -m pytest -m "not slow" --cov --cov-report=term

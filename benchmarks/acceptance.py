@@ -39,11 +39,6 @@ class ArrangementError(ValueError):
     """These weights can't be arranged; the message says why and what to do."""
 
 
-def expected_length(share: float, draft_tokens: int) -> float:
-    """Mean tokens a step and request: the target's own, and drafts up to the first that is wrong."""
-    return sum(share**accepted for accepted in range(draft_tokens + 1))
-
-
 @dataclass(frozen=True, slots=True)
 class Orbit:
     """What follows what, and after which tokens the drafter is wrong."""

@@ -38,6 +38,11 @@ class Acceptance:
     means: Means = Means.WEIGHTS
 
 
+def expected_length(share: float, draft_tokens: int) -> float:
+    """Mean tokens a step and request: the target's own, and drafts up to the first that is wrong."""
+    return sum(share**accepted for accepted in range(draft_tokens + 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """One way of serving: a row of the table."""

@@ -18,7 +18,7 @@ from benchmarks.arms import Plan, PlanError
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
-from benchmarks.results import RESULTS, ResultFile, read_result, result_files
+from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, result_files
 from benchmarks.runner import Runner
 from benchmarks.shapes import ShapeError
 from benchmarks.tables import TableError, documents, rewrite
@@ -53,6 +53,8 @@ def run(
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
     budget_s: Annotated[float, typer.Option(min=0, help="Begin no turn that would end later than this; 0: none.")] = 0,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Try turns again that failed.")] = False,
     cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
 ) -> None:
@@ -61,8 +63,11 @@ def run(
     Exit code 0: all that was asked for is there; 1: turns are left, or one failed.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds)
-        result = ResultFile(out / f"{name or chosen.name}.json", chosen)
+        chosen = _adjusted(find_plan(plan), turns, seconds, audit)
+        path = out / f"{name or chosen.name}.json"
+        if fresh:
+            path.unlink(missing_ok=True)
+        result = ResultFile(path, chosen)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = Runner(chosen, result, command=command, envs=_environments(env or []), cache=cache, report=_say)
         done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
@@ -88,14 +93,14 @@ def plot(
     files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
     form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
 ) -> None:
-    """Draw the figure of each result, beside its JSON."""
+    """Draw the figure of each result: beside its JSON, or in docs/assets/results for those of this repository."""
     if form not in ("svg", "png"):
         _fail(f"--format is {form!r}; it must be svg or png")
     try:
         from benchmarks.plot import draw
 
         for path in files or result_files():
-            figure = path.with_suffix(f".{form}")
+            figure = figure_of(path, form)
             draw(_read(path), figure)
             typer.echo(str(figure))
     except ModuleNotFoundError as error:
@@ -132,8 +137,9 @@ def host_time(
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float) -> Plan:
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds)
+def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:
+    steps = plan.audit_steps if audit else 0
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, audit_steps=steps)
 
 
 def _environments(given: list[str]) -> dict[str, Path]:

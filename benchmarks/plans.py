@@ -27,7 +27,7 @@ def overhead(shape: str) -> Plan:
     method = next(iter(find_shape(shape).drafters))
     return Plan(
         name=f"overhead-{shape}",
-        about=f"the plugin on, off and not loaded, {shape} shape",
+        about=f"The plugin on, off and not loaded, {shape} shape",
         arms=tuple(
             Arm(plugin.value, shape, plugin=plugin, method=method, acceptance=ACCEPTANCE, engine=GPU_ENGINE)
             for plugin in Plugin
@@ -43,7 +43,7 @@ def overhead_tiny() -> Plan:
     """The same on a CPU, where vLLM's own choice is never to schedule asynchronously with speculative decoding."""
     return Plan(
         name="overhead-tiny",
-        about="the plugin on, off and not loaded, tiny shape on a CPU",
+        about="The plugin on, off and not loaded, tiny shape on a CPU",
         arms=tuple(_tiny(plugin.value, plugin=plugin) for plugin in Plugin),
         loads=find_loads(("decode-1-short", "decode-4-short", "mixed-short")),
         turns=4,
@@ -77,6 +77,8 @@ def baseline() -> Plan:
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=1,
+        seconds=2.0,
+        repetitions=2,
         audit_steps=64,
     )
 

@@ -1,4 +1,4 @@
-"""One figure for each result, beside its JSON: ratios with their intervals where arms are compared, else figures."""
+"""One figure for each result: ratios with their intervals where arms are compared, else figures."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _FACET, _COLOUR = "size", "backend"
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Draw the figure of a result into `path`, SVG or PNG by its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -61,6 +62,8 @@ def _compared(document: dict[str, Any], plt: Any) -> Any:
         axes.annotate(
             note, (1.01, place), xycoords=("axes fraction", "data"), va="center", color=colour, annotation_clip=False
         )
+    axes.use_sticky_edges = False
+    axes.margins(x=0.06)
     axes.axvline(1, color=_INK, linewidth=0.8)
     axes.set_yticks(range(len(ticks)), ticks)
     axes.set_ylim(len(ticks) - 0.4, -0.6)
@@ -160,5 +163,4 @@ def _title(document: dict[str, Any]) -> str:
     facts = [turn["facts"] for turn in document["turns"] if "facts" in turn]
     releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
     devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
-    about: str = document["plan"]["about"]
-    return f"{about[:1].upper()}{about[1:]}\nvLLM {releases} on {devices}"
+    return f"{document['plan']['about']}\nvLLM {releases} on {devices}"

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.arms import expected_length
 from benchmarks.summary import Row
+
+_UNLIKE = 1.25
+"""A load of one short request can miss the acceptance length that was asked for by this factor, by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,19 @@ def notes(document: dict[str, Any]) -> list[str]:
     lines = [f"No ratio for {', '.join(dict.fromkeys(loads))}: {why}." for why, loads in found.items()]
     if plan["keep"]:
         lines.append("Each arm kept one process for all its turns: what differs between two starts is in no interval.")
+    lines += _unlike_asked(document)
     return lines + [turn["error"] for turn in document["turns"] if "error" in turn]
+
+
+def _unlike_asked(document: dict[str, Any]) -> list[str]:
+    arms = {arm["name"]: arm for arm in document["plan"]["arms"] if arm["acceptance"] and arm["method"]}
+    lines = []
+    for row in document.get("summary", []):
+        if (arm := arms.get(row["arm"])) is not None:
+            asked, found = expected_length(arm["acceptance"]["share"], arm["draft_tokens"]), row["acceptance_length"]
+            if not 1 / _UNLIKE < found / asked < _UNLIKE:
+                lines.append(f"{row['arm']}, {row['load']}: accepted is {found:.2f}, and {asked:.2f} was asked for.")
+    return lines
 
 
 def ratio(row: Row) -> str:
@@ -93,7 +109,7 @@ def _listed(document: dict[str, Any]) -> Grid:
     plan = document["plan"]
     loads = [load["name"] for load in plan["loads"]]
     labels = list(plan["arms"][0]["labels"]) or ["arm"]
-    audited = bool(plan["audit_steps"])
+    audited = any("audit" in turn for turn in document["turns"])
     rows = []
     for arm in plan["arms"]:
         cells = {row["load"]: row for row in document["summary"] if row["arm"] == arm["name"]}

@@ -14,6 +14,7 @@ from benchmarks.summary import summarise
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
+FIGURES = Path(__file__).parents[1] / "docs" / "assets" / "results"
 
 Document = dict[str, Any]
 Turn = dict[str, Any]
@@ -81,6 +82,12 @@ def read_result(path: Path) -> Document:
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Files of results of plans in a folder, in the order of their names."""
     return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
+
+
+def figure_of(path: Path, form: str = "svg") -> Path:
+    """Where the figure of a result file is: among the documents for one of this repository, else beside it."""
+    folder = FIGURES if path.resolve().parent == RESULTS.resolve() else path.parent
+    return folder / f"{path.stem}.{form}"
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Runner:
             for done, (number, arm) in enumerate(missing):
                 start = time.monotonic()
                 if start - begun + longest > budget:
-                    self._report(f"{len(missing) - done} turns are left; run the same command again for them")
+                    self._report(f"turns left: {len(missing) - done}; run the same command again for them")
                     return False
                 turn = self._turn(number, arm, engine)
                 longest = max(longest, time.monotonic() - start)

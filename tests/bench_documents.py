@@ -18,7 +18,7 @@ FACTS = {
 }
 PLAN = Plan(
     name="made-up",
-    about="speeds that nobody measured",
+    about="Speeds that nobody measured",
     arms=tuple(Arm(plugin.value, "tiny", plugin=plugin) for plugin in Plugin),
     loads=find_loads(("decode-1", "mixed")),
     turns=4,

@@ -7,7 +7,8 @@ import torch
 from bench_walk import as_steps, walk
 from torch import Tensor, nn
 
-from benchmarks.acceptance import ArrangementError, arrange, expected_length, make_orbit
+from benchmarks.acceptance import ArrangementError, arrange, make_orbit
+from benchmarks.arms import expected_length
 from benchmarks.loads import Load
 from benchmarks.timing import time_run
 from vllm_async_spec.demo.model import ModelShape, TinyLlama

@@ -11,10 +11,11 @@ from bench_documents import PLAN, document
 from typer.testing import CliRunner
 
 from benchmarks import tables
+from benchmarks.arms import Acceptance
 from benchmarks.cli import app
 from benchmarks.plans import baseline
-from benchmarks.present import grid
-from benchmarks.results import RESULTS, result_files
+from benchmarks.present import grid, notes
+from benchmarks.results import RESULTS, figure_of, result_files
 from benchmarks.tables import TableError, documents, rewrite
 
 STEADY = {"stock": [100, 101, 102, 100], "sham": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
@@ -70,6 +71,13 @@ def test_the_numbers_of_the_demo_are_those_of_its_files():
     assert f"| 0.32.0 | with the plugin | V2 | {ratio:.2f} (" in tables._demo(RESULTS)
 
 
+def test_an_acceptance_that_is_not_what_was_asked_for_is_said():
+    arms = tuple(dataclasses.replace(arm, acceptance=Acceptance(0.7)) for arm in PLAN.arms)
+    found = document(STEADY, dataclasses.replace(PLAN, arms=arms, loads=PLAN.loads[:1]))
+    said = [f"{arm.name}, decode-1: accepted is 2.00, and 2.53 was asked for." for arm in arms]
+    assert notes(found) == said
+
+
 @pytest.mark.parametrize("form", ["svg", "png"])
 @pytest.mark.parametrize("speeds", [STEADY, STEADY | {"sham": [95, 96, 95, 96]}], ids=["told", "refused"])
 def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list[float]]):
@@ -98,7 +106,7 @@ def test_the_baseline_is_listed_and_drawn(tmp_path: Path):
 
 def test_the_figure_of_each_result_is_there():
     for path in result_files():
-        assert path.with_suffix(".svg").is_file(), f"`python -m benchmarks plot {path}` draws it"
+        assert figure_of(path).is_file(), f"`python -m benchmarks plot {path}` draws it"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from bench_walk import as_steps, walk
 
 from benchmarks import child
-from benchmarks.acceptance import expected_length, make_orbit
-from benchmarks.arms import Acceptance, Arm, Plugin
+from benchmarks.acceptance import make_orbit
+from benchmarks.arms import Acceptance, Arm, Plugin, expected_length
 from benchmarks.loads import Load, make_requests
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import Method, find_shape
