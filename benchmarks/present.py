@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import audited
 from benchmarks.arms import expected_length
 from benchmarks.summary import Row
 
@@ -28,8 +29,10 @@ class Grid:
 
 
 def grid(document: dict[str, Any]) -> Grid:
-    """The table of a result: a row for each load and arm where arms are compared, else one for each arm."""
-    return _compared(document) if document["plan"]["reference"] else _listed(document)
+    """The table of a result: a row for each load and arm where arms are compared or audited, else one for each arm."""
+    if document["plan"]["reference"]:
+        return _compared(document)
+    return _audited(document) if any("audit" in turn for turn in document["turns"]) else _listed(document)
 
 
 def notes(document: dict[str, Any]) -> list[str]:
@@ -42,7 +45,14 @@ def notes(document: dict[str, Any]) -> list[str]:
     if plan["keep"]:
         lines.append("Each arm kept one process for all its turns: what differs between two starts is in no interval.")
     lines += _unlike_asked(document)
+    if plan["reference"] is None and (left := _without_turn(document)):
+        lines.append(f"Not measured yet: {', '.join(left)}.")
     return lines + [turn["error"] for turn in document["turns"] if "error" in turn]
+
+
+def _without_turn(document: dict[str, Any]) -> list[str]:
+    had = {turn["arm"] for turn in document["turns"]}
+    return [arm["name"] for arm in document["plan"]["arms"] if arm["name"] not in had]
 
 
 def _unlike_asked(document: dict[str, Any]) -> list[str]:
@@ -106,33 +116,32 @@ def _compared(document: dict[str, Any]) -> Grid:
 
 
 def _listed(document: dict[str, Any]) -> Grid:
-    plan = document["plan"]
-    loads = [load["name"] for load in plan["loads"]]
-    labels = list(plan["arms"][0]["labels"]) or ["arm"]
-    audited = any("audit" in turn for turn in document["turns"])
+    """A row for each arm that had its turn."""
+    loads = [load["name"] for load in document["plan"]["loads"]]
     rows = []
-    for arm in plan["arms"]:
-        cells = {row["load"]: row for row in document["summary"] if row["arm"] == arm["name"]}
-        turn = next((turn for turn in document["turns"] if turn["arm"] == arm["name"]), None)
-        if turn is None:
-            continue
-        rows.append(
-            [
-                *(arm["labels"].values() or [arm["name"]]),
-                *(speed(cells[load]) if load in cells else "failed" for load in loads),
-                f"{cells[loads[0]]['acceptance_length']:.2f}" if loads[0] in cells else "-",
-                *([_waits(turn, loads[0])] if audited else []),
-            ]
-        )
-    head = [*labels, *loads, "accepted", *(["critical waits a step"] if audited else [])]
-    return Grid(head, rows)
+    for arm, _, cells in _arms(document):
+        speeds = [speed(cells[load]) if load in cells else "failed" for load in loads]
+        rows.append([*_labels(arm).values(), *speeds, f"{cells[loads[0]]['acceptance_length']:.2f}" if cells else "-"])
+    return Grid([*_labels(document["plan"]["arms"][0]), *loads, "accepted"], rows)
 
 
-def _waits(turn: dict[str, Any], load: str) -> str:
-    """Waits a step for which the device stood still, and the share of time that the host let it, by the audit."""
-    report = turn.get("audit", {}).get(load)
-    if report is None:
-        return "-"
-    critical = sum(cause["per_step"] for cause in report["causes"] if cause["place"] == "critical")
-    idle = f"; idle {report['gpu']['host_idle']:.3f}" if report["gpu"] else ""
-    return f"{critical:.2f}{idle}"
+def _audited(document: dict[str, Any]) -> Grid:
+    """A row for each load of each arm that was audited."""
+    rows = [
+        [*_labels(arm).values(), load, *audited.cells(audit, speed(cells[load]))]
+        for arm, turn, cells in _arms(document)
+        for load, audit in turn.get("audit", {}).items()
+    ]
+    return Grid([*_labels(document["plan"]["arms"][0]), "load", *audited.HEAD], rows)
+
+
+def _arms(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Row]]]:
+    """Each arm that had its turn, with that and with its rows by load."""
+    turns = {turn["arm"]: turn for turn in reversed(document["turns"])}
+    for arm in document["plan"]["arms"]:
+        if turn := turns.get(arm["name"]):
+            yield arm, turn, {row["load"]: row for row in document["summary"] if row["arm"] == arm["name"]}
+
+
+def _labels(arm: dict[str, Any]) -> dict[str, str]:
+    return arm["labels"] or {"arm": arm["name"]}
