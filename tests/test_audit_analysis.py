@@ -279,6 +279,18 @@ def test_the_headline_says_what_blocks_most_and_what_to_change(recording, tmp_pa
     assert f"most at {BACKEND}:32 in build; to change: build from device seq_lens" in said
 
 
+def test_the_headline_names_host_work_that_is_longer_than_the_waits(recording, tmp_path, facts):
+    recording.runtime("cudaStreamSynchronize", 380, 50)
+    recording.call("warning", 431, 431, line=32)
+    recording.span("launch", "Runner._model_forward", 500, 1900)
+    recorded = recording.load(tmp_path, [0, 1000, 2000])
+    said = headline(facts, analyse(recorded, recorded))
+    assert said.endswith(
+        "; beside the waits, launch takes 0.7 ms of the host a step, as it does where the forward runs without a CUDA "
+        "graph."
+    )
+
+
 def test_the_headline_of_a_clean_engine_says_that_there_is_nothing_to_win(tmp_path, facts):
     recording = Recording()
     recording.kernel(0, 1995)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_async_spec.audit.analysis import Findings
-from vllm_async_spec.audit.report import Cause, EngineFacts, Place, WaitKind
+from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place, WaitKind
 
 NOTHING_TO_WIN = 0.01
 """Share of the time below which idle that the host causes is not worth anybody's work."""
@@ -37,13 +37,16 @@ def _advice(engine: EngineFacts, found: Findings) -> str:
     critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
     if not engine.async_scheduling:
         return "turn asynchronous scheduling on: `vllm-async-spec status` says what is in its way"
+    slowest = max((p for p in found.phases if p.thread == "worker"), key=lambda p: p.ms_per_step, default=None)
     if critical:
-        return _remedy(critical[0])
+        lost = sum(cause.ms_per_step for cause in critical)
+        beside = "" if slowest is None or slowest.ms_per_step < 5 * lost else _beside(slowest)
+        return _remedy(critical[0]) + beside
     if found.gpu is None:
         return "there is nothing to change"
-    if found.gpu.host_idle < NOTHING_TO_WIN:
+    if found.gpu.host_idle < NOTHING_TO_WIN or slowest is None:
         return "there is nothing to win by removing waits"
-    return f"the idle time is host work, not waits: {_slowest(found)} takes most of it"
+    return f"the idle time is host work, not waits: {slowest.phase.value} takes most of it"
 
 
 def _remedy(cause: Cause) -> str:
@@ -59,6 +62,7 @@ def _remedy(cause: Cause) -> str:
     return "to change: have the device carry the value to the next step, or wait for it a step later"
 
 
-def _slowest(found: Findings) -> str:
-    worker = [phase for phase in found.phases if phase.thread == "worker"]
-    return max(worker, key=lambda phase: phase.ms_per_step).phase.value if worker else "an unknown phase"
+def _beside(slowest: PhaseTime) -> str:
+    """What the host does for so long that removing waits alone can't help."""
+    why = ", as it does where the forward runs without a CUDA graph" if slowest.phase is Phase.LAUNCH else ""
+    return f"; beside the waits, {slowest.phase.value} takes {slowest.ms_per_step:.1f} ms of the host a step{why}"
