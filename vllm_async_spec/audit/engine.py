@@ -202,14 +202,18 @@ def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
     done.unlink(missing_ok=True)
     ask({"do": "arm", "how": order.how.value, "skip": order.skip, "steps": order.steps, "folder": order.folder})
     deadline = time.monotonic() + _LONGEST_S
-    ran = work()
-    while not done.exists():
-        if time.monotonic() > deadline:
-            ask({"do": "cancel"})
-            raise AuditError(
-                f"the load did not go through {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; ask for fewer"
-            )
+    try:
         ran = work()
+        while not done.exists():
+            if time.monotonic() > deadline:
+                raise AuditError(
+                    f"the load did not go through {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; ask for "
+                    "fewer"
+                )
+            ran = work()
+    except BaseException:
+        ask({"do": "cancel"})
+        raise
     return ran
 
 

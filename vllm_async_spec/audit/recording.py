@@ -6,6 +6,7 @@ that it hooks into the process is there only in between. Its clock is nanosecond
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import threading
@@ -112,7 +113,9 @@ class Recorder:
             self._note_step(order)
         except Exception as error:  # an audit that fails must not take the engine with it
             self.failure = f"recording failed: {type(error).__name__}: {error}"
-            self._end(order)
+            with contextlib.suppress(Exception):
+                self._end(order)
+            self.done = True
 
     def _note_step(self, order: Order) -> None:
         if not self.steps:

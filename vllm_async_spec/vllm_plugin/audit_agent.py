@@ -20,7 +20,7 @@ import torch
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
 from vllm_async_spec.audit.cuda_waits import hear_events
 from vllm_async_spec.audit.engine import RPC
-from vllm_async_spec.audit.recording import How, Order, Recorder
+from vllm_async_spec.audit.recording import How, Order, Recorder, UnderWay
 from vllm_async_spec.audit.spans import Watch, replace
 from vllm_async_spec.vllm_plugin import audit_phases
 from vllm_async_spec.vllm_plugin.audit_facts import worker_facts
@@ -48,7 +48,9 @@ class Agent:
         """
         self._core = core
         workers: list[str] = call(core, RPC, timeout, (request,), None)
-        return [self._answer("core", request), *workers]
+        # What the workers refuse is not begun here either.
+        refused = any("error" in json.loads(answer) for answer in workers)
+        return [json.dumps({"role": "core"}) if refused else self._answer("core", request), *workers]
 
     def worker(self, wrapper: Any, request: str) -> str:
         """Answer for a worker, given vLLM's `WorkerWrapperBase`."""
@@ -60,6 +62,8 @@ class Agent:
     def _answer(self, role: str, request: str) -> str:
         try:
             return json.dumps({"role": role, **self._process(), **self._do(role, **json.loads(request))})
+        except UnderWay as error:
+            return json.dumps({"role": role, "error": str(error)})
         except Exception as error:
             return json.dumps({"role": role, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
 

@@ -1,0 +1,124 @@
+"""The audit's agent in an engine's process: stand-ins for vLLM's objects, and a recorder that is real."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
+
+from vllm_async_spec.audit import engine
+from vllm_async_spec.audit.engine import AuditError, Ran, answers, saved_files
+from vllm_async_spec.audit.recording import How, Order
+from vllm_async_spec.vllm_plugin.audit_agent import Agent
+
+
+class Runner:
+    """As much of a model runner as is looked at."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.steps = 0
+
+    def execute_model(self, scheduler_output: Any) -> None:
+        self.steps += 1
+
+
+class Scheduler:
+    def schedule(self) -> Any:
+        return SimpleNamespace(total_num_scheduled_tokens=4)
+
+
+class EngineOf:
+    """One process that has the engine core and a worker, or, `apart`, two of them."""
+
+    def __init__(self, *, apart: bool = False, rank: int = 0) -> None:
+        self.scheduler, self.runner = Scheduler(), Runner()
+        wrapper = SimpleNamespace(worker=SimpleNamespace(rank=rank, model_runner=self.runner))
+        core, worker = Agent(), Agent()
+        self._core = core if apart else worker
+        self._call = lambda core, rpc, timeout, args, kwargs: [worker.worker(wrapper, *args)]
+
+    def replies(self, **request: Any) -> list[str]:
+        return self._core.core(self, self._call, json.dumps(request), None)
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        return answers(self.replies(**request))
+
+    def step(self) -> None:
+        self.runner.execute_model(self.scheduler.schedule())
+
+    def arm(self, folder: Any, steps: int = 3) -> list[dict[str, Any]]:
+        return self.ask({"do": "arm", "how": "full", "skip": 0, "steps": steps, "folder": str(folder)})
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole engine is recorded instead")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
+def test_phases_of_core_and_worker_are_recorded_once_and_everything_is_put_back(apart, tmp_path):
+    before = vars(Runner)["execute_model"], vars(Scheduler)["schedule"]
+    engine_ = EngineOf(apart=apart)
+    engine_.arm(tmp_path)
+    for _ in range(5):
+        engine_.step()
+    files = saved_files(engine_.ask({"do": "save"}))
+    assert (vars(Runner)["execute_model"], vars(Scheduler)["schedule"]) == before
+    assert (files["core"] is not None) is apart
+    names = {}
+    for role in ("worker", "core") if apart else ("worker",):
+        with open(files[role]["recording"]) as file:
+            names[role] = {span["name"] for span in json.load(file)["spans"]}
+    assert "Runner.execute_model" in names["worker"]
+    assert "Scheduler.schedule" in names["core" if apart else "worker"]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
+def test_a_second_audit_is_refused_in_words_and_leaves_the_first_alone(apart, tmp_path):
+    engine_ = EngineOf(apart=apart)
+    order = {"do": "arm", "how": "plain", "skip": 0, "steps": 3, "folder": str(tmp_path)}
+    engine_.ask(order)
+    with pytest.raises(AuditError, match=r"^an audit of this engine is under way \(0 of 3 steps\); wait for it"):
+        engine_.ask(order)
+    engine_.ask({"do": "cancel"})
+    engine_.ask(order)
+
+
+def test_what_an_agent_does_not_know_is_an_answer_and_no_exception():
+    (reply,) = EngineOf().replies(do="dance")[1:]
+    assert "asked to 'dance'; it can describe, arm, save and cancel" in json.loads(reply)["error"]
+
+
+def test_only_the_first_rank_is_recorded(tmp_path):
+    engine_ = EngineOf(rank=1)
+    (reply,) = engine_.replies(do="arm", how="plain", skip=0, steps=3, folder=str(tmp_path))[1:]
+    assert json.loads(reply) == {"role": "worker", "rank": 1}
+    engine_.step()
+
+
+def test_a_load_that_fails_leaves_the_engine_ready_for_the_next_audit(tmp_path):
+    engine_ = EngineOf()
+
+    def breaks() -> Ran:
+        engine_.step()
+        raise ConnectionError("the load's own")
+
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="the load's own"):
+            engine._record(engine_.ask, breaks, Order(How.PLAIN, 0, 3, str(tmp_path)))
+
+
+def test_a_load_is_run_until_the_steps_are_through(tmp_path):
+    engine_ = EngineOf()
+
+    def work() -> Ran:
+        engine_.step()
+        return Ran(1, 1.0, None)
+
+    engine._record(engine_.ask, work, Order(How.PLAIN, 1, 3, str(tmp_path)))
+    assert engine_.runner.steps == 5
