@@ -72,3 +72,18 @@ def test_arguments_that_vllm_refuses_end_with_one_sentence(models: DemoModels, t
     assert done.stderr.startswith("vllm-async-spec: the engine could not be audited: ")
     assert "unrecognized arguments: --no-such-argument 3" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_comparison_shows_what_the_plugin_takes_off_the_critical_path(models: DemoModels, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    done = audit(models, tmp_path, "--compare", "off", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    waits = {
+        when: sum(cause["per_step"] for cause in found[when]["causes"] if cause["place"] == "critical")
+        for when in ("before", "report")
+    }
+    assert waits == {"before": pytest.approx(2), "report": 0}
+    assert found["before"]["engine"]["plugin"] == "off"
+    assert "Before: Asynchronous scheduling is off" in done.stdout
