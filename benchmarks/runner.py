@@ -15,6 +15,8 @@ from benchmarks.child import Child, ChildError
 from benchmarks.results import ResultFile, Turn
 
 Report = Callable[[str], None]
+Engines = Callable[[Arm], contextlib.AbstractContextManager[Child]]
+"""Gives an arm its engine, for as long as a turn takes."""
 
 
 class Runner:
@@ -79,29 +81,27 @@ class Runner:
     def _has(self, release: str) -> bool:
         return release in self._envs or release == installed_vllm()
 
-    def _turn(self, number: int, arm: Arm, engine: Callable[[Arm], contextlib.AbstractContextManager[Child]]) -> Turn:
+    def _turn(self, number: int, arm: Arm, engine: Engines) -> Turn:
         start = time.monotonic()
         turn: Turn = {"pass": number, "arm": arm.name}
         try:
             with engine(arm) as process:
                 turn["facts"] = process.ask("describe")
-                turn["loads"] = {
-                    load.name: process.ask(
+                loads = turn["loads"] = {}  # what was measured stays, whatever fails after it
+                for load in self._plan.loads:
+                    loads[load.name] = process.ask(
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
                     )
-                    for load in self._plan.loads
-                }
                 if number == 0 and self._plan.audit_steps:
-                    turn["audit"] = {
-                        load.name: process.ask("audit", load=load.name, steps=self._plan.audit_steps)
-                        for load in self._plan.loads
-                    }
+                    audits = turn["audit"] = {}
+                    for load in self._plan.loads:
+                        audits[load.name] = process.ask("audit", load=load.name, steps=self._plan.audit_steps)
         except ChildError as error:
             turn["error"] = str(error)
         return turn | {"seconds": round(time.monotonic() - start, 1)}
 
     @contextlib.contextmanager
-    def _children(self) -> Iterator[Callable[[Arm], contextlib.AbstractContextManager[Child]]]:
+    def _children(self) -> Iterator[Engines]:
         """How an arm gets its engine: a new one for each turn, or one that is kept until the end."""
         with contextlib.ExitStack() as stack:
             kept: dict[str, Child] = {}

@@ -47,6 +47,8 @@ class _Engine:
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         self.engines.asked.append((self.arm.name, command))
+        if command in self.engines.fails:
+            raise ChildError(f"the engine of {self.arm.name!r} failed: no {command}")
         answers: dict[str, dict[str, Any]] = {
             "describe": FACTS,
             "measure": measured(100),
@@ -159,6 +161,14 @@ def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_pat
     _, result = run(tmp_path, retry=True)
     assert engines.started[before:] == ["sham"] * PLAN.turns
     assert not any("error" in turn for turn in result.turns)
+
+
+def test_what_was_measured_stays_when_its_audit_fails(engines, tmp_path):
+    engines.fails = {"audit"}
+    plan = dataclasses.replace(PLAN, arms=PLAN.arms[1:2], turns=1, audit_steps=16, control=None, reference=None)
+    (turn,) = run(tmp_path, plan)[1].turns
+    assert set(turn["loads"]) == {"decode-1", "mixed"}
+    assert turn["error"] == "the engine of 'sham' failed: no audit"
 
 
 def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
