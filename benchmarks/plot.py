@@ -129,8 +129,7 @@ def _listed(document: dict[str, Any], plt: Any) -> Any:
             panel = panels[facet][column]
             panel.set_title(f"{load['name']}{', ' + name if name else ''}", loc="left", fontsize=10)
             panel.set_xlabel("ms a step (left is faster)" if steady else "tokens/s (right is faster)", fontsize=9)
-            panel.set_xlim(left=0)
-            panel.margins(x=0.12)
+            panel.set_xlim(0, 1.06 * panel.dataLim.x1 if panel.has_data() else 1)
             panel.grid(axis="x", color=_BAND)
             panel.set_axisbelow(True)
             panel.set_yticks(range(len(lines)), lines)

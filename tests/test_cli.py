@@ -152,8 +152,8 @@ AUDIT_MISTAKES = {
 @pytest.mark.parametrize("mistake", AUDIT_MISTAKES)
 def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_path):
     arguments, message = AUDIT_MISTAKES[mistake]
-    done = run("audit", *arguments, "--log", str(tmp_path / "log"))
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, ["audit", *arguments, "--log", str(tmp_path / "log")])
+    assert done.exit_code == 1
     assert done.stderr.startswith("vllm-async-spec: ")
     assert message in done.stderr
     assert done.stderr.strip().count("\n") == 0
