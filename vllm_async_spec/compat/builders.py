@@ -6,11 +6,12 @@ functions, so that `load_vllm` can come first.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "common_metadata_class",
     "engine_config",
     "flash_attention_builder",
+    "flashinfer_setting",
     "ubatch_function",
     "write_llama",
 ]
@@ -208,6 +210,34 @@ def flash_attention_builder(
         block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
     )
     return FlashAttentionMetadataBuilder(spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def flashinfer_setting(
+    *, block_size: int = 16, spec_tokens: int = 0, max_model_len: int = 2048, trtllm: bool | None = None
+) -> Iterator[tuple[Any, ...]]:
+    """What the release's FlashInfer metadata builder is made from, and the configuration that it is made under.
+
+    Args:
+        block_size: Tokens in a block of the KV cache.
+        spec_tokens: Draft tokens of each step; 0 is no speculation.
+        max_model_len: Longest sequence.
+        trtllm: `attention_config.use_trtllm_attention`: False is neither XQA nor trtllm-gen.
+
+    Yields:
+        The builder's arguments.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    drafts = {"method": "ngram", "num_speculative_tokens": spec_tokens, "prompt_lookup_max": 2} if spec_tokens else None
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_llama(Path(scratch), max_model_len=max_model_len)
+        config = engine_config(model, block_size=block_size, speculative_config=drafts)
+    config.attention_config.use_trtllm_attention = trtllm
+    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    with set_current_vllm_config(config):
+        yield spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu")
 
 
 def _find(name: str, *modules: str) -> Any:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
-from vllm_async_spec.vllm_plugin import async_scheduling, metadata_patches, min_tokens, prometheus_registry
+from vllm_async_spec.vllm_plugin import (
+    async_scheduling,
+    flashinfer_builder,
+    flashinfer_xqa,
+    metadata_patches,
+    min_tokens,
+    prometheus_registry,
+)
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
@@ -17,6 +24,8 @@ from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
+    **flashinfer_builder.IMPLEMENTATIONS,
+    **flashinfer_xqa.IMPLEMENTATIONS,
     **metadata_patches.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,

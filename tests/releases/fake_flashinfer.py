@@ -1,0 +1,134 @@
+"""What vLLM's FlashInfer backend needs of flashinfer-python, holding plans as it does; attention itself is not there.
+
+`lengths` reads a wrapper's plan as its kernel would, so that a test can ask what the kernel would mask by.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+PROCESSORS = 3
+"""Of the device that the FlashAttention 3 plans are for."""
+
+compiled: list[tuple[Any, ...]] = []
+"""Arguments of every XQA kernel that was compiled."""
+
+
+class Wrapper:
+    backend = "fa2"
+    """What `auto` becomes."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str = "NHD", use_cuda_graph: bool = False, **buffers: Any):
+        self._backend = buffers.get("backend", "auto")
+        self.is_cuda_graph_enabled = use_cuda_graph
+        self._paged_kv_indptr_buf = buffers.get("paged_kv_indptr_buffer")
+        self._paged_kv_last_page_len_buf = buffers.get("paged_kv_last_page_len_buffer")
+        self._pin_memory_int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
+        self._int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
+        self.plans: list[dict[str, Any]] = []
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        self._backend = self.backend
+        indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
+        last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))
+        self.plans.append(kwargs | {"buffer": self._pin_memory_int_workspace_buffer})
+        if self.is_cuda_graph_enabled:
+            self._paged_kv_indptr_buf[: len(indptr)].copy_(indptr)
+            self._paged_kv_last_page_len_buf[: len(last)].copy_(last)
+        else:
+            self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr.clone(), last.clone()
+        if self._backend == "fa3":
+            self._plan_sm90(indptr, last, kwargs["page_size"])
+
+    def _plan_sm90(self, indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> None:
+        """Two pieces of work a request, in another order than the requests, dealt out to the processors."""
+        lengths = (indptr[1:] - indptr[:-1] - 1) * page_size + last
+        requests = torch.arange(len(lengths)).flip(0).repeat(2).int()
+        per_processor = torch.full((PROCESSORS,), len(requests) // PROCESSORS)
+        per_processor[-1] += len(requests) % PROCESSORS
+        work_indptr = torch.nn.functional.pad(per_processor.cumsum(0), (1, 0)).int()
+        offsets, data, end = [], self._int_workspace_buffer.view(torch.int32), 0
+        data.fill_(-7)
+        empty = torch.zeros_like(requests)
+        for values in (empty, empty, empty, empty, lengths[requests.long()], empty, work_indptr, requests):
+            offsets.append(end * 4)
+            data[end : end + len(values)] = values
+            end += -(-len(values) // 4) * 4
+        self._plan_info = [*offsets, 0]
+
+    def lengths(self, page_size: int) -> list[int]:
+        """Of each request, as the kernel would read it."""
+        if self._backend == "fa3":
+            data, plan = self._int_workspace_buffer.view(torch.int32), [offset // 4 for offset in self._plan_info[:8]]
+            count = int(data[plan[6] + PROCESSORS])
+            found = {int(data[plan[7] + at]): int(data[plan[4] + at]) for at in range(count)}
+            padding = data[plan[4] + count : plan[5]]
+            assert (padding == -7).all(), "written behind the last piece of work"
+            return [found[request] for request in sorted(found)]
+        pages = self._paged_kv_indptr_buf[1:] - self._paged_kv_indptr_buf[:-1]
+        last = self._paged_kv_last_page_len_buf[: len(pages)]
+        return torch.where(pages == 0, 0, (pages - 1) * page_size + last).tolist()
+
+
+class Prefill(Wrapper):
+    pass
+
+
+class Decode(Wrapper):
+    pass
+
+
+class XqaSpec:
+    def __init__(self, *shape: Any):
+        self.shape, self.name = shape, repr(shape)
+
+    def get_library_path(self) -> str:
+        return "/nonexistent"
+
+    def build_and_load(self) -> None:
+        compiled.append(self.shape)
+
+
+def get_seq_lens(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Tensor:
+    return (indptr[1:] - indptr[:-1] - 1).clamp(min=0) * page_size + last
+
+
+def fast_decode_plan(wrapper: Wrapper, **kwargs: Any) -> None:
+    """Under a CUDA graph it leaves the buffers to the caller, and only plans."""
+    wrapper.plans.append(kwargs | {"buffer": wrapper._pin_memory_int_workspace_buffer})
+
+
+class _Anything(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def install() -> None:
+    """Put it where `import flashinfer` finds it."""
+    known = {
+        "flashinfer": {
+            "BatchDecodeWithPagedKVCacheWrapper": Decode,
+            "BatchPrefillWithPagedKVCacheWrapper": Prefill,
+            "get_seq_lens": get_seq_lens,
+            "__path__": [],
+        },
+        "flashinfer.decode": {"fast_decode_plan": fast_decode_plan},
+        "flashinfer.prefill": {},
+        "flashinfer.utils": {},
+        "flashinfer.jit": {"__path__": []},
+        "flashinfer.jit.xqa": {"gen_xqa_module": XqaSpec},
+    }
+    for name, contents in known.items():
+        module = _Anything(name)
+        vars(module).update(contents)
+        module.__spec__ = type(sys.__spec__)(name, None)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)

@@ -1,0 +1,121 @@
+"""vLLM's FlashInfer builder with the plugin: what it plans from, and what its kernels would then mask by."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import fake_flashinfer
+import pytest
+import torch
+
+from vllm_async_spec import reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.attention import flashinfer as adapter
+from vllm_async_spec.compat import builders
+from vllm_async_spec.vllm_plugin import flashinfer_xqa
+from vllm_async_spec.vllm_plugin.flashinfer_builder import causal_draft_masks
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+PAGE, DRAFTS = 16, 3
+BATCHES = {
+    "one token each": ([1, 1, 1], [33, 1, 48]),
+    "drafts": ([4, 4, 4], [33, 17, 50]),
+    "fewer drafts": ([4, 2, 3], [33, 17, 50]),
+    "two tokens each": ([2, 2], [33, 17]),
+    "mixed": ([4, 4, 9, 40], [33, 17, 30, 40]),
+    "ragged and a prefill": ([1, 4, 2, 40], [16, 17, 65, 40]),
+    "page boundary": ([4, 4, 4], [16, 17, 15]),
+    "padded": ([4, 4, 0], [33, 17, 0]),
+}
+
+
+@pytest.fixture(scope="module")
+def module(release: str) -> Any:
+    if tuple(map(int, release.split("."))) < (0, 20):
+        pytest.skip(f"vLLM {release} gives no upper bound to plan from")
+    fake_flashinfer.install()
+    kept: list[Transaction] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
+    patch.setattr(adapter, "_processors", lambda device: fake_flashinfer.PROCESSORS)
+    patch.setattr(flashinfer_xqa, "xqa_source", lambda: "a fake")
+    module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
+    names = {"flashinfer-builder", "flashinfer-xqa", *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
+    chosen = {name: IMPLEMENTATIONS[name] for name in names}
+    ledger = Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
+    ledger.install()
+    layer = importlib.import_module("vllm.v1.attention.backends.utils").PerLayerParameters(-1, None, 0.125)
+    patch.setattr(module, "get_per_layer_parameters", lambda *arguments: {"layer": layer})
+    # What the engine resolves at start-up, and a Triton kernel of vLLM's that copies page indices.
+    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
+        patch.setattr(module.FlashInferMetadataBuilder, "kv_cache_layout", None)
+        patch.setattr(module, "get_flashinfer_layout_string", lambda layout: "NHD")
+    patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 9)}})
+    for name in ("flashinfer-builder", "flashinfer-xqa"):
+        assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    yield module
+    for transaction in reversed(kept):
+        transaction.roll_back()
+    patch.undo()
+
+
+@pytest.fixture(params=["fa2", "fa3"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "backend", request.param)
+    return request.param
+
+
+@pytest.fixture(params=["native", "xqa"])
+def builder(request: pytest.FixtureRequest, module: Any, kind: str) -> Iterator[Any]:
+    trtllm = None if request.param == "xqa" else False
+    with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=trtllm) as arguments:
+        yield module.FlashInferBackend.get_builder_cls()(*arguments)
+
+
+def metadata(query: list[int], exact: list[int], slack: int) -> Any:
+    """What a runner gives: the device's lengths, and a bound that is exact for prefills only."""
+    prefilling = torch.tensor([count > 1 + DRAFTS for count in query])
+    made = builders.common_metadata(query, [length + slack * (length > 0) for length in exact], is_prefilling=prefilling)
+    lengths = torch.tensor(exact, dtype=torch.int32)
+    bound = torch.where(prefilling | (lengths == 0), lengths, lengths + slack)
+    return dataclasses.replace(made, seq_lens=lengths, seq_lens_cpu_upper_bound=bound)
+
+
+def wrappers(built: Any) -> list[fake_flashinfer.Wrapper]:
+    """Those that this batch was planned with, decodes first."""
+    return [part.wrapper for part in (built.decode, built.prefill) if hasattr(part, "wrapper")]
+
+
+def pages_planned(wrapper: fake_flashinfer.Wrapper) -> list[int]:
+    plan = wrapper.plans[-1]
+    return plan.get("paged_kv_indptr", plan.get("indptr")).diff().tolist()
+
+
+@pytest.mark.parametrize("slack", [0, 1, DRAFTS, 17])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
+    builder: Any, batch: str, slack: int
+) -> None:
+    query, exact = BATCHES[batch]
+    given = metadata(query, exact, slack)
+    reset_sync_report()
+    with sync_policy("error"):
+        built = builder.build(0, given)
+    report = sync_report()
+    assert (report.count, report.fallbacks) == (0, {})
+    assert [pages for each in wrappers(built) for pages in pages_planned(each)] == [
+        -(-bound // PAGE) for bound in given.seq_lens_cpu_upper_bound.tolist()[built_on_device(built) :]
+    ]
+    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == exact[built_on_device(built) :]
+    if built_on_device(built):
+        assert type(built.decode.seq_lens) is torch.Tensor
+        assert built.decode.seq_lens.tolist() == exact[: built.num_decodes]
+
+
+def built_on_device(built: Any) -> int:
+    """How many requests XQA takes, which is planned by nobody."""
+    return built.num_decodes if hasattr(built.decode, "seq_lens") else 0

@@ -1,0 +1,110 @@
+"""FlashInfer's planned wrappers over a paged KV cache, planned from an upper bound and exact on the device.
+
+A plan shares out work on the host, for which a bound serves; the lengths that the kernels mask by are device memory.
+So the host plans from `seq_lens_cpu_upper_bound`, and `carry_lengths` then writes `seq_lens` over it in stream order.
+Three things were safe only because the host used to wait before it planned:
+
+- FlashAttention 2 split over keys: with several query tokens a request, the kernel recomputes the number of chunks
+  from the exact length, and the plan's merge from the bound. Plan such rows with `disable_split_kv` (`may_split`).
+- FlashAttention 3 (SM90) copies lengths into each piece of work when it plans: `carry_lengths` writes those.
+- A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
+  `PlanBuffers` hands out another one, fenced by an event.
+
+Sources: flashinfer-python 0.6.14 and 0.7.0, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
+`hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from vllm_async_spec.host_copy import PinnedRing
+from vllm_async_spec.kernels import set_last_page_lens, set_work_lens
+
+_INT32_BYTES = 4
+# PrefillPlanSM90Info::ToVector: offsets in bytes into the int workspace, and one flag.
+_SM90_PLAN_SIZE = 9
+_SM90_QO_TILES, _SM90_QO_INDPTR, _SM90_KV_LENS, _SM90_WORK_INDPTR, _SM90_REQUESTS = 0, 1, 4, 6, 7
+
+
+class PlanError(RuntimeError):
+    """A wrapper holds its plan in a way that is not known; the message names it."""
+
+
+def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
+    """Write the exact lengths over those that `wrapper` was planned with. Launches one kernel and waits for nothing.
+
+    Args:
+        wrapper: a `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python,
+            just planned, with page indices spaced as the bound's; its backend is `fa2` or `fa3`.
+        seq_lens: (batch,) int32, device: exact lengths of the requests planned, none above its bound.
+        page_size: tokens in a page.
+
+    Raises:
+        PlanError: the wrapper's backend, or its plan, is of another kind.
+    """
+    if wrapper._backend == "fa2":
+        batch = min(seq_lens.shape[0], wrapper._paged_kv_last_page_len_buf.shape[0])
+        set_last_page_lens(
+            seq_lens[:batch],
+            wrapper._paged_kv_indptr_buf[: batch + 1],
+            page_size,
+            wrapper._paged_kv_last_page_len_buf[:batch],
+        )
+    elif wrapper._backend == "fa3" and len(wrapper._plan_info) == _SM90_PLAN_SIZE:
+        plan = [int(offset) for offset in wrapper._plan_info]
+        works = (plan[_SM90_QO_INDPTR] - plan[_SM90_QO_TILES]) // _INT32_BYTES
+        ints = wrapper._int_workspace_buffer.view(torch.int32)
+        # Cumulative by processor, so the last entry counts all; what is behind it in the other two is padding.
+        count = _at(ints, plan[_SM90_WORK_INDPTR], 1 + _processors(ints.device))[-1:]
+        set_work_lens(seq_lens, _at(ints, plan[_SM90_REQUESTS], works), count, _at(ints, plan[_SM90_KV_LENS], works))
+    else:
+        raise PlanError(
+            f"a plan of {type(wrapper).__name__} with backend {wrapper._backend!r} can't be corrected on the device"
+        )
+
+
+def _at(ints: torch.Tensor, offset: int, count: int) -> torch.Tensor:
+    return ints[offset // _INT32_BYTES :][:count]
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def may_split(wrapper: Any) -> bool:
+    """Whether a plan of this wrapper may share one request's keys between blocks, as far as is known before planning.
+
+    FlashAttention 3 never does; FlashAttention 2 does, and `auto` is not settled until the first plan.
+    """
+    return bool(wrapper._backend != "fa3")
+
+
+class PlanBuffers:
+    """Pinned buffers that wrappers' plans are filled into in turn, each fenced by the copy that empties it.
+
+    Args:
+        depth: plans that may be in flight before one waits, counted.
+        nbytes: size of each; that of the wrappers' own.
+        device: the wrappers' device.
+    """
+
+    def __init__(self, depth: int, nbytes: int, device: torch.device) -> None:
+        self._ring = PinnedRing((nbytes,), torch.uint8, depth=depth, device=device)
+        self._lent = False
+
+    def lend(self, wrapper: Any) -> None:
+        """Let the next plan of `wrapper` fill the buffer whose turn it is."""
+        self.planned()
+        wrapper._pin_memory_int_workspace_buffer = self._ring.next()
+        self._lent = True
+
+    def planned(self) -> None:
+        """Say that what was lent has been planned with, so that its copy is on the stream."""
+        if self._lent:
+            self._ring.fence()
+            self._lent = False

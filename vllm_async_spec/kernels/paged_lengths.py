@@ -1,0 +1,87 @@
+"""Exact lengths, written on the device into a plan that the host made from an upper bound.
+
+A planned paged kernel (FlashInfer's) holds lengths in one of two places: as page counts with the length of the last
+page, or copied into each piece of work. Both are device memory, so what the host did not know when it planned can be
+written there before the kernel runs, in stream order and without a wait.
+
+Importing this imports no Triton; the first call on a CUDA tensor does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def set_last_page_lens(
+    seq_lens: torch.Tensor, page_indptr: torch.Tensor, page_size: int, last_page_lens: torch.Tensor
+) -> None:
+    """Make page counts that are too high mean the exact lengths, by the length of the last page.
+
+    A paged kernel reads a length as `(pages - 1) * page_size + last_page_len`. With the pages of an upper bound the
+    last one's length becomes zero or negative wherever the exact length ends in an earlier page; the sum is exact.
+    A request without pages has length 0 whatever is written.
+
+    Args:
+        seq_lens: (batch,) int32, device: exact lengths, in tokens.
+        page_indptr: (batch + 1,) int32, device: cumulative pages of an upper bound.
+        page_size: tokens in a page.
+        last_page_lens: (batch,) int32, device; written.
+    """
+    if not seq_lens.is_cuda and not _interpreted():
+        set_last_page_lens_reference(seq_lens, page_indptr, page_size, last_page_lens)
+        return
+    batch = last_page_lens.shape[0]
+    _kernels().last_page_lens[(-(-batch // _BLOCK),)](
+        seq_lens, page_indptr, last_page_lens, batch, PAGE_SIZE=page_size, BLOCK=_BLOCK
+    )
+
+
+def set_last_page_lens_reference(
+    seq_lens: torch.Tensor, page_indptr: torch.Tensor, page_size: int, last_page_lens: torch.Tensor
+) -> None:
+    """`set_last_page_lens` in PyTorch."""
+    torch.sub(seq_lens, (page_indptr[1:] - page_indptr[:-1] - 1) * page_size, out=last_page_lens)
+
+
+def set_work_lens(seq_lens: torch.Tensor, requests: torch.Tensor, count: torch.Tensor, work_lens: torch.Tensor) -> None:
+    """Give each piece of work the exact length of its request.
+
+    Args:
+        seq_lens: (batch,) int32, device: exact lengths, in tokens.
+        requests: (works,) int32, device: the request of each piece of work.
+        count: (1,) int32, device: how many pieces there are; what follows them in the other two is left alone.
+        work_lens: (works,) int32, device; written.
+    """
+    if not seq_lens.is_cuda and not _interpreted():
+        set_work_lens_reference(seq_lens, requests, count, work_lens)
+        return
+    works = work_lens.shape[0]
+    _kernels().work_lens[(-(-works // _BLOCK),)](seq_lens, requests, count, work_lens, works, BLOCK=_BLOCK)
+
+
+def set_work_lens_reference(
+    seq_lens: torch.Tensor, requests: torch.Tensor, count: torch.Tensor, work_lens: torch.Tensor
+) -> None:
+    """`set_work_lens` in PyTorch."""
+    is_work = torch.arange(work_lens.shape[0], device=work_lens.device) < count
+    known = seq_lens[torch.where(is_work, requests, 0).long()]
+    work_lens.copy_(torch.where(is_work, known, work_lens))
+
+
+_BLOCK = 256
+
+
+def _interpreted() -> bool:
+    import os
+
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _kernels() -> Any:
+    from vllm_async_spec.kernels import paged_lengths_triton
+
+    return paged_lengths_triton

@@ -1,0 +1,119 @@
+"""XQA where the machine has it: vLLM asks an artifact server whether FlashInfer's XQA decode kernels can be used.
+
+They come with flashinfer-python as source and are compiled by nvcc, or are prebuilt; the server has no part in them.
+Without an answer from it, every SM90 and SM12x falls back to wrappers that are planned on the host at each step. The
+kernels of SM100 (trtllm-gen) do come from that server, or offline from the package flashinfer-cubin; for them vLLM's
+own answer stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.log import inform, logger
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_compiling = threading.Lock()
+
+
+def xqa_source() -> str | None:
+    """Where this machine would get XQA kernels from, in words; None if it can't."""
+    if find_spec("flashinfer") is None:
+        return None
+    if find_spec("flashinfer_jit_cache") is not None:
+        return "the package flashinfer-jit-cache"
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(_cuda_home(), "bin"))
+    return None if nvcc is None else nvcc
+
+
+def _cuda_home() -> str:
+    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+
+
+def _unneeded(supports: Any) -> str | None:
+    if "is_prefill" not in signature(supports).parameters:
+        return "this vLLM uses XQA on no machine where it needs no artifact server"
+    return None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    original = module.supports_trtllm_attention
+    transaction.set_function(module, "supports_trtllm_attention", _asking_the_machine(original, module))
+
+
+def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Callable[..., bool]:
+    @functools.cache
+    @functools.wraps(original)
+    def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+        # Which machines have XQA is upstream's to say: what it would answer if the server did.
+        if is_prefill or module.current_platform.is_device_capability_family(100):
+            return original(is_prefill)
+        if not _answer_with_artifacts(module, original):
+            return False
+        source = xqa_source()
+        if source is None:
+            logger.warning(
+                "vllm-async-spec: there is neither nvcc nor flashinfer-jit-cache, so FlashInfer's XQA kernels can't be "
+                "had; install one of them, or use --attention-backend FLASH_ATTN"
+            )
+            return original(is_prefill)
+        inform("vllm-async-spec: FlashInfer decodes with XQA, from %s; no artifact server is asked", source)
+        return True
+
+    return supports_trtllm_attention
+
+
+def _answer_with_artifacts(module: ModuleType, original: Callable[..., bool]) -> bool:
+    """Upstream's answer for decoding, given the artifacts; its function is not asked in a way that it remembers."""
+    asked = getattr(original, "__wrapped__", original)
+    reachable = module.has_nvidia_artifactory
+    try:
+        module.has_nvidia_artifactory = lambda: True  # type: ignore[attr-defined]
+        return bool(asked(False))
+    finally:
+        module.has_nvidia_artifactory = reachable  # type: ignore[attr-defined]
+
+
+def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
+    """Compile and load XQA kernels now, one thread each, saying how far it is; those in the cache take no time.
+
+    Args:
+        shapes: arguments of `flashinfer.jit.xqa.gen_xqa_module`.
+
+    Raises:
+        RuntimeError: the compiler failed; FlashInfer's message.
+    """
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    with _compiling:
+        specs = {spec.name: spec for spec in (gen_xqa_module(*shape) for shape in shapes)}
+        missing = [spec for spec in specs.values() if not Path(spec.get_library_path()).exists()]
+        if not missing:
+            return
+        begun = time.monotonic()
+        inform("vllm-async-spec: compiling %d XQA kernels, once for this machine", len(missing))
+        with ThreadPoolExecutor(len(missing)) as pool:
+            building = {pool.submit(spec.build_and_load): spec for spec in missing}
+            for number, built in enumerate(as_completed(building), 1):
+                built.result()
+                inform(
+                    "vllm-async-spec: compiled XQA kernel %d of %d after %.0f s",
+                    number,
+                    len(missing),
+                    time.monotonic() - begun,
+                )
+
+
+IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_unneeded, _apply)}
