@@ -54,6 +54,23 @@ def overhead_tiny() -> Plan:
     )
 
 
+def flashinfer(shape: str) -> Plan:
+    """FlashInfer as vLLM runs it on this machine and with the plugin, and FlashAttention to hold it to."""
+    engine = GPU_ENGINE | {"attention_backend": "FLASHINFER"}
+    arms = [Arm(plugin.value, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine) for plugin in Plugin]
+    target = Arm("FLASH_ATTN", shape, acceptance=ACCEPTANCE, engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"})
+    return Plan(
+        name=f"flashinfer-{shape}",
+        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
+        arms=(*arms, target),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=2,
+        seconds=2.0,
+        reference=Plugin.STOCK.value,
+        control=Plugin.SHAM.value,
+    )
+
+
 def baseline() -> Plan:
     """vLLM in every combination of release, runner, attention backend and size that this project speaks of.
 
@@ -131,6 +148,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-8b": lambda: overhead("8b"),
     "overhead-moe": lambda: overhead("moe"),
     "overhead-mla": lambda: overhead("mla"),
+    "flashinfer-1b": lambda: flashinfer("1b"),
+    "flashinfer-8b": lambda: flashinfer("8b"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
 }

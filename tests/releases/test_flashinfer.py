@@ -15,7 +15,6 @@ from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin import flashinfer_xqa
-from vllm_async_spec.vllm_plugin.flashinfer_builder import causal_draft_masks
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
@@ -79,7 +78,9 @@ def builder(request: pytest.FixtureRequest, module: Any, kind: str) -> Iterator[
 def metadata(query: list[int], exact: list[int], slack: int) -> Any:
     """What a runner gives: the device's lengths, and a bound that is exact for prefills only."""
     prefilling = torch.tensor([count > 1 + DRAFTS for count in query])
-    made = builders.common_metadata(query, [length + slack * (length > 0) for length in exact], is_prefilling=prefilling)
+    made = builders.common_metadata(
+        query, [length + slack * (length > 0) for length in exact], is_prefilling=prefilling
+    )
     lengths = torch.tensor(exact, dtype=torch.int32)
     bound = torch.where(prefilling | (lengths == 0), lengths, lengths + slack)
     return dataclasses.replace(made, seq_lens=lengths, seq_lens_cpu_upper_bound=bound)

@@ -89,16 +89,24 @@ class PlanBuffers:
 
     Args:
         depth: plans that may be in flight before one waits, counted.
-        nbytes: size of each; that of the wrappers' own.
+        nbytes: size of each, at least that of the wrappers' own.
         device: the wrappers' device.
     """
 
     def __init__(self, depth: int, nbytes: int, device: torch.device) -> None:
+        self._nbytes = nbytes
         self._ring = PinnedRing((nbytes,), torch.uint8, depth=depth, device=device)
         self._lent = False
 
     def lend(self, wrapper: Any) -> None:
-        """Let the next plan of `wrapper` fill the buffer whose turn it is."""
+        """Let the next plan of `wrapper` fill the buffer whose turn it is.
+
+        Raises:
+            PlanError: the wrapper may plan more than a buffer holds.
+        """
+        own = wrapper._pin_memory_int_workspace_buffer.nbytes
+        if own > self._nbytes:
+            raise PlanError(f"{type(wrapper).__name__} plans in {own} bytes, and the buffers have {self._nbytes}")
         self.planned()
         wrapper._pin_memory_int_workspace_buffer = self._ring.next()
         self._lent = True

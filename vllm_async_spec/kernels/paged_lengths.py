@@ -10,6 +10,8 @@ Importing this imports no Triton; the first call on a CUDA tensor does.
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from typing import Any
 
 import torch
@@ -75,13 +77,9 @@ _BLOCK = 256
 
 
 def _interpreted() -> bool:
-    import os
-
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def _kernels() -> Any:
-    from vllm_async_spec.kernels import paged_lengths_triton
-
-    return paged_lengths_triton
+    return importlib.import_module("vllm_async_spec.kernels.paged_lengths_triton")

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def last_page_lens(seq_lens, page_indptr, out, batch, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK requests."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -14,7 +14,7 @@ def last_page_lens(seq_lens, page_indptr, out, batch, PAGE_SIZE: tl.constexpr, B
     tl.store(out + request, tl.load(seq_lens + request, mask=mask) - (pages - 1) * PAGE_SIZE, mask=mask)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK pieces of work."""
     work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

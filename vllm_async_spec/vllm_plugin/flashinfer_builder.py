@@ -22,8 +22,11 @@ from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
-_PLANS_IN_FLIGHT = 16
-"""A step plans once for the target and once for each draft; two steps are in flight."""
+_PLANS_IN_FLIGHT = 8
+"""A step plans once for the target and at most once for each draft, and two steps are in flight; more wait, counted."""
+
+_PLAN_BYTES = 8 << 20
+"""What flashinfer-python gives each wrapper to plan in."""
 
 _WORDS = 2
 """uint16 words of a row of XQA's draft mask, for up to 32 query tokens."""
@@ -37,37 +40,42 @@ def _unneeded(builder: Any) -> str | None:
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
-    builder = _device_lengths(module.FlashInferMetadataBuilder, module)
+    builder = _device_lengths(module.FlashInferMetadataBuilder)
     transaction.set(module.FlashInferBackend, "get_builder_cls", staticmethod(lambda: builder))
 
 
-def _device_lengths(upstream: type[Any], module: ModuleType) -> type[Any]:
+def _device_lengths(upstream: type[Any]) -> type[Any]:
     """The subclass of vLLM's builder that plans from the upper bound."""
 
     class FlashInferMetadataBuilder(upstream):  # type: ignore[misc]
         """As vLLM's; see this module."""
 
+        disable_split_kv: bool
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._plan_buffers: PlanBuffers | None = None
+            self._drafts = self.vllm_config.speculative_config is not None
+            if self._drafts:
+                self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
             self._planning: Any = None
-            self._draft_masks: np.ndarray[Any, Any] | None = None
+            self._draft_masks = causal_draft_masks(16 * _WORDS)
             if _decodes_with_xqa(self):
                 compile_xqa(_xqa_shapes(self, ragged=hasattr(upstream, "_compute_decode_query_lens")))
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            if not self._drafts:
+                return super().build(common_prefix_len, common_attn_metadata, fast_build)
             reason = _needs_exact(self, common_prefix_len, common_attn_metadata)
             if reason is not None:
                 record_fallback(reason)
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
             self._planning = common_attn_metadata
-            split: bool = self.disable_split_kv
+            split = self.disable_split_kv
             try:
                 built = super().build(common_prefix_len, _bounded(common_attn_metadata), fast_build)
             finally:
                 self.disable_split_kv, self._planning = split, None
-                if self._plan_buffers is not None:
-                    self._plan_buffers.planned()
+                self._plan_buffers.planned()
             lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
             for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
                 if hasattr(part, "wrapper"):
@@ -76,8 +84,9 @@ def _device_lengths(upstream: type[Any], module: ModuleType) -> type[Any]:
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             wrapper = super()._get_prefill_wrapper(*args, **kwargs)
-            if self._planning is not None and may_split(wrapper) and _has_drafts(self._planning):
-                self.disable_split_kv = True
+            # Where XQA takes a ragged batch, no request with drafts comes here.
+            if self._planning is not None and not getattr(self, "use_xqa", False) and may_split(wrapper):
+                self.disable_split_kv |= _has_drafts(self._planning)
             return self._with_plan_buffer(wrapper)
 
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +94,6 @@ def _device_lengths(upstream: type[Any], module: ModuleType) -> type[Any]:
 
         def _with_plan_buffer(self, wrapper: Any) -> Any:
             if self._planning is not None:
-                if self._plan_buffers is None:
-                    nbytes = wrapper._pin_memory_int_workspace_buffer.nbytes
-                    self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, nbytes, self.device)
                 self._plan_buffers.lend(wrapper)
             return wrapper
 
@@ -183,8 +189,6 @@ def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
     def _get_decode_mask(self: Any, q_len_per_req: int, ragged_q_lens: Any, num_decodes: int, causal: bool) -> Any:
         if ragged_q_lens is None or not causal or q_len_per_req > 16 * _WORDS:
             return upstream._get_decode_mask(self, q_len_per_req, ragged_q_lens, num_decodes, causal)
-        if self._draft_masks is None or len(self._draft_masks) < q_len_per_req:
-            self._draft_masks = causal_draft_masks(q_len_per_req)
         starts = np.cumsum(ragged_q_lens) - ragged_q_lens
         within = np.arange(ragged_q_lens.sum()) - np.repeat(starts, ragged_q_lens)
         mask = torch.from_numpy(self._draft_masks[within])

@@ -1,0 +1,252 @@
+"""FlashInfer's wrappers planned from an upper bound: on a GPU against the oracle, and wrong without each remedy.
+
+That the builder of vLLM hands them the right things is in tests/releases/test_flashinfer.py, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from vllm_async_spec.attention import ReferenceArguments, paged_attention
+from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths
+from vllm_async_spec.kernels import (
+    paged_lengths,
+    set_last_page_lens,
+    set_last_page_lens_reference,
+    set_work_lens,
+    set_work_lens_reference,
+)
+
+PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 32, 8, 128
+gpu = pytest.mark.gpu
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the Triton kernels run: without a GPU in Triton's interpreter, which they choose when they are imported."""
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    sys.modules.pop("vllm_async_spec.kernels.paged_lengths_triton", None)
+    paged_lengths._kernels.cache_clear()
+    assert paged_lengths._kernels().work_lens.__class__.__name__ == "InterpretedFunction"
+    yield "cpu"
+    paged_lengths._kernels.cache_clear()
+    del sys.modules["vllm_async_spec.kernels.paged_lengths_triton"]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 256, 300])
+def test_last_page_lens_equal_their_reference(batch: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(batch)
+    exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
+    bound = exact + torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32) * (exact > 0)
+    indptr = pad(-(-bound // PAGE), (1, 0)).cumsum(0, dtype=torch.int32)
+    expected = torch.empty_like(exact)
+    set_last_page_lens_reference(exact, indptr, PAGE, expected)
+    pages = indptr.diff()
+    assert torch.equal(torch.where(pages > 0, (pages - 1) * PAGE + expected, 0), exact)
+    got = torch.full_like(exact, -99).to(device)
+    set_last_page_lens(exact.to(device), indptr.to(device), PAGE, got)
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("works", [1, 5, 256, 700])
+def test_work_lens_equal_their_reference(works: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(works)
+    exact = torch.randint(1, 200, (9,), generator=generator, dtype=torch.int32)
+    requests = torch.randint(0, 9, (works + 3,), generator=generator, dtype=torch.int32)
+    requests[works:] = 1_000_000  # padding, which must not be read as a request
+    count = torch.tensor([works], dtype=torch.int32)
+    expected = torch.full((works + 3,), -99, dtype=torch.int32)
+    set_work_lens_reference(exact, requests, count, expected)
+    assert expected.tolist() == [*(int(exact[at]) for at in requests[:works]), -99, -99, -99]
+    got = torch.full_like(expected, -99).to(device)
+    set_work_lens(exact.to(device), requests.to(device), count.to(device), got)
+    assert torch.equal(got.cpu(), expected)
+
+
+def test_a_plan_of_an_unknown_kind_is_refused() -> None:
+    class Wrapper:
+        _backend = "cudnn"
+
+    with pytest.raises(PlanError, match="a plan of Wrapper with backend 'cudnn' can't be corrected on the device"):
+        carry_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)
+
+
+@dataclass
+class Case:
+    """One batch: what the device knows, and the bound that the host plans from."""
+
+    query_lens: list[int]
+    exact: list[int]
+    bound: list[int]
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(sum(self.exact))
+        width = -(-max(self.bound) // PAGE)
+        rows = len(self.exact)
+        self.table = torch.randperm(rows * width, device="cuda", dtype=torch.int32).reshape(rows, width)
+        shape = (rows * width, PAGE, KV_HEADS, HEAD_SIZE)
+        self.keys, self.values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.query = torch.randn(sum(self.query_lens), HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+        self.seq_lens = torch.tensor(self.exact, device="cuda", dtype=torch.int32)
+        self.query_start = pad(torch.tensor(self.query_lens), (1, 0)).cumsum(0).int()
+
+    def oracle(self) -> torch.Tensor:
+        arguments = ReferenceArguments(
+            query_start_loc=self.query_start.cuda(),
+            seq_lens=self.seq_lens,
+            block_table=self.table,
+            max_query_len=max(self.query_lens),
+            max_seq_len=max(self.bound),
+            causal=True,
+        )
+        return paged_attention(self.query, self.keys, self.values, arguments)
+
+    def plan(self, wrapper: Any, lengths: list[int], **options: Any) -> None:
+        """Plan `wrapper` as vLLM does, from host lengths."""
+        pages = [-(-length // PAGE) for length in lengths]
+        indptr = pad(torch.tensor(pages), (1, 0)).cumsum(0).int().pin_memory()
+        last = torch.tensor([(length - 1) % PAGE + 1 if length else 0 for length in lengths]).int().pin_memory()
+        indices = torch.cat([row[:count] for row, count in zip(self.table, pages, strict=True)])
+        names = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "page_size": PAGE, "q_data_type": torch.bfloat16}
+        if hasattr(wrapper, "_jit_module") and type(wrapper).__name__.startswith("BatchDecode"):
+            wrapper.plan(indptr, indices, last, head_dim=HEAD_SIZE, **names, **options)
+        else:
+            starts = self.query_start.pin_memory()
+            wrapper.plan(starts, indptr, indices, last, head_dim_qk=HEAD_SIZE, causal=True, **names, **options)
+
+    def run(self, wrapper: Any) -> torch.Tensor:
+        out = wrapper.run(self.query, (self.keys, self.values))
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def make_wrapper(kind: str) -> Any:
+    flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    if kind == "decode":
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
+    if kind == "fa3" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("FlashAttention 3 needs SM90")
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind)
+
+
+def random_case(seed: int, kind: str) -> Case:
+    """Decodes, drafts, prefills with and without context, long ones, and page boundaries."""
+    choose = random.Random(seed)
+    query_lens, exact, bound = [], [], []
+    for _ in range(choose.choice([1, 2, 5, 33])):
+        tokens = 1 if kind == "decode" else choose.choice([1, 4, 4, 4, 2, 70])
+        length = tokens + choose.choice([0, 3, choose.randrange(100), choose.randrange(6000), 16 * 9 - tokens])
+        query_lens.append(tokens)
+        exact.append(length)
+        bound.append(length if tokens > 4 else length + choose.choice([0, 1, 3, 4, 20]))
+    return Case(query_lens, exact, bound)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
+def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) -> None:
+    wrapper, exact_wrapper = make_wrapper(kind), make_wrapper(kind)
+    options = {"disable_split_kv": True} if kind == "fa2" else {}
+    same = 0
+    for seed in range(60):
+        case = random_case(seed, kind)
+        case.plan(wrapper, case.bound, **options)
+        carry_lengths(wrapper, case.seq_lens, PAGE)
+        got, expected = case.run(wrapper), case.oracle()
+        assert not got.isnan().any(), (seed, case.exact)
+        assert close(got, expected), (seed, case.query_lens, case.exact, case.bound)
+        case.plan(exact_wrapper, case.exact, **options)
+        exactly = case.run(exact_wrapper)
+        # Without chunks the plan orders the work and nothing else, so not a bit may differ.
+        if kind != "decode":
+            assert torch.equal(got, exactly), (seed, case.exact, case.bound)
+        same += torch.equal(got, exactly)
+    assert same > 0
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
+def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> None:
+    case = Case([1] * 3 if kind == "decode" else [4] * 3, [100, 33, 50], [103, 36, 53])
+    wrapper = make_wrapper(kind)
+    case.plan(wrapper, case.bound)
+    assert not close(case.run(wrapper), case.oracle())
+
+
+@gpu
+@on_a_gpu
+def test_chunks_that_differ_from_the_plans_need_split_kv_off() -> None:
+    """Ten chunks of four pages exactly; eleven by the bound."""
+    case = Case([4], [640], [643])
+    wrapper = make_wrapper("fa2")
+    case.plan(wrapper, case.bound, fixed_split_size=4)
+    carry_lengths(wrapper, case.seq_lens, PAGE)
+    assert not close(case.run(wrapper), case.oracle()), "the trap is gone: split-KV could stay on"
+    case.plan(wrapper, case.bound, fixed_split_size=4, disable_split_kv=True)
+    carry_lengths(wrapper, case.seq_lens, PAGE)
+    assert close(case.run(wrapper), case.oracle())
+
+
+def race(kind: str, fenced: bool) -> bool:
+    """Whether a kernel got its own plan, when another was made before that had been copied to the device."""
+    tokens = 1 if kind == "decode" else 4
+    options = {"disable_split_kv": True} if kind == "fa2" else {}
+    first = Case([tokens] * 4, [900, 33, 1500, 64], [903, 36, 1503, 67])
+    second = Case([tokens] * 2, [40, 20], [43, 23])
+    wrapper, other = make_wrapper(kind), make_wrapper(kind)
+    if not fenced:
+        other._pin_memory_int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer
+    for case, which in ((first, wrapper), (second, other)):
+        case.plan(which, case.bound, **options)  # what is compiled and allocated at first would hide the race
+    expected = first.oracle()
+    buffers = PlanBuffers(4, wrapper._pin_memory_int_workspace_buffer.nbytes, torch.device("cuda"))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    if fenced:
+        buffers.lend(wrapper)
+    first.plan(wrapper, first.bound, **options)
+    carry_lengths(wrapper, first.seq_lens, PAGE)
+    got = first.run(wrapper)
+    if fenced:
+        buffers.lend(other)
+    second.plan(other, second.bound, **options)
+    return close(got, expected)
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
+def test_a_plan_made_before_the_last_one_was_copied_needs_another_buffer(kind: str, fenced: bool) -> None:
+    """In a process of its own: a kernel with another's plan may read addresses that are not there."""
+    code = f"import test_flashinfer; raise SystemExit(0 if test_flashinfer.race({kind!r}, {fenced}) else 3)"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    right = done.returncode == 0
+    garbage = done.returncode == 3 or "CUDA error" in done.stderr
+    assert right if fenced else garbage, done.stderr[-2000:]

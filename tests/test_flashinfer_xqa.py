@@ -1,0 +1,147 @@
+"""Whether FlashInfer decodes with XQA is asked of the machine; and its kernels are compiled before any request."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from vllm_async_spec.vllm_plugin import flashinfer_xqa
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+
+class Platform:
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def is_device_capability(self, capability: int) -> bool:
+        return capability == self.capability
+
+    def is_device_capability_family(self, family: int) -> bool:
+        return family // 10 == self.capability // 10
+
+
+def patched(capability: int, *, server: bool) -> Any:
+    """Something like vLLM's module, as far as it decides this; `asked` counts the requests to the server."""
+    module: Any = ModuleType("something_like_vllm_utils_flashinfer")
+    module.asked = 0
+    module.current_platform = Platform(capability)
+
+    def has_nvidia_artifactory() -> bool:
+        module.asked += 1
+        return server
+
+    @functools.cache
+    def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+        if not module.has_nvidia_artifactory():
+            return False
+        if module.current_platform.is_device_capability(90) or module.current_platform.is_device_capability_family(120):
+            return not is_prefill
+        return bool(module.current_platform.is_device_capability_family(100))
+
+    module.has_nvidia_artifactory = has_nvidia_artifactory
+    module.supports_trtllm_attention = supports_trtllm_attention
+    with pytest.MonkeyPatch.context() as patch, Transaction() as transaction:
+        patch.setitem(sys.modules, module.__name__, module)  # a function is replaced wherever a module has it by name
+        flashinfer_xqa._apply(transaction, module)
+    return module
+
+
+@pytest.fixture
+def source(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    answer: list[str | None] = ["/usr/local/cuda/bin/nvcc"]
+    monkeypatch.setattr(flashinfer_xqa, "xqa_source", lambda: answer[0])
+    return answer
+
+
+@pytest.mark.parametrize("capability", [90, 120, 121])
+def test_a_machine_with_xqa_asks_no_server(capability: int, source: list[str | None]) -> None:
+    module = patched(capability, server=False)
+    assert module.supports_trtllm_attention() is True
+    assert module.supports_trtllm_attention(is_prefill=False) is True
+    assert module.asked == 0
+
+
+@pytest.mark.parametrize(("capability", "server"), [(90, True), (90, False), (100, True), (100, False), (80, True)])
+def test_otherwise_upstreams_answer_stands(capability: int, server: bool, source: list[str | None]) -> None:
+    module = patched(capability, server=server)
+    assert module.supports_trtllm_attention(is_prefill=True) is (server and capability == 100)
+    if capability != 90:
+        assert module.supports_trtllm_attention() is (server and capability == 100)
+
+
+@pytest.mark.parametrize("server", [True, False])
+def test_a_machine_that_can_have_no_xqa_is_told_how(
+    server: bool, source: list[str | None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    source[0] = None
+    module = patched(90, server=server)
+    assert module.supports_trtllm_attention() is server
+    assert "there is neither nvcc nor flashinfer-jit-cache" in caplog.text
+    assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
+
+
+def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed = {"flashinfer"}
+    monkeypatch.setattr(flashinfer_xqa, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert flashinfer_xqa.xqa_source() is None
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    assert flashinfer_xqa.xqa_source() == str(nvcc)
+    installed.add("flashinfer_jit_cache")
+    assert flashinfer_xqa.xqa_source() == "the package flashinfer-jit-cache"
+    installed.clear()
+    assert flashinfer_xqa.xqa_source() is None
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
+    """flashinfer's, which writes a file for each kernel; what it was asked to build."""
+    built: list[tuple[Any, ...]] = []
+
+    class Spec:
+        def __init__(self, *shape: Any) -> None:
+            self.shape, self.name = shape, f"xqa_{shape}"
+
+        def get_library_path(self) -> Path:
+            return tmp_path / self.name
+
+        def build_and_load(self) -> None:
+            if self.shape == ("bad",):
+                raise RuntimeError("ninja: build stopped")
+            built.append(self.shape)
+            self.get_library_path().touch()
+
+    module: Any = ModuleType("flashinfer.jit.xqa")
+    module.gen_xqa_module = Spec
+    for name in ("flashinfer", "flashinfer.jit"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.xqa", module)
+    return built
+
+
+def test_kernels_are_compiled_once(
+    compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    flashinfer_xqa.compile_xqa([(1,), (4,), (4, True), (1,)])
+    assert sorted(compiler, key=len) == [(1,), (4,), (4, True)] or sorted(compiler, key=len) == [(4,), (1,), (4, True)]
+    assert "compiled XQA kernel 3 of 3" in caplog.text
+    flashinfer_xqa.compile_xqa([(4,), (5,)])
+    assert len(compiler) == 4
+    assert "compiling 1 XQA kernels" in caplog.text
+
+
+def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]) -> None:
+    with pytest.raises(RuntimeError, match="ninja: build stopped"):
+        flashinfer_xqa.compile_xqa([("bad",)])
