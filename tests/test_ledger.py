@@ -135,6 +135,18 @@ def test_fingerprints_are_those_of_every_python():
     assert fingerprint(SOURCE, "Runner.missing") is None
 
 
+def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream):
+    patch = spec(upstream)
+    settled = []
+    implementation = Implementation(lambda target: None, double, lambda: "there is no such card")
+    ledger = Ledger({patch.name: implementation}, (patch,), settled.append)
+    ledger.install()
+    ledger.install()
+    (outcome,) = settled
+    assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, "there is no such card")
+    assert importlib.import_module(upstream).Runner().step() == 2
+
+
 def test_what_is_not_needed_is_left_alone_even_where_it_has_changed(upstream, tmp_path):
     (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", "2 * tokens + 2"))
     ledger = installed(spec(upstream), unneeded=lambda step: "it doubles by itself")

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import fake_flashinfer
+import numpy as np
 import pytest
 import torch
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin import flashinfer_xqa
+from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
@@ -120,3 +121,69 @@ def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
 def built_on_device(built: Any) -> int:
     """How many requests XQA takes, which is planned by nobody."""
     return built.num_decodes if hasattr(built.decode, "seq_lens") else 0
+
+
+def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_builder, "carry_lengths", lambda *arguments: None)
+    given = metadata(*BATCHES["mixed"], DRAFTS)
+    built = builder.build(0, given)
+    bound = given.seq_lens_cpu_upper_bound.tolist()
+    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == bound[built_on_device(built) :]
+
+
+def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
+    given = metadata(*BATCHES["ragged and a prefill"], DRAFTS)
+    addresses = []
+    for _ in range(3):
+        built = builder.build(0, given)
+        addresses += [each.plans[-1]["buffer"].data_ptr() for each in wrappers(built)]
+    assert addresses
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize("batch", ["drafts", "mixed", "two tokens each"])
+def test_keys_are_not_split_where_a_request_with_drafts_is_planned(builder: Any, kind: str, batch: str) -> None:
+    built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+    for each in wrappers(built):
+        drafts_are_planned = built_on_device(built) == 0
+        first_plan = True  # until it, nobody knows that it will be FlashAttention 3
+        assert each.plans[-1]["disable_split_kv"] is (drafts_are_planned and (kind == "fa2" or first_plan))
+    assert builder.disable_split_kv is False
+
+
+def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:
+    fake_flashinfer.compiled.clear()
+    rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
+    tokens = [shape[7:] for shape in fake_flashinfer.compiled]
+    if rebuilt.flashinfer_trtllm_api_decode_kernel is None:
+        assert tokens == []
+    elif flashinfer_builder._takes_ragged(rebuilt):
+        assert sorted(tokens) == [(1,), (4,), (4, True)]
+        asked = set()
+        for query, exact in BATCHES.values():
+            decode = rebuilt.build(0, metadata(query, exact, DRAFTS)).decode
+            asked.add((decode.q_len_per_req, True) if decode.q_cu_seq_lens is not None else (decode.q_len_per_req,))
+        assert asked == {(1,), (4,), (4, True)}
+    else:
+        assert sorted(tokens) == [(count,) for count in range(1, 1 + rebuilt.reorder_batch_threshold)]
+
+
+def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:
+    if not hasattr(module, "_make_xqa_ragged_draft_block_mask"):
+        pytest.skip("this vLLM gives XQA uniform batches only")
+    counts = [1, 4, 0, 3]
+    expected = module._make_xqa_ragged_draft_block_mask(counts, 4, True, builder.device)
+    got = builder._get_decode_mask(4, np.array(counts), len(counts), True)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.int(), expected.int())
+
+
+def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any) -> None:
+    reset_sync_report()
+    given = metadata(*BATCHES["mixed"], 0)
+    given.seq_lens_cpu_upper_bound = None
+    built = builder.build(0, given)
+    assert sync_report().fallbacks == {"no upper bound": 1}
+    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == given.seq_lens.tolist()[
+        built_on_device(built) :
+    ]

@@ -8,6 +8,7 @@ import inspect
 import sys
 import types
 
+import fake_flashinfer
 import pytest
 import torch
 
@@ -27,6 +28,7 @@ COMPUTED = [32, 96, 0]
 @pytest.fixture(scope="module")
 def ledger():
     """The ledger, settled; everything is put back after this module."""
+    fake_flashinfer.install()
     ledger = Ledger(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS, load_ledger())
     kept: list[Transaction] = []
     patch = pytest.MonkeyPatch()

@@ -18,7 +18,7 @@ import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths, may_split
 from vllm_async_spec.sync_policy import record_fallback
-from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa
+from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -60,7 +60,7 @@ def _device_lengths(upstream: type[Any]) -> type[Any]:
             self._planning: Any = None
             self._draft_masks = causal_draft_masks(16 * _WORDS)
             if _decodes_with_xqa(self):
-                compile_xqa(_xqa_shapes(self, ragged=hasattr(upstream, "_compute_decode_query_lens")))
+                compile_xqa(_xqa_shapes(self))
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             if not self._drafts:
@@ -85,7 +85,7 @@ def _device_lengths(upstream: type[Any]) -> type[Any]:
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             wrapper = super()._get_prefill_wrapper(*args, **kwargs)
             # Where XQA takes a ragged batch, no request with drafts comes here.
-            if self._planning is not None and not getattr(self, "use_xqa", False) and may_split(wrapper):
+            if self._planning is not None and not _takes_ragged(self) and may_split(wrapper):
                 self.disable_split_kv |= _has_drafts(self._planning)
             return self._with_plan_buffer(wrapper)
 
@@ -153,7 +153,12 @@ def _decodes_with_xqa(builder: Any) -> bool:
     return kernel is not None and kernel.value == "xqa"
 
 
-def _xqa_shapes(builder: Any, *, ragged: bool) -> list[tuple[Any, ...]]:
+def _takes_ragged(builder: Any) -> bool:
+    """Whether XQA decodes, and may be given requests with different numbers of query tokens."""
+    return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
+
+
+def _xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
     """Arguments of `gen_xqa_module` for every kernel that decoding may ask for."""
     shape = (
         builder.q_data_type_decode,
@@ -165,7 +170,7 @@ def _xqa_shapes(builder: Any, *, ragged: bool) -> list[tuple[Any, ...]]:
         builder.model_config.dtype,
     )
     most = builder.reorder_batch_threshold
-    if not ragged:
+    if not _takes_ragged(builder):
         return [(*shape, tokens) for tokens in range(1, most + 1)]
     shapes = [(*shape, 1)]
     return shapes if most == 1 else [*shapes, (*shape, most), (*shape, most, True)]
@@ -181,7 +186,7 @@ def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
         original = upstream._compute_decode_query_lens
         tokens, offsets, ragged = original(self, qo_indptr, qo_indptr_cpu, num_decodes, num_decode_tokens)
         most = self.reorder_batch_threshold
-        if not self.use_xqa or (tokens in (1, most) and ragged is None):
+        if not _takes_ragged(self) or (tokens in (1, most) and ragged is None):
             return tokens, offsets, ragged
         return most, qo_indptr[: num_decodes + 1], np.diff(qo_indptr_cpu[: num_decodes + 1].numpy())
 
@@ -208,4 +213,4 @@ def causal_draft_masks(tokens: int) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(bits.astype(np.uint32)[:, None].view(np.uint16))
 
 
-IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}

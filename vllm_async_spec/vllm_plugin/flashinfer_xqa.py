@@ -28,9 +28,14 @@ from vllm_async_spec.vllm_plugin.transaction import Transaction
 _compiling = threading.Lock()
 
 
+def no_flashinfer() -> str | None:
+    """That FlashInfer is not installed, if it isn't."""
+    return "FlashInfer is not installed" if find_spec("flashinfer") is None else None
+
+
 def xqa_source() -> str | None:
     """Where this machine would get XQA kernels from, in words; None if it can't."""
-    if find_spec("flashinfer") is None:
+    if no_flashinfer() is not None:
         return None
     if find_spec("flashinfer_jit_cache") is not None:
         return "the package flashinfer-jit-cache"
@@ -116,4 +121,4 @@ def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
                 )
 
 
-IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_unneeded, _apply, no_flashinfer)}

@@ -151,6 +151,8 @@ class Implementation:
     """Given the object named by the first target: why this vLLM does not need the patch, or None if it does."""
     apply: Callable[[Transaction, ModuleType], None]
     """Changes attributes through the transaction, given the module of the first target that exists."""
+    unneeded_here: Callable[[], str | None] = lambda: None
+    """Why no process of this machine needs the patch, or None; asked first, before any module of vLLM's exists."""
 
 
 @dataclass(slots=True)
@@ -202,6 +204,10 @@ class Ledger:
     def install(self) -> None:
         """Settle every patch as soon as its module exists; one that is settled stays so."""
         for outcome in self.outcomes.values():
+            reason = self.implementations[outcome.spec.name].unneeded_here()
+            if reason is not None and outcome.state is State.WAITING:
+                outcome.state, outcome.detail = State.NOT_NEEDED, reason
+                self.on_settled(outcome)
             for module in outcome.modules:
                 when_imported(module, functools.partial(self.settle, outcome))
 
