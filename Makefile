@@ -5,7 +5,7 @@ VENV ?= .venv
 CACHE ?= .cache
 BIN := $(VENV)/bin
 PYTHON := $(BIN)/python
-UV := $(BIN)/uv pip install --quiet --python $(PYTHON)
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 # uv does not read pip's settings; where pip is told of local wheels, so is uv.
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))

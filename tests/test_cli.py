@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,25 +17,48 @@ from typer.testing import CliRunner
 from vllm_async_spec import __version__
 from vllm_async_spec.cli import app
 
-CLI = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()"]
+CLI = "from vllm_async_spec.cli import main; main()"
+# A vLLM that no ledger entry knows.
+CHANGED_RELEASE = f"""
+import sys, vllm, vllm.v1.attention.backend as backend
+vllm.__version__ = "0.99.0"
+from vllm_async_spec.vllm_plugin import fingerprint, ledger
+known = ledger.fingerprint
+ledger.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
+sys.argv[0] = "vllm-async-spec"
+{CLI}
+"""
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=os.environ | environment)
+def status(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, "status", *arguments]
+    settings = {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | environment
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def statuses(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, subprocess.CompletedProcess[str]]:
+    """All at once, since most of their time is vLLM's imports."""
     from vllm_async_spec.compat.builders import write_llama
 
-    return write_llama(tmp_path_factory.mktemp("models") / "llama")
+    llama = str(write_llama(tmp_path_factory.mktemp("models") / "llama"))
+    drafts = json.dumps({"method": "draft_model", "model": llama, "num_speculative_tokens": 3})
+    model = ("--json", "--model", llama, "--speculative-config", drafts)
+    with ThreadPoolExecutor() as pool:
+        wanted = {
+            "data": pool.submit(status, CLI, *model),
+            "user decided": pool.submit(status, CLI, *model, "--no-async-scheduling", VLLM_ASYNC_SPEC="strict"),
+            "changed release": pool.submit(status, CHANGED_RELEASE),
+            "wrong path": pool.submit(status, CLI, "--model", "/nowhere/model"),
+            "wrong setting": pool.submit(status, CLI, VLLM_ASYNC_SPEC="on"),
+        }
+        return {name: done.result() for name, done in wanted.items()}
 
 
 @needs_vllm
-def test_status_as_data(llama):
-    drafts = json.dumps({"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3})
-    done = run("status", "--json", "--model", str(llama), "--speculative-config", drafts, HF_HUB_OFFLINE="1")
+def test_status_as_data(statuses):
+    done = statuses["data"]
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["healthy"] is found["known"] is True
@@ -45,32 +70,16 @@ def test_status_as_data(llama):
 
 
 @needs_vllm
-def test_status_says_that_the_user_decided(llama):
-    drafts = json.dumps({"method": "draft_model", "model": str(llama), "num_speculative_tokens": 3})
-    arguments = ["--model", str(llama), "--speculative-config", drafts, "--no-async-scheduling"]
-    done = run("status", "--json", *arguments, HF_HUB_OFFLINE="1", VLLM_ASYNC_SPEC="strict")
-    found = json.loads(done.stdout)
+def test_status_says_that_the_user_decided(statuses):
+    found = json.loads(statuses["user decided"].stdout)
     assert found["scheduling"] == "asynchronous scheduling is off, decided by user: async_scheduling=False"
     assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "strict", "from": "environment"}
 
 
 @needs_vllm
-def test_status_of_a_release_with_a_changed_target_is_unhealthy():
-    """A vLLM that no ledger entry knows: the patch is refused, status says so and exits 1."""
-    code = """
-import vllm, vllm.v1.attention.backend as backend
-vllm.__version__ = "0.99.0"
-from vllm_async_spec.vllm_plugin import fingerprint, ledger
-known = ledger.fingerprint
-ledger.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
-import sys
-sys.argv = ["vllm-async-spec", "status"]
-from vllm_async_spec.cli import main
-main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"COLUMNS": "200"}
-    )
+def test_status_of_a_release_with_a_changed_target_is_unhealthy(statuses):
+    """The patch is refused, status says so and exits 1."""
+    done = statuses["changed release"]
     assert done.returncode == 1, done.stderr
     assert "0.99.0 (unknown to vllm-async-spec" in done.stdout
     assert "is as in no release that the patch is for" in done.stdout
@@ -78,13 +87,12 @@ main()
 
 
 @pytest.mark.parametrize(("command", "exit_code"), [("status", 2), ("demo", 1)])
-def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: int, tmp_path: Path):
+def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: int, tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
     (tmp_path / "config.json").write_text("{}")
     arguments = ["--target", str(tmp_path), "--draft", str(tmp_path), "--cache", str(tmp_path)]
-    code = "import sys; sys.modules['vllm'] = None; from vllm_async_spec.cli import main; main()"
-    words = [sys.executable, "-c", code, command, *(arguments if command == "demo" else [])]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == exit_code
+    done = CliRunner().invoke(app, [command, *(arguments if command == "demo" else [])])
+    assert done.exit_code == exit_code
     assert done.stderr.startswith("vllm-async-spec: vLLM is not installed in this environment; install it with")
     assert done.stderr.count("\n") == 1
 
@@ -108,8 +116,8 @@ def test_a_mistake_gets_one_sentence(arguments, message):
 
 
 @needs_vllm
-def test_a_wrong_model_path_gets_one_sentence():
-    done = run("status", "--model", "/nowhere/model", HF_HUB_OFFLINE="1")
+def test_a_wrong_model_path_gets_one_sentence(statuses):
+    done = statuses["wrong path"]
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("vllm-async-spec:")]
     assert "vLLM does not take these engine arguments" in line
@@ -118,8 +126,8 @@ def test_a_wrong_model_path_gets_one_sentence():
 
 
 @needs_vllm
-def test_a_wrong_setting_gets_one_sentence():
-    done = run("status", VLLM_ASYNC_SPEC="on")
+def test_a_wrong_setting_gets_one_sentence(statuses):
+    done = statuses["wrong setting"]
     assert done.returncode == 1
     assert "VLLM_ASYNC_SPEC is 'on'; it must be one of auto, strict, off" in done.stderr
     assert "Traceback" not in done.stderr

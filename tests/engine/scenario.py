@@ -29,7 +29,9 @@ def environment(mode: Mode | None = None) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     common = {
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",  # matrices this small have no work for two, and the modes run side by side
+        # Matrices this small have no work for two, and the modes run side by side; Numba's threads are the n-grams'.
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -70,8 +72,11 @@ def results(names: Sequence[str], mode: Mode, target: Path, draft: Path) -> Iter
     import vllm.v1.worker.cpu_model_runner  # noqa: F401  # the largest part of what an engine imports later
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    gc.freeze()  # vLLM collects garbage ten times an engine, and each time all that it has imported is looked through
+    # vLLM collects garbage ten times an engine, and each time all that it has imported is looked through, but for what
+    # is frozen. It would thaw that at the end of an engine.
+    freeze, gc.freeze, gc.unfreeze = gc.freeze, lambda: None, lambda: None
     for engine in dict.fromkeys(SCENARIOS[name].engine for name in names):
+        freeze()
         llm = start(ENGINES[engine], mode, target, draft)
         for name in names:
             if SCENARIOS[name].engine == engine:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +15,11 @@ from catalogue import MIN_TOKENS
 from comparison import Outcome, first_difference
 from results import Mode
 from serving import Server, processes_with_plugin, serving
+from typer.testing import CliRunner, Result
 
 from vllm_async_spec import __version__
 from vllm_async_spec.audit.report import Place, Report
+from vllm_async_spec.cli import app
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
 from vllm_async_spec.vllm_plugin import audit_agent
 from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
@@ -150,16 +150,14 @@ def test_engine_schedules_asynchronously(server: Server) -> None:
     assert "Batch queue is enabled with size 2" in server.log()
 
 
-def audit(server: Server, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
-    url = f"http://127.0.0.1:{server.port}"
-    return subprocess.run([*command, "--url", url, *options], capture_output=True, text=True, timeout=300)
+def audit(server: Server, *options: str) -> Result:
+    return CliRunner().invoke(app, ["audit", "--url", f"http://127.0.0.1:{server.port}", *options])
 
 
 def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     done = audit(server, "--load", "decode", "--batch", "4", "--steps", "12", "--json", str(file))
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     report = Report.from_dict(json.loads(file.read_text())["report"])
     assert report.engine.processes == "the worker in a process of its own (spawned)"
     assert report.engine.async_scheduling
@@ -175,7 +173,7 @@ def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server
 
 def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server) -> None:
     done = audit(server, "--steps", "12", "--seconds", "1")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr == (
         "vllm-async-spec: the server did not go through 8 + 12 steps in 1 seconds; send it requests meanwhile, or give "
         "--load to have them sent\n"
