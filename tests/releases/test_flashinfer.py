@@ -43,6 +43,7 @@ def module(release: str) -> Any:
     patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
     patch.setattr(adapter, "_processors", lambda device: fake_flashinfer.PROCESSORS)
     patch.setattr(flashinfer_xqa, "xqa_source", lambda: "a fake")
+    patch.setattr(flashinfer_builder, "_PLAN_BYTES", 4096)  # as the fake's wrappers have
     module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
     names = {"flashinfer-builder", "flashinfer-xqa", *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
     chosen = {name: IMPLEMENTATIONS[name] for name in names}
@@ -69,11 +70,16 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
-@pytest.fixture(params=["native", "xqa"])
-def builder(request: pytest.FixtureRequest, module: Any, kind: str) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["native", "xqa"])
+def setting(request: pytest.FixtureRequest, module: Any) -> Iterator[tuple[Any, ...]]:
     trtllm = None if request.param == "xqa" else False
     with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=trtllm) as arguments:
-        yield module.FlashInferBackend.get_builder_cls()(*arguments)
+        yield arguments
+
+
+@pytest.fixture
+def builder(module: Any, setting: tuple[Any, ...], kind: str) -> Any:
+    return module.FlashInferBackend.get_builder_cls()(*setting)
 
 
 def metadata(query: list[int], exact: list[int], slack: int) -> Any:
