@@ -11,6 +11,7 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
+from undone import undone
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
@@ -18,7 +19,6 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 PAGE, DRAFTS = 16, 3
 BATCHES = {
@@ -38,30 +38,26 @@ def module(release: str) -> Any:
     if tuple(map(int, release.split("."))) < (0, 20):
         pytest.skip(f"vLLM {release} gives no upper bound to plan from")
     fake_flashinfer.install()
-    kept: list[Transaction] = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
-    patch.setattr(adapter, "_processors", lambda device: fake_flashinfer.PROCESSORS)
-    patch.setattr(flashinfer_xqa, "xqa_source", lambda: "a fake")
-    patch.setattr(flashinfer_builder, "_PLAN_BYTES", 4096)  # as the fake's wrappers have
-    module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
-    names = {"flashinfer-builder", "flashinfer-xqa", *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
-    chosen = {name: IMPLEMENTATIONS[name] for name in names}
-    ledger = Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
-    ledger.install()
-    layer = importlib.import_module("vllm.v1.attention.backends.utils").PerLayerParameters(-1, None, 0.125)
-    patch.setattr(module, "get_per_layer_parameters", lambda *arguments: {"layer": layer})
-    # What the engine resolves at start-up, and a Triton kernel of vLLM's that copies page indices.
-    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
-        patch.setattr(module.FlashInferMetadataBuilder, "kv_cache_layout", None)
-        patch.setattr(module, "get_flashinfer_layout_string", lambda layout: "NHD")
-    patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 9)}})
-    for name in ("flashinfer-builder", "flashinfer-xqa"):
-        assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
-    yield module
-    for transaction in reversed(kept):
-        transaction.roll_back()
-    patch.undo()
+    with undone() as patch:
+        patch.setattr(adapter, "_processors", lambda device: fake_flashinfer.PROCESSORS)
+        patch.setattr(flashinfer_xqa, "xqa_source", lambda: "a fake")
+        patch.setattr(flashinfer_builder, "_PLAN_BYTES", 4096)  # as the fake's wrappers have
+        module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
+        metadata_patches = {name for name in IMPLEMENTATIONS if name.startswith("metadata")}
+        names = {"flashinfer-builder", "flashinfer-xqa", *metadata_patches}
+        chosen = {name: IMPLEMENTATIONS[name] for name in names}
+        ledger = Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
+        ledger.install()
+        layer = importlib.import_module("vllm.v1.attention.backends.utils").PerLayerParameters(-1, None, 0.125)
+        patch.setattr(module, "get_per_layer_parameters", lambda *arguments: {"layer": layer})
+        # What the engine resolves at start-up, and a Triton kernel of vLLM's that copies page indices.
+        if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
+            patch.setattr(module.FlashInferMetadataBuilder, "kv_cache_layout", None)
+            patch.setattr(module, "get_flashinfer_layout_string", lambda layout: "NHD")
+        patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 9)}})
+        for name in ("flashinfer-builder", "flashinfer-xqa"):
+            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+        yield module
 
 
 @pytest.fixture(params=["fa2", "fa3"])
@@ -149,11 +145,13 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
 
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "two tokens each"])
 def test_keys_are_not_split_where_a_request_with_drafts_is_planned(builder: Any, kind: str, batch: str) -> None:
-    built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-    for each in wrappers(built):
+    for first_plan in (True, False):
+        built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
         drafts_are_planned = built_on_device(built) == 0
-        first_plan = True  # until it, nobody knows that it will be FlashAttention 3
-        assert each.plans[-1]["disable_split_kv"] is (drafts_are_planned and (kind == "fa2" or first_plan))
+        # Until the first plan, nobody knows that a wrapper will be FlashAttention 3, which never splits.
+        may_split = first_plan or kind == "fa2"
+        for each in wrappers(built):
+            assert each.plans[-1]["disable_split_kv"] is (drafts_are_planned and may_split)
     assert builder.disable_split_kv is False
 
 

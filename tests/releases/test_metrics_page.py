@@ -9,10 +9,10 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
+from undone import undone
 
 from vllm_async_spec.vllm_plugin import prometheus_registry
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 NAME = "prometheus-registry"
 
@@ -27,17 +27,14 @@ def mount() -> Callable[[FastAPI], None]:
 
 
 @pytest.fixture
-def _patched(mount: Callable[[FastAPI], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kept: list[Transaction] = []
-    monkeypatch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
+def _patched(mount: Callable[[FastAPI], None]) -> Iterator[None]:
     specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
     ledger = Ledger(prometheus_registry.IMPLEMENTATIONS, specs)
-    ledger.install()
-    assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
-    collectors = set(REGISTRY._collector_to_names)
-    yield
-    for transaction in kept:
-        transaction.roll_back()
+    with undone():
+        ledger.install()
+        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+        collectors = set(REGISTRY._collector_to_names)
+        yield
     for collector in set(REGISTRY._collector_to_names) - collectors:
         REGISTRY.unregister(collector)
 

@@ -11,6 +11,7 @@ import types
 import fake_flashinfer
 import pytest
 import torch
+from undone import undone
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
@@ -19,7 +20,6 @@ from vllm_async_spec.vllm_plugin import audit_agent
 from vllm_async_spec.vllm_plugin.async_scheduling import explain
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, load_ledger, verify
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 QUERY, SEQ = [1, 4, 7], [33, 100, 7]
 COMPUTED = [32, 96, 0]
@@ -30,20 +30,15 @@ def ledger():
     """The ledger, settled; everything is put back after this module."""
     fake_flashinfer.install()
     ledger = Ledger(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS, load_ledger())
-    kept: list[Transaction] = []
-    patch = pytest.MonkeyPatch()
-    patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
     for outcome in ledger.outcomes.values():
         for module in outcome.modules:
             try:
                 importlib.import_module(module)
             except ModuleNotFoundError:
                 assert module not in sys.modules
-    ledger.install()
-    yield ledger
-    for transaction in reversed(kept):
-        transaction.roll_back()
-    patch.undo()
+    with undone():
+        ledger.install()
+        yield ledger
 
 
 @pytest.fixture

@@ -193,23 +193,17 @@ def flash_attention_builder(
         The builder; its `vllm_config` is a real one.
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    # n-gram drafts need no second model, and to a builder only their number matters.
-    drafts = {"method": "ngram", "num_speculative_tokens": spec_tokens, "prompt_lookup_max": 2} if spec_tokens else None
-    with tempfile.TemporaryDirectory() as scratch:
-        model = write_llama(
-            Path(scratch),
+    return FlashAttentionMetadataBuilder(
+        *_arguments(
+            block_size=block_size,
+            spec_tokens=spec_tokens,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             max_model_len=max_model_len,
         )
-        config = engine_config(model, block_size=block_size, speculative_config=drafts)
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
     )
-    return FlashAttentionMetadataBuilder(spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -228,16 +222,41 @@ def flashinfer_setting(
         The builder's arguments.
     """
     from vllm.config import set_current_vllm_config
+
+    arguments = _arguments(block_size=block_size, spec_tokens=spec_tokens, max_model_len=max_model_len)
+    config = arguments[2]
+    config.attention_config.use_trtllm_attention = trtllm
+    with set_current_vllm_config(config):
+        yield arguments
+
+
+def _arguments(
+    *,
+    block_size: int,
+    spec_tokens: int,
+    max_model_len: int,
+    num_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_size: int = 64,
+) -> tuple[Any, list[str], VllmConfig, torch.device]:
+    """What every metadata builder is made from: the KV cache's shape, the layers' names, the configuration, the CPU."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    # n-gram drafts need no second model, and to a builder only their number matters.
     drafts = {"method": "ngram", "num_speculative_tokens": spec_tokens, "prompt_lookup_max": 2} if spec_tokens else None
     with tempfile.TemporaryDirectory() as scratch:
-        model = write_llama(Path(scratch), max_model_len=max_model_len)
+        model = write_llama(
+            Path(scratch),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            max_model_len=max_model_len,
+        )
         config = engine_config(model, block_size=block_size, speculative_config=drafts)
-    config.attention_config.use_trtllm_attention = trtllm
-    spec = FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    with set_current_vllm_config(config):
-        yield spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu")
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
+    )
+    return spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu")
 
 
 def _find(name: str, *modules: str) -> Any:

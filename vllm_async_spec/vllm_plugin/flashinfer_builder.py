@@ -58,7 +58,6 @@ def _device_lengths(upstream: type[Any]) -> type[Any]:
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
             self._planning: Any = None
-            self._draft_masks = causal_draft_masks(16 * _WORDS)
             if _decodes_with_xqa(self):
                 compile_xqa(_xqa_shapes(self))
 
@@ -196,7 +195,7 @@ def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
             return upstream._get_decode_mask(self, q_len_per_req, ragged_q_lens, num_decodes, causal)
         starts = np.cumsum(ragged_q_lens) - ragged_q_lens
         within = np.arange(ragged_q_lens.sum()) - np.repeat(starts, ragged_q_lens)
-        mask = torch.from_numpy(self._draft_masks[within])
+        mask = torch.from_numpy(_DRAFT_MASKS[within])
         return mask.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else mask
 
     builder._compute_decode_query_lens = _compute_decode_query_lens
@@ -212,5 +211,7 @@ def causal_draft_masks(tokens: int) -> np.ndarray[Any, Any]:
     bits = (np.uint64(1) << np.arange(1, tokens + 1, dtype=np.uint64)) - np.uint64(1)
     return np.ascontiguousarray(bits.astype(np.uint32)[:, None].view(np.uint16))
 
+
+_DRAFT_MASKS = causal_draft_masks(16 * _WORDS)
 
 IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}

@@ -39,8 +39,7 @@ def xqa_source() -> str | None:
         return None
     if find_spec("flashinfer_jit_cache") is not None:
         return "the package flashinfer-jit-cache"
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(_cuda_home(), "bin"))
-    return None if nvcc is None else nvcc
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(_cuda_home(), "bin"))
 
 
 def _cuda_home() -> str:

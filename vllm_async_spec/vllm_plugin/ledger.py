@@ -204,10 +204,13 @@ class Ledger:
     def install(self) -> None:
         """Settle every patch as soon as its module exists; one that is settled stays so."""
         for outcome in self.outcomes.values():
+            if outcome.state is not State.WAITING:
+                continue
             reason = self.implementations[outcome.spec.name].unneeded_here()
-            if reason is not None and outcome.state is State.WAITING:
+            if reason is not None:
                 outcome.state, outcome.detail = State.NOT_NEEDED, reason
                 self.on_settled(outcome)
+                continue
             for module in outcome.modules:
                 when_imported(module, functools.partial(self.settle, outcome))
 

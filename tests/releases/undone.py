@@ -1,0 +1,21 @@
+"""Applying patches for a while: a ledger never takes back what it has applied, and these tests share one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+
+@contextlib.contextmanager
+def undone() -> Iterator[pytest.MonkeyPatch]:
+    """All that patches change in here is put back at the end, and then all that the monkeypatch has changed."""
+    kept: list[Transaction] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transaction, "__enter__", lambda self: kept.append(self) or self)
+        yield patch
+        for transaction in reversed(kept):
+            transaction.roll_back()
