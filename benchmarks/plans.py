@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 from benchmarks.arms import Acceptance, Arm, Plan, PlanError, Plugin
 from benchmarks.loads import find_loads
@@ -54,21 +55,78 @@ def overhead_tiny() -> Plan:
     )
 
 
-def flashinfer(shape: str) -> Plan:
-    """FlashInfer as vLLM runs it on this machine and with the plugin, and FlashAttention to hold it to."""
-    engine = GPU_ENGINE | {"attention_backend": "FLASHINFER"}
-    arms = [Arm(plugin.value, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine) for plugin in Plugin]
-    target = Arm("FLASH_ATTN", shape, acceptance=ACCEPTANCE, engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"})
+def flashinfer(
+    shape: str, *, suffix: str = "", release: str | None = None, runner: str | None = None, kernels: str = "any"
+) -> Plan:
+    """FlashInfer with the plugin on, off and not loaded, and FlashAttention to hold it to.
+
+    Args:
+        shape: of the model.
+        suffix: what the plan's name has at its end.
+        release: of vLLM; None for that of this environment.
+        runner: the model runner; None for vLLM's choice.
+        kernels: what decodes. `any`: what each arm finds. `native`: the wrappers that are planned on the host. `xqa`:
+            stock vLLM is told that it may use XQA, as if the artifact server had answered.
+    """
+
+    def arm(name: str, plugin: Plugin, attention: dict[str, Any]) -> Arm:
+        return Arm(
+            name,
+            shape,
+            plugin=plugin,
+            release=release,
+            runner=runner,
+            acceptance=ACCEPTANCE,
+            engine=GPU_ENGINE | {"attention_config": attention},
+            environment={"VLLM_HAS_FLASHINFER_CUBIN": "1"} if kernels == "xqa" else {},
+        )
+
     return Plan(
-        name=f"flashinfer-{shape}",
+        name=f"flashinfer-{shape}{suffix}",
         about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
-        arms=(*arms, target),
+        arms=(
+            *(arm(plugin.value, plugin, _flashinfer(kernels)) for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
+        ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=2,
         seconds=2.0,
         reference=Plugin.STOCK.value,
         control=Plugin.SHAM.value,
     )
+
+
+def flashinfer_audit(shape: str) -> Plan:
+    """Where the time goes with FlashInfer and the plugin on, by release, runner and kernels."""
+    return Plan(
+        name=f"flashinfer-audit-{shape}",
+        about=f"FlashInfer with the plugin on, by release, runner and kernels, {shape} shape",
+        arms=tuple(
+            Arm(
+                f"{release}-{runner}-{kernels}",
+                shape,
+                plugin=Plugin.ON,
+                release=release,
+                runner=runner,
+                acceptance=ACCEPTANCE,
+                engine=GPU_ENGINE | {"attention_config": _flashinfer(kernels)},
+                labels={"vLLM": release, "runner": runner, "kernels": kernels, "size": shape},
+            )
+            for release, runner, kernels in (
+                *((release, runner, "any") for release in ("0.26.0", "0.32.0") for runner in ("V1", "V2")),
+                ("0.32.0", "V2", "native"),
+            )
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=1,
+        seconds=2.0,
+        repetitions=2,
+        audit_steps=64,
+    )
+
+
+def _flashinfer(kernels: str) -> dict[str, Any]:
+    return {"backend": "FLASHINFER"} | ({"use_trtllm_attention": False} if kernels == "native" else {})
 
 
 def baseline() -> Plan:
@@ -150,6 +208,12 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-mla": lambda: overhead("mla"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
+    "flashinfer-8b-native": lambda: flashinfer("8b", suffix="-native", kernels="native"),
+    "flashinfer-8b-xqa": lambda: flashinfer("8b", suffix="-xqa", kernels="xqa"),
+    "flashinfer-8b-v1": lambda: flashinfer("8b", suffix="-v1", runner="V1"),
+    "flashinfer-8b-0.26.0-v1": lambda: flashinfer("8b", suffix="-0.26.0-v1", release="0.26.0", runner="V1"),
+    "flashinfer-8b-0.26.0-v2": lambda: flashinfer("8b", suffix="-0.26.0-v2", release="0.26.0", runner="V2"),
+    "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
 }
