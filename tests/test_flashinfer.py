@@ -5,6 +5,8 @@ That the builder of vLLM hands them the right things is in tests/releases/test_f
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
 import random
 import subprocess
@@ -19,9 +21,12 @@ import torch
 from torch.nn.functional import pad
 
 from vllm_async_spec.attention import ReferenceArguments, paged_attention
+from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths
 from vllm_async_spec.kernels import (
     paged_lengths,
+    set_chunks,
+    set_chunks_reference,
     set_last_page_lens,
     set_last_page_lens_reference,
     set_work_lens,
@@ -39,8 +44,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if torch.cuda.is_available():
         yield "cuda"
         return
-    pytest.importorskip("triton", reason="Triton is not installed")
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    # Triton's own functions were made when it was imported, before that was set.
+    interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
+    if not isinstance(triton.language.sum, interpreted):
+        monkeypatch.setattr(triton.language, "sum", interpreted(triton.language.sum.fn))
     sys.modules.pop("vllm_async_spec.kernels.paged_lengths_triton", None)
     paged_lengths._kernels.cache_clear()
     assert paged_lengths._kernels().work_lens.__class__.__name__ == "InterpretedFunction"
@@ -79,6 +88,37 @@ def test_work_lens_equal_their_reference(works: int, device: str) -> None:
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 300])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_chunks_equal_their_reference(batch: int, tokens: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(batch + tokens)
+    exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
+    query_lens = torch.randint(0, tokens + 1, (batch,), generator=generator)
+    starts = pad(query_lens, (1, 0)).cumsum(0).int()
+    size, limit = torch.tensor([32], dtype=torch.int32), 150
+    counts = -(-exact.clamp(1, limit) // 32)
+    # Two more pieces of work than each has chunks, and two behind them that are none.
+    planned = [(request, chunk) for request, count in enumerate(counts.tolist()) for chunk in range(count + 2)]
+    requests, chunks = torch.tensor([*planned, (1_000_000, 9), (-5, 9)], dtype=torch.int32).T.contiguous()
+
+    def outputs() -> list[torch.Tensor]:
+        return [chunks.clone(), torch.full((batch + 1,), -9).int(), torch.full((int(starts[-1]) + 4,), -9).int()]
+
+    expected = outputs()
+    set_chunks_reference(exact, starts, limit, size, requests, *expected)
+    assert [(r, c) for r, c in zip(requests.tolist(), expected[0].tolist(), strict=True)][:-2] == [
+        (request, min(chunk, int(counts[request]) - 1)) for request, chunk in planned
+    ]
+    assert expected[0][-2:].tolist() == [9, 9]
+    assert expected[1].diff().tolist() == (counts * query_lens).tolist()
+    by_token = [int(count) for count, times in zip(counts, query_lens, strict=True) for _ in range(times)]
+    assert expected[2].diff()[: len(by_token)].tolist() == by_token
+    assert expected[2][-3:].tolist() == [-9] * 3
+    got = [each.to(device) for each in outputs()]
+    set_chunks(exact.to(device), starts.to(device), limit, size.to(device), requests.to(device), *got)
+    assert [each.tolist() for each in got] == [each.tolist() for each in expected]
+
+
 def test_a_plan_of_an_unknown_kind_is_refused() -> None:
     class Wrapper:
         _backend = "cudnn"
@@ -94,17 +134,30 @@ class Case:
     query_lens: list[int]
     exact: list[int]
     bound: list[int]
+    window: int = -1
+    room: int = 0
+    """Tokens that each request has pages for, if more than its bound."""
 
     def __post_init__(self) -> None:
         torch.manual_seed(sum(self.exact))
-        width = -(-max(self.bound) // PAGE)
+        width = -(-max(self.room, *self.bound) // PAGE)
         rows = len(self.exact)
         self.table = torch.randperm(rows * width, device="cuda", dtype=torch.int32).reshape(rows, width)
         shape = (rows * width, PAGE, KV_HEADS, HEAD_SIZE)
         self.keys, self.values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.query = torch.randn(sum(self.query_lens), HEADS, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+        self.measure()
+
+    def measure(self) -> None:
         self.seq_lens = torch.tensor(self.exact, device="cuda", dtype=torch.int32)
         self.query_start = pad(torch.tensor(self.query_lens), (1, 0)).cumsum(0).int()
+
+    def later(self, query_lens: list[int], exact: list[int], bound: list[int]) -> Case:
+        """The same tensors with other lengths."""
+        case = copy.copy(self)
+        case.query_lens, case.exact, case.bound = query_lens, exact, bound
+        case.measure()
+        return case
 
     def oracle(self) -> torch.Tensor:
         arguments = ReferenceArguments(
@@ -115,7 +168,8 @@ class Case:
             max_seq_len=max(self.bound),
             causal=True,
         )
-        return paged_attention(self.query, self.keys, self.values, arguments)
+        window = None if self.window < 0 else self.window + 1
+        return paged_attention(self.query, self.keys, self.values, arguments, sliding_window=window)
 
     def plan(self, wrapper: Any, lengths: list[int], **options: Any) -> None:
         """Plan `wrapper` as vLLM does, from host lengths."""
@@ -136,14 +190,22 @@ class Case:
         return out
 
 
-def make_wrapper(kind: str) -> Any:
+def make_wrapper(kind: str, **graph: Any) -> Any:
     flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     if kind == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
     if kind == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 needs SM90")
-    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind)
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind, **graph)
+
+
+def chunk_size(wrapper: Any) -> int:
+    """Keys in a chunk of the plan; 0 if keys are not split."""
+    plan = wrapper._plan_info
+    if wrapper._backend == "fa3" or not plan[14]:
+        return 0
+    return int(wrapper._int_workspace_buffer.view(torch.int32)[int(plan[9]) // 4])
 
 
 def random_case(seed: int, kind: str) -> Case:
@@ -168,22 +230,21 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
 def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) -> None:
     wrapper, exact_wrapper = make_wrapper(kind), make_wrapper(kind)
-    options = {"disable_split_kv": True} if kind == "fa2" else {}
     same = 0
     for seed in range(60):
         case = random_case(seed, kind)
-        case.plan(wrapper, case.bound, **options)
+        case.plan(wrapper, case.bound)
         carry_lengths(wrapper, case.seq_lens, PAGE)
         got, expected = case.run(wrapper), case.oracle()
         assert not got.isnan().any(), (seed, case.exact)
         assert close(got, expected), (seed, case.query_lens, case.exact, case.bound)
-        case.plan(exact_wrapper, case.exact, **options)
+        case.plan(exact_wrapper, case.exact)
         exactly = case.run(exact_wrapper)
-        # Without chunks the plan orders the work and nothing else, so not a bit may differ.
-        if kind != "decode":
+        # With chunks of one size the plan orders the work and nothing else, so not a bit may differ.
+        if chunk_size(wrapper) == chunk_size(exact_wrapper):
             assert torch.equal(got, exactly), (seed, case.exact, case.bound)
-        same += torch.equal(got, exactly)
-    assert same > 0
+            same += 1
+    assert same >= 30
 
 
 @gpu
@@ -198,41 +259,82 @@ def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> 
 
 @gpu
 @on_a_gpu
-def test_chunks_that_differ_from_the_plans_need_split_kv_off() -> None:
+@pytest.mark.parametrize("window", [-1, 300])
+def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten chunks of four pages exactly; eleven by the bound."""
-    case = Case([4], [640], [643])
-    wrapper = make_wrapper("fa2")
-    case.plan(wrapper, case.bound, fixed_split_size=4)
+    case = Case([4, 2, 70, 4], [640, 64, 129, 1], [643, 67, 129, 5], window)
+    wrapper, exact_wrapper = make_wrapper("fa2"), make_wrapper("fa2")
+    for each, lengths in ((wrapper, case.bound), (exact_wrapper, case.exact)):
+        case.plan(each, lengths, fixed_split_size=4, window_left=window)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
+        carry_lengths(wrapper, case.seq_lens, PAGE)
+        assert not close(case.run(wrapper), case.oracle()), "the trap is gone: nothing needs to be counted again"
     carry_lengths(wrapper, case.seq_lens, PAGE)
-    assert not close(case.run(wrapper), case.oracle()), "the trap is gone: split-KV could stay on"
-    case.plan(wrapper, case.bound, fixed_split_size=4, disable_split_kv=True)
-    carry_lengths(wrapper, case.seq_lens, PAGE)
+    assert torch.equal(case.run(wrapper), case.run(exact_wrapper))
     assert close(case.run(wrapper), case.oracle())
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["fa2", "fa3"])
+@pytest.mark.parametrize("requests", [1, 3, 32])
+def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
+    """Captured with the shortest requests, replayed with long ones, and with a row that only pads the batch."""
+    tokens, most = 4, 5000
+    lengths = [tokens] * requests
+    case = Case(lengths, lengths, lengths, room=most)
+    wrapper = make_wrapper(
+        kind,
+        use_cuda_graph=True,
+        qo_indptr_buf=torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
+        paged_kv_indptr_buf=torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
+        paged_kv_indices_buf=torch.zeros(case.table.numel(), dtype=torch.int32, device="cuda"),
+        paged_kv_last_page_len_buf=torch.zeros(requests, dtype=torch.int32, device="cuda"),
+    )
+    case.plan(wrapper, case.bound)
+    out = case.run(wrapper)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(case.query, (case.keys, case.values), out=out)
+    choose = random.Random(requests)
+    for live in (requests, requests, max(1, requests - 1), requests):
+        exact = [tokens + choose.choice([0, 3, 12, 13, 60, 1000, 4900]) for _ in range(live)]
+        bound = [length + choose.choice([0, 1, 3]) for length in exact]
+        padding = [0] * (requests - live)
+        later = case.later([tokens] * live + padding, exact + padding, bound + padding)
+        case.query.normal_()
+        later.plan(wrapper, later.bound)
+        carry_lengths(wrapper, later.seq_lens, PAGE)
+        graph.replay()
+        assert close(out[: live * tokens], later.oracle()[: live * tokens]), (exact, bound)
 
 
 def race(kind: str, fenced: bool) -> bool:
     """Whether a kernel got its own plan, when another was made before that had been copied to the device."""
     tokens = 1 if kind == "decode" else 4
-    options = {"disable_split_kv": True} if kind == "fa2" else {}
     first = Case([tokens] * 4, [900, 33, 1500, 64], [903, 36, 1503, 67])
     second = Case([tokens] * 2, [40, 20], [43, 23])
     wrapper, other = make_wrapper(kind), make_wrapper(kind)
     if not fenced:
         other._pin_memory_int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer
     for case, which in ((first, wrapper), (second, other)):
-        case.plan(which, case.bound, **options)  # what is compiled and allocated at first would hide the race
+        # What is compiled, loaded and allocated at first would hide the race.
+        case.plan(which, case.bound)
+        carry_lengths(which, case.seq_lens, PAGE)
+        case.run(which)
     expected = first.oracle()
     buffers = PlanBuffers(4, wrapper._pin_memory_int_workspace_buffer.nbytes, torch.device("cuda"))
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     if fenced:
         buffers.lend(wrapper)
-    first.plan(wrapper, first.bound, **options)
+    first.plan(wrapper, first.bound)
     carry_lengths(wrapper, first.seq_lens, PAGE)
     got = first.run(wrapper)
     if fenced:
         buffers.lend(other)
-    second.plan(other, second.bound, **options)
+    second.plan(other, second.bound)
     return close(got, expected)
 
 

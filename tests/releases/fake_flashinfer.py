@@ -23,16 +23,22 @@ class Wrapper:
     """What `auto` becomes."""
 
     def __init__(self, workspace: torch.Tensor, layout: str = "NHD", use_cuda_graph: bool = False, **buffers: Any):
+        self._float_workspace_buffer, self._kv_layout = workspace, layout
         self._backend = buffers.get("backend", "auto")
         self.is_cuda_graph_enabled = use_cuda_graph
-        self._paged_kv_indptr_buf = buffers.get("paged_kv_indptr_buffer")
-        self._paged_kv_last_page_len_buf = buffers.get("paged_kv_last_page_len_buffer")
+        # Prefills and decodes name their buffers differently.
+        given = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
+        self._qo_indptr_buf = given.get("qo_indptr_buf")
+        self._paged_kv_indptr_buf = given.get("paged_kv_indptr_buf")
+        self._paged_kv_last_page_len_buf = given.get("paged_kv_last_page_len_buf")
         self._pin_memory_int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
         self._int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
+        self._window_left = -1
         self.plans: list[dict[str, Any]] = []
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         self._backend = self.backend
+        starts = kwargs.get("qo_indptr")
         indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
         last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))
         self.plans.append(kwargs | {"buffer": self._pin_memory_int_workspace_buffer})
@@ -41,8 +47,58 @@ class Wrapper:
             self._paged_kv_last_page_len_buf[: len(last)].copy_(last)
         else:
             self._paged_kv_indptr_buf, self._paged_kv_last_page_len_buf = indptr.clone(), last.clone()
+        if starts is not None:
+            if self.is_cuda_graph_enabled:
+                assert len(starts) == len(self._qo_indptr_buf), "a graph's batch has one size"
+                self._qo_indptr_buf.copy_(starts)
+            else:
+                self._qo_indptr_buf = starts.clone()
+            self._qo_indptr_last, self._max_q_len = int(starts[-1]), int(starts.diff().max())
+        page_size = kwargs["page_size"]
         if self._backend == "fa3":
-            self._plan_sm90(indptr, last, kwargs["page_size"])
+            self._plan_sm90(indptr, last, page_size)
+        elif starts is not None:
+            self._plan_split(starts.diff(), indptr.diff(), page_size, not kwargs["disable_split_kv"])
+
+    def _plan_split(self, query_lens: torch.Tensor, pages: torch.Tensor, page_size: int, split: bool) -> None:
+        """A chunk for each page; in a graph there is work behind the last that is none."""
+        counts = pages.clamp(min=1) if split else torch.ones_like(pages)
+        rows = torch.arange(len(pages))
+        requests = rows.repeat_interleave(counts * (query_lens > 0))
+        chunks = torch.cat([torch.arange(int(n)) for n in (counts * (query_lens > 0))])
+        unused = torch.full((9 if self.is_cuda_graph_enabled else 0,), 77)
+        output = torch.nn.functional.pad((counts * query_lens).cumsum(0), (1, 0))
+        merge = torch.nn.functional.pad(counts.repeat_interleave(query_lens).cumsum(0), (1, 0))
+        size = torch.tensor([page_size])
+        arrays = [torch.cat([requests, unused]), torch.cat([chunks, unused]), merge, output, size]
+        self._used = len(requests)
+        offsets, data, end = [], self._int_workspace_buffer.view(torch.int32), 0
+        for values in arrays:
+            offsets.append(end * 4)
+            data[end : end + len(values)] = values
+            end += -(-len(values) // 4) * 4
+        at = dict(zip(("requests", "chunks", "merge", "output", "size"), offsets, strict=True))
+        works, tokens = len(requests) + len(unused), int(query_lens.sum())
+        plan = [works, tokens, 0, 16, at["requests"], 0, at["chunks"], at["merge"], at["output"], at["size"], 0, 0, 0]
+        self._plan_info = [*plan, int(self.is_cuda_graph_enabled), int(split)]
+
+    def split_is_right(self, page_size: int) -> bool:
+        """Whether work and merge have the chunks that the kernel counts by the lengths that it reads."""
+        if self._backend == "fa3" or self._qo_indptr_buf is None or not self._plan_info[14]:
+            return True
+        plan, data = self._plan_info, self._int_workspace_buffer.view(torch.int32)
+        requests, chunks, merge, output = (data[plan[at] // 4 :] for at in (4, 6, 7, 8))
+        counts = [-(-max(length, 1) // page_size) for length in self.lengths(page_size)]
+        query_lens = self._qo_indptr_buf.diff().tolist()
+        work = {(int(requests[at]), int(chunks[at])) for at in range(self._used)}
+        expected = {(row, chunk) for row, n in enumerate(counts) if query_lens[row] for chunk in range(n)}
+        by_token = [n for n, times in zip(counts, query_lens, strict=True) for _ in range(times)]
+        by_request = [n * times for n, times in zip(counts, query_lens, strict=True)]
+        return (
+            work == expected
+            and merge[: len(by_token) + 1].diff().tolist() == by_token
+            and output[: len(counts) + 1].diff().tolist() == by_request
+        )
 
     def _plan_sm90(self, indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> None:
         """Two pieces of work a request, in another order than the requests, dealt out to the processors."""

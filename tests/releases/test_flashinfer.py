@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +116,7 @@ def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
         -(-bound // PAGE) for bound in given.seq_lens_cpu_upper_bound.tolist()[built_on_device(built) :]
     ]
     assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == exact[built_on_device(built) :]
+    assert all(each.split_is_right(PAGE) for each in wrappers(built))
     if built_on_device(built):
         assert type(built.decode.seq_lens) is torch.Tensor
         assert built.decode.seq_lens.tolist() == exact[: built.num_decodes]
@@ -143,16 +145,74 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
     assert len(set(addresses)) == len(addresses)
 
 
-@pytest.mark.parametrize("batch", ["drafts", "mixed", "two tokens each"])
-def test_keys_are_not_split_where_a_request_with_drafts_is_planned(builder: Any, kind: str, batch: str) -> None:
-    for first_plan in (True, False):
-        built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-        drafts_are_planned = built_on_device(built) == 0
-        # Until the first plan, nobody knows that a wrapper will be FlashAttention 3, which never splits.
-        may_split = first_plan or kind == "fa2"
-        for each in wrappers(built):
-            assert each.plans[-1]["disable_split_kv"] is (drafts_are_planned and may_split)
-    assert builder.disable_split_kv is False
+@pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
+def test_without_counting_chunks_again_they_would_be_the_bounds(
+    builder: Any, kind: str, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
+    built = builder.build(0, metadata(*BATCHES[batch], 17))
+    drafts_are_split = kind == "fa2" and built_on_device(built) == 0
+    assert any(not each.split_is_right(PAGE) for each in wrappers(built)) is drafts_are_split
+
+
+def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
+    if builder._graph_wrappers is None:
+        assert flashinfer_builder._takes_ragged(builder)
+        pytest.skip("XQA takes the drafts")
+    (first,) = wrappers(builder.build(0, metadata(*BATCHES["drafts"], DRAFTS)))
+    (smaller,) = wrappers(builder.build(0, metadata(*BATCHES["two tokens each"], DRAFTS)))
+    (eager,) = wrappers(builder.build(0, metadata([4, 9], [20, 40], DRAFTS)))
+    (again,) = wrappers(builder.build(0, metadata(*BATCHES["page boundary"], 17)))
+    assert first is again
+    assert first.is_cuda_graph_enabled
+    assert smaller.is_cuda_graph_enabled
+    assert not eager.is_cuda_graph_enabled
+    assert first is not smaller
+    for name in ("_int_workspace_buffer", "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf"):
+        assert getattr(first, name).data_ptr() == getattr(smaller, name).data_ptr()
+        assert getattr(first, name).data_ptr() != getattr(eager, name).data_ptr()
+
+
+def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any) -> None:
+    if builder._graph_wrappers is None:
+        pytest.skip("XQA takes the drafts")
+    given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
+    (wrapper,) = wrappers(builder.build(0, given))
+    assert wrapper.is_cuda_graph_enabled
+    assert wrapper._qo_indptr_buf.tolist() == [0, 4, 8, 8]
+    assert wrapper._qo_indptr_last == 12
+
+
+def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
+    spec, _, config, _ = setting
+    support = module.AttentionCGSupport
+    ours, upstream = type(builder), type(builder).__bases__[0]
+    assert ours.get_cudagraph_support(config, spec) is support.UNIFORM_BATCH
+    if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
+        asked = ours.get_varlen_cudagraph_max_query_len(config, spec)
+        assert asked == upstream.get_varlen_cudagraph_max_query_len(config, spec)
+
+
+@pytest.mark.parametrize("what", ["no drafts", "parallel context", "not causal", "NVFP4", "sinks", "batch invariance"])
+def test_what_is_not_captured(
+    builder: Any, module: Any, setting: tuple[Any, ...], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _, config, _ = setting
+    if what == "no drafts":
+        monkeypatch.setattr(config, "speculative_config", None)
+    elif what == "parallel context":
+        monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
+    elif what == "not causal":
+        monkeypatch.setattr(config.attention_config, "use_non_causal", True, raising=False)
+    elif what == "NVFP4":
+        monkeypatch.setattr(config.cache_config, "cache_dtype", "nvfp4")
+    elif what == "sinks":
+        layer = types.SimpleNamespace(impl=types.SimpleNamespace(sinks=torch.ones(8)))
+        monkeypatch.setitem(config.compilation_config.static_forward_context, "layer", layer)
+    else:
+        monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
+    ours, upstream = type(builder), type(builder).__bases__[0]
+    assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
 
 
 def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:

@@ -4,8 +4,8 @@ A plan shares out work on the host, for which a bound serves; the lengths that t
 So the host plans from `seq_lens_cpu_upper_bound`, and `carry_lengths` then writes `seq_lens` over it in stream order.
 Three things were safe only because the host used to wait before it planned:
 
-- FlashAttention 2 split over keys: with several query tokens a request, the kernel recomputes the number of chunks
-  from the exact length, and the plan's merge from the bound. Plan such rows with `disable_split_kv` (`may_split`).
+- FlashAttention 2 split over keys: with several query tokens a request, the kernel counts a request's chunks by the
+  exact length, and the plan's merge by the bound. `carry_lengths` counts the plan's again.
 - FlashAttention 3 (SM90) copies lengths into each piece of work when it plans: `carry_lengths` writes those.
 - A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
   `PlanBuffers` hands out another one, fenced by an event.
@@ -22,9 +22,14 @@ from typing import Any
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
-from vllm_async_spec.kernels import set_last_page_lens, set_work_lens
+from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_work_lens
 
 _INT32_BYTES = 4
+_INT32_MAX = torch.iinfo(torch.int32).max
+# PrefillPlanInfo::ToVector: two sizes, offsets in bytes into the int workspace, and two flags.
+_PLAN_SIZE = 15
+_WORKS, _QUERY_TOKENS, _TILE, _REQUESTS, _CHUNKS = 0, 1, 3, 4, 6
+_MERGE_INDPTR, _OUTPUT_INDPTR, _CHUNK_SIZE, _SPLIT = 7, 8, 9, 14
 # PrefillPlanSM90Info::ToVector: offsets in bytes into the int workspace, and one flag.
 _SM90_PLAN_SIZE = 9
 _SM90_QO_TILES, _SM90_QO_INDPTR, _SM90_KV_LENS, _SM90_WORK_INDPTR, _SM90_REQUESTS = 0, 1, 4, 6, 7
@@ -35,7 +40,7 @@ class PlanError(RuntimeError):
 
 
 def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
-    """Write the exact lengths over those that `wrapper` was planned with. Launches one kernel and waits for nothing.
+    """Write the exact lengths over those that `wrapper` was planned with. Launches kernels and waits for nothing.
 
     Args:
         wrapper: a `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python,
@@ -54,6 +59,9 @@ def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
             page_size,
             wrapper._paged_kv_last_page_len_buf[:batch],
         )
+        # With one query token a request, a chunk too many is empty, and harmless.
+        if getattr(wrapper, "_max_q_len", 1) > 1:
+            _carry_chunks(wrapper, seq_lens[:batch])
     elif wrapper._backend == "fa3" and len(wrapper._plan_info) == _SM90_PLAN_SIZE:
         plan = [int(offset) for offset in wrapper._plan_info]
         works = (plan[_SM90_QO_INDPTR] - plan[_SM90_QO_TILES]) // _INT32_BYTES
@@ -67,6 +75,25 @@ def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
         )
 
 
+def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
+    plan = [int(number) for number in wrapper._plan_info]
+    if len(plan) != _PLAN_SIZE:
+        raise PlanError(f"a plan of {type(wrapper).__name__} of {len(plan)} numbers can't be corrected on the device")
+    if not plan[_SPLIT]:
+        return
+    ints, window = wrapper._int_workspace_buffer.view(torch.int32), wrapper._window_left
+    set_chunks(
+        seq_lens,
+        wrapper._qo_indptr_buf,
+        _INT32_MAX if window < 0 else window + plan[_TILE],
+        _at(ints, plan[_CHUNK_SIZE], 1),
+        _at(ints, plan[_REQUESTS], plan[_WORKS]),
+        _at(ints, plan[_CHUNKS], plan[_WORKS]),
+        _at(ints, plan[_OUTPUT_INDPTR], seq_lens.shape[0] + 1),
+        _at(ints, plan[_MERGE_INDPTR], plan[_QUERY_TOKENS] + 1),
+    )
+
+
 def _at(ints: torch.Tensor, offset: int, count: int) -> torch.Tensor:
     return ints[offset // _INT32_BYTES :][:count]
 
@@ -74,14 +101,6 @@ def _at(ints: torch.Tensor, offset: int, count: int) -> torch.Tensor:
 @functools.cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def may_split(wrapper: Any) -> bool:
-    """Whether a plan of this wrapper may share one request's keys between blocks, as far as is known before planning.
-
-    FlashAttention 3 never does; FlashAttention 2 does, and `auto` is not settled until the first plan.
-    """
-    return bool(wrapper._backend != "fa3")
 
 
 class PlanBuffers:

@@ -37,7 +37,7 @@ def set_last_page_lens(
         return
     batch = last_page_lens.shape[0]
     _kernels().last_page_lens[(-(-batch // _BLOCK),)](
-        seq_lens, page_indptr, last_page_lens, batch, PAGE_SIZE=page_size, BLOCK=_BLOCK
+        seq_lens, page_indptr, last_page_lens, page_size, batch, BLOCK=_BLOCK
     )
 
 
@@ -71,6 +71,88 @@ def set_work_lens_reference(
     is_work = torch.arange(work_lens.shape[0], device=work_lens.device) < count
     known = seq_lens[torch.where(is_work, requests, 0).long()]
     work_lens.copy_(torch.where(is_work, known, work_lens))
+
+
+def set_chunks(
+    seq_lens: torch.Tensor,
+    query_indptr: torch.Tensor,
+    limit: int,
+    chunk_size: torch.Tensor,
+    requests: torch.Tensor,
+    chunks: torch.Tensor,
+    output_indptr: torch.Tensor,
+    merge_indptr: torch.Tensor,
+) -> None:
+    """Let a plan that splits keys have the chunks of the exact lengths, of which there are no more than were planned.
+
+    A request has `cdiv(clamp(seq_len, 1, limit), chunk_size)` chunks. Each piece of work takes one of them; one whose
+    chunk there is not takes the last, which is then computed twice with the same result. Partial results lie by
+    request, by query token, by chunk.
+
+    Args:
+        seq_lens: (batch,) int32, device: exact lengths, in tokens.
+        query_indptr: (batch + 1,) int32, device: cumulative query lengths.
+        limit: most keys that a piece of work may see, in tokens: the window, if there is one.
+        chunk_size: (1,) int32, device: keys in a chunk.
+        requests: (works,) int32, device: the request of each piece of work; one that is none is left alone.
+        chunks: (works,) int32, device: the chunk of each; written.
+        output_indptr: (batch + 1,) int32, device: cumulative partial results of the requests; written.
+        merge_indptr: (query tokens + 1,) int32, device: cumulative partial results of the query tokens; written.
+    """
+    if not seq_lens.is_cuda and not _interpreted():
+        set_chunks_reference(seq_lens, query_indptr, limit, chunk_size, requests, chunks, output_indptr, merge_indptr)
+        return
+    batch, works = seq_lens.shape[0], requests.shape[0]
+    _kernels().chunks[(max(batch, -(-works // _BLOCK)),)](
+        seq_lens,
+        query_indptr,
+        limit,
+        chunk_size,
+        requests,
+        chunks,
+        output_indptr,
+        merge_indptr,
+        batch,
+        works,
+        BLOCK=_BLOCK,
+    )
+
+
+def set_chunks_reference(
+    seq_lens: torch.Tensor,
+    query_indptr: torch.Tensor,
+    limit: int,
+    chunk_size: torch.Tensor,
+    requests: torch.Tensor,
+    chunks: torch.Tensor,
+    output_indptr: torch.Tensor,
+    merge_indptr: torch.Tensor,
+) -> None:
+    """`set_chunks` in PyTorch."""
+    counts = (seq_lens.clamp(1, limit) + chunk_size - 1) // chunk_size
+    query_lens = query_indptr.diff()
+    output_indptr.copy_(torch.nn.functional.pad((counts * query_lens).cumsum(0), (1, 0)))
+    by_token = counts.repeat_interleave(query_lens)
+    merge_indptr[: by_token.shape[0] + 1] = torch.nn.functional.pad(by_token.cumsum(0), (1, 0))
+    batch = seq_lens.shape[0]
+    known = (requests >= 0) & (requests < batch)
+    last = counts[requests.clamp(0, batch - 1).long()] - 1
+    chunks.copy_(torch.where(known, chunks.minimum(last), chunks))
+
+
+def compile_kernels(device: torch.device) -> None:
+    """Compile and load all kernels of this module now, so that no request waits for it; on a CPU there are none.
+
+    Args:
+        device: where they are going to run.
+    """
+    if device.type != "cuda":
+        return
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    set_last_page_lens(one, zeros(2), 1, zeros(1))
+    set_work_lens(one, zeros(1), one, zeros(1))
+    set_chunks(one, zeros(2), 1, one, zeros(1), zeros(1), zeros(2), zeros(2))
 
 
 _BLOCK = 256

@@ -1,23 +1,86 @@
-"""The Triton kernels of `paged_lengths`, which says what they compute."""
+"""The Triton kernels of `paged_lengths`, which says what they compute.
+
+Each is compiled once for a device: neither values nor alignments make another one, which a request would wait for.
+"""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
+from typing import Any
+
 import triton
 import triton.language as tl
 
+_NUMBERS = {"page_size", "batch", "works", "limit"}
 
-@triton.jit  # type: ignore[untyped-decorator]
-def last_page_lens(seq_lens, page_indptr, out, batch, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+
+def _kernel(function: Any) -> Any:
+    names = [name for name in function.__code__.co_varnames[: function.__code__.co_argcount] if name != "BLOCK"]
+    tensors = [name for name in names if name not in _NUMBERS]
+    numbers = [name for name in names if name in _NUMBERS]
+    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=tensors)
+
+
+@_kernel
+def last_page_lens(seq_lens, page_indptr, out, page_size, batch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK requests."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = request < batch
     pages = tl.load(page_indptr + request + 1, mask=mask) - tl.load(page_indptr + request, mask=mask)
-    tl.store(out + request, tl.load(seq_lens + request, mask=mask) - (pages - 1) * PAGE_SIZE, mask=mask)
+    tl.store(out + request, tl.load(seq_lens + request, mask=mask) - (pages - 1) * page_size, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@_kernel
 def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK pieces of work."""
     work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (work < works) & (work < tl.load(count))
     request = tl.load(requests + work, mask=mask, other=0)
     tl.store(out + work, tl.load(seq_lens + request, mask=mask), mask=mask)
+
+
+@_kernel
+def chunks(  # type: ignore[no-untyped-def]
+    seq_lens,
+    query_indptr,
+    limit,
+    chunk_size,
+    requests,
+    out_chunks,
+    output_indptr,
+    merge_indptr,
+    batch,
+    works,
+    BLOCK: tl.constexpr,
+):
+    """One program for each request, and for each BLOCK pieces of work."""
+    program, block, size = tl.program_id(0), tl.arange(0, BLOCK), tl.load(chunk_size)
+
+    if program < batch:
+        # Every program adds up what comes before its request: cheaper than a second launch.
+        before = 0
+        for first in range(0, program, BLOCK):
+            request = first + block
+            mask = request < program
+            length = tl.load(seq_lens + request, mask=mask, other=0)
+            count = (tl.minimum(tl.maximum(length, 1), limit) + size - 1) // size
+            begin = tl.load(query_indptr + request, mask=mask, other=0)
+            end = tl.load(query_indptr + request + 1, mask=mask, other=0)
+            before += tl.sum(count * (end - begin))
+
+        count = (tl.minimum(tl.maximum(tl.load(seq_lens + program), 1), limit) + size - 1) // size
+        begin = tl.load(query_indptr + program)
+        tokens = tl.load(query_indptr + program + 1) - begin
+        tl.store(output_indptr + program, before)
+        for first in range(0, tokens, BLOCK):
+            token = first + block
+            tl.store(merge_indptr + begin + token, before + token * count, mask=token < tokens)
+        if program == batch - 1:
+            tl.store(output_indptr + batch, before + tokens * count)
+            tl.store(merge_indptr + begin + tokens, before + tokens * count)
+
+    work = program * BLOCK + block
+    request = tl.load(requests + work, mask=work < works, other=-1)
+    known = (request >= 0) & (request < batch)
+    length = tl.load(seq_lens + request, mask=known, other=1)
+    last = (tl.minimum(tl.maximum(length, 1), limit) + size - 1) // size - 1
+    planned = tl.load(out_chunks + work, mask=known, other=0)
+    tl.store(out_chunks + work, tl.minimum(planned, last), mask=known)

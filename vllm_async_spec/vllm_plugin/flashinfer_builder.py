@@ -1,14 +1,16 @@
 """vLLM's FlashInfer backend with a metadata builder that plans from the upper bound, so that it waits for nothing.
 
 The builder is a subclass of vLLM's. It hands vLLM's `build` the bound in place of exact lengths, and afterwards
-writes the device's lengths over what was planned. It also settles which XQA kernels decoding needs: one token a
-request, all drafts of every request, and a ragged batch; all are compiled when the builder is made.
+writes the device's lengths over what was planned. Where drafts are verified by a planned wrapper, it lets vLLM capture
+them in full CUDA graphs. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
+request, and a ragged batch; all are compiled when the builder is made.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths, may_split
+from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths
+from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
+from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers, drafts_in_graphs
 from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
@@ -40,26 +44,34 @@ def _unneeded(builder: Any) -> str | None:
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
-    builder = _device_lengths(module.FlashInferMetadataBuilder)
+    builder = _device_lengths(module.FlashInferMetadataBuilder, module.AttentionCGSupport)
     transaction.set(module.FlashInferBackend, "get_builder_cls", staticmethod(lambda: builder))
 
 
-def _device_lengths(upstream: type[Any]) -> type[Any]:
+def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
     """The subclass of vLLM's builder that plans from the upper bound."""
 
     class FlashInferMetadataBuilder(upstream):  # type: ignore[misc]
         """As vLLM's; see this module."""
 
-        disable_split_kv: bool
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._drafts = self.vllm_config.speculative_config is not None
+            self._batch: Any = None
+            self._graph_wrappers: GraphWrappers | None = None
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
-            self._planning: Any = None
+                compile_kernels(self.device)
+            if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
+                self._graph_wrappers = GraphWrappers(self)
             if _decodes_with_xqa(self):
                 compile_xqa(_xqa_shapes(self))
+
+        @classmethod
+        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+            found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_capture(vllm_config)
+            return support.UNIFORM_BATCH if wider else found
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             if not self._drafts:
@@ -67,39 +79,50 @@ def _device_lengths(upstream: type[Any]) -> type[Any]:
             reason = _needs_exact(self, common_prefix_len, common_attn_metadata)
             if reason is not None:
                 record_fallback(reason)
-                return super().build(common_prefix_len, common_attn_metadata, fast_build)
-            self._planning = common_attn_metadata
-            split = self.disable_split_kv
+            given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
+            self._batch = common_attn_metadata
             try:
-                built = super().build(common_prefix_len, _bounded(common_attn_metadata), fast_build)
+                built = super().build(common_prefix_len, given, fast_build)
             finally:
-                self.disable_split_kv, self._planning = split, None
+                self._batch = None
                 self._plan_buffers.planned()
-            lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
-            for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
-                if hasattr(part, "wrapper"):
-                    carry_lengths(part.wrapper, rows, self.page_size)
+            if reason is None:
+                lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
+                for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
+                    if hasattr(part, "wrapper"):
+                        carry_lengths(part.wrapper, rows, self.page_size)
+            if self._graph_wrappers is not None and getattr(built.prefill, "wrapper", None) is not None:
+                # Outside a graph it refuses a query with the rows that pad the batch to the size of one.
+                built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
             return built
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
-            wrapper = super()._get_prefill_wrapper(*args, **kwargs)
-            # Where XQA takes a ragged batch, no request with drafts comes here.
-            if self._planning is not None and not _takes_ragged(self) and may_split(wrapper):
-                self.disable_split_kv |= _has_drafts(self._planning)
-            return self._with_plan_buffer(wrapper)
+            make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
+            graphs = self._graph_wrappers
+            wrapper = None if graphs is None or self._batch is None else graphs.of(self._batch, make)
+            return self._with_plan_buffer(make() if wrapper is None else wrapper)
 
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
 
         def _with_plan_buffer(self, wrapper: Any) -> Any:
-            if self._planning is not None:
+            # That of decode context parallelism holds two others, and waits.
+            if self._batch is not None and hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
                 self._plan_buffers.lend(wrapper)
             return wrapper
 
     if hasattr(upstream, "_compute_decode_query_lens"):
         _add_ragged_xqa(FlashInferMetadataBuilder, upstream)
+    if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
+        # Upstream's own answer: ours to the question above would lead it to kernels that this machine has not.
+        FlashInferMetadataBuilder.get_varlen_cudagraph_max_query_len = upstream.get_varlen_cudagraph_max_query_len
     FlashInferMetadataBuilder.__qualname__ = upstream.__qualname__
     return FlashInferMetadataBuilder
+
+
+def _may_capture(config: Any) -> bool:
+    # Without splits, as batch invariance has it, a plan for a graph does not say which of its work there is.
+    return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
 
 
 def _needs_exact(builder: Any, common_prefix_len: int, metadata: Any) -> str | None:
@@ -136,15 +159,6 @@ def _bounded(metadata: Any) -> Any:
     bounded.seq_lens.bound = metadata.seq_lens_cpu_upper_bound
     bounded._seq_lens_cpu = metadata.seq_lens_cpu_upper_bound
     return bounded
-
-
-def _has_drafts(metadata: Any) -> bool:
-    """Whether some request with several query tokens may be shorter than its bound: only prefills are as long."""
-    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
-    several = query_lens > 1
-    if metadata.is_prefilling is not None:
-        several &= ~metadata.is_prefilling.numpy()[: several.shape[0]]
-    return bool(several.any())
 
 
 def _decodes_with_xqa(builder: Any) -> bool:

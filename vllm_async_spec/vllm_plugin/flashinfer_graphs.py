@@ -1,0 +1,92 @@
+"""Drafts inside CUDA graphs where FlashInfer's wrappers verify them, as on every GPU without XQA or trtllm-gen.
+
+vLLM captures full graphs of such batches only for kernels that it does not plan. The wrappers could always do it: with
+`use_cuda_graph` a plan keeps to the sizes that it was captured with, and its contents are device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def drafts_in_graphs(config: Any) -> bool:
+    """Whether batches of drafts may be captured, as far as the configuration decides; vLLM decides whether they are.
+
+    Args:
+        config: vLLM's configuration, with its attention layers registered.
+    """
+    sinks = (getattr(layer, "impl", None) for layer in config.compilation_config.static_forward_context.values())
+    return bool(
+        config.speculative_config is not None
+        and config.parallel_config.decode_context_parallel_size == 1
+        and not getattr(config.attention_config, "use_non_causal", False)
+        and not config.cache_config.cache_dtype.startswith("nvfp4")
+        # Attention sinks have a wrapper of their own.
+        and all(getattr(impl, "sinks", None) is None for impl in sinks)
+    )
+
+
+def drafts_of_each(metadata: Any) -> int:
+    """How many query tokens each request has, all the same number; 1 if they differ, or are no drafts.
+
+    Requests without query tokens at the end are what pads a batch to the size of its graph.
+    """
+    tokens = int(metadata.max_query_len)
+    if tokens == 1 or not metadata.causal:
+        return 1
+    query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
+    live = np.count_nonzero(query_lens)
+    return tokens if bool((query_lens[:live] == tokens).all()) else 1
+
+
+class GraphWrappers:
+    """One wrapper for each size of a batch of drafts; all share the builder's buffers, of which one plan is in use.
+
+    Args:
+        builder: vLLM's metadata builder; its page buffers are what graphs read.
+    """
+
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._by_size: dict[tuple[int, int], Any] = {}
+        config = builder.vllm_config
+        most_requests = config.scheduler_config.max_num_seqs
+        self._query_indptr = torch.zeros(most_requests + 1, dtype=torch.int32, device=builder.device)
+        self._most_tokens: int = builder._decode_cudagraph_max_bs
+        self._most_drafts: int = config.speculative_config.num_speculative_tokens
+
+    def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
+        """The wrapper for this batch, or None if it is not one of drafts, or larger than any graph.
+
+        Args:
+            metadata: vLLM's common metadata, padded as the graph is.
+            make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
+        """
+        tokens, requests = drafts_of_each(metadata), metadata.num_reqs
+        if not 1 < tokens <= 1 + self._most_drafts or tokens * requests > self._most_tokens:
+            return None
+        if (requests, tokens) not in self._by_size:
+            self._by_size[requests, tokens] = self._make(requests, make())
+        return self._by_size[requests, tokens]
+
+    def _make(self, requests: int, like: Any) -> Any:
+        builder = self._builder
+        indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
+        wrapper = type(like)(
+            like._float_workspace_buffer,
+            like._kv_layout,
+            use_cuda_graph=True,
+            qo_indptr_buf=self._query_indptr[: requests + 1],
+            paged_kv_indptr_buf=builder.paged_kv_indptr.gpu[: requests + 1],
+            paged_kv_indices_buf=indices,
+            paged_kv_last_page_len_buf=builder.paged_kv_last_page_len.gpu[:requests],
+        )
+        # 8 MiB each, of which only the last plan's is read.
+        wrapper._int_workspace_buffer = next(
+            (known._int_workspace_buffer for known in self._by_size.values()), wrapper._int_workspace_buffer
+        )
+        return wrapper
