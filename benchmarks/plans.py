@@ -21,6 +21,8 @@ CPU_ENVIRONMENT = {
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 ACCEPTANCE = Acceptance(0.7)
+FLASHINFER = {"backend": "FLASHINFER"}
+NATIVE = {"use_trtllm_attention": False}
 
 
 def overhead(shape: str) -> Plan:
@@ -55,37 +57,24 @@ def overhead_tiny() -> Plan:
     )
 
 
-def flashinfer(
-    shape: str, *, suffix: str = "", release: str | None = None, runner: str | None = None, kernels: str = "any"
-) -> Plan:
-    """FlashInfer with the plugin on, off and not loaded, and FlashAttention to hold it to.
+def flashinfer(shape: str) -> Plan:
+    """FlashInfer as each finds it on a machine without the artifact server, and what else there is to hold it to.
 
-    Args:
-        shape: of the model.
-        suffix: what the plan's name has at its end.
-        release: of vLLM; None for that of this environment.
-        runner: the model runner; None for vLLM's choice.
-        kernels: what decodes. `any`: what each arm finds. `native`: the wrappers that are planned on the host. `xqa`:
-            stock vLLM is told that it may use XQA, as if the artifact server had answered.
+    `stock-xqa` is told that it may use XQA, as if the server had answered. `plugin-native` is told not to, and decodes
+    with the wrappers that are planned on the host, as `stock` does.
     """
 
-    def arm(name: str, plugin: Plugin, attention: dict[str, Any]) -> Arm:
-        return Arm(
-            name,
-            shape,
-            plugin=plugin,
-            release=release,
-            runner=runner,
-            acceptance=ACCEPTANCE,
-            engine=GPU_ENGINE | {"attention_config": attention},
-            environment={"VLLM_HAS_FLASHINFER_CUBIN": "1"} if kernels == "xqa" else {},
-        )
+    def arm(name: str, plugin: Plugin, attention: dict[str, Any], **environment: str) -> Arm:
+        engine = GPU_ENGINE | {"attention_config": attention}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine, environment=environment)
 
     return Plan(
-        name=f"flashinfer-{shape}{suffix}",
+        name=f"flashinfer-{shape}",
         about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
         arms=(
-            *(arm(plugin.value, plugin, _flashinfer(kernels)) for plugin in Plugin),
+            *(arm(plugin.value, plugin, FLASHINFER) for plugin in Plugin),
+            arm("plugin-native", Plugin.ON, FLASHINFER | NATIVE),
+            arm("stock-xqa", Plugin.STOCK, FLASHINFER, VLLM_HAS_FLASHINFER_CUBIN="1"),
             arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
@@ -97,25 +86,26 @@ def flashinfer(
 
 
 def flashinfer_audit(shape: str) -> Plan:
-    """Where the time goes with FlashInfer and the plugin on, by release, runner and kernels."""
+    """Where FlashInfer's time goes, by release, runner and kernels, with the plugin on and, for 0.26.0, off."""
+
+    def arm(release: str, runner: str, kernels: str) -> Arm:
+        return Arm(
+            f"{release}-{runner}-{kernels}",
+            shape,
+            plugin=Plugin.SHAM if kernels == "stock" else Plugin.ON,
+            release=release,
+            runner=runner,
+            acceptance=ACCEPTANCE,
+            engine=GPU_ENGINE | {"attention_config": FLASHINFER | (NATIVE if kernels == "native" else {})},
+            labels={"vLLM": release, "runner": runner, "kernels": kernels, "size": shape},
+        )
+
     return Plan(
         name=f"flashinfer-audit-{shape}",
-        about=f"FlashInfer with the plugin on, by release, runner and kernels, {shape} shape",
-        arms=tuple(
-            Arm(
-                f"{release}-{runner}-{kernels}",
-                shape,
-                plugin=Plugin.ON,
-                release=release,
-                runner=runner,
-                acceptance=ACCEPTANCE,
-                engine=GPU_ENGINE | {"attention_config": _flashinfer(kernels)},
-                labels={"vLLM": release, "runner": runner, "kernels": kernels, "size": shape},
-            )
-            for release, runner, kernels in (
-                *((release, runner, "any") for release in ("0.26.0", "0.32.0") for runner in ("V1", "V2")),
-                ("0.32.0", "V2", "native"),
-            )
+        about=f"FlashInfer by release, runner and kernels, {shape} shape",
+        arms=(
+            *(arm("0.26.0", runner, kernels) for runner in ("V1", "V2") for kernels in ("stock", "any")),
+            *(arm("0.32.0", runner, kernels) for runner, kernels in (("V1", "any"), ("V2", "any"), ("V2", "native"))),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=1,
@@ -123,10 +113,6 @@ def flashinfer_audit(shape: str) -> Plan:
         repetitions=2,
         audit_steps=64,
     )
-
-
-def _flashinfer(kernels: str) -> dict[str, Any]:
-    return {"backend": "FLASHINFER"} | ({"use_trtllm_attention": False} if kernels == "native" else {})
 
 
 def baseline() -> Plan:
@@ -208,11 +194,6 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-mla": lambda: overhead("mla"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
-    "flashinfer-8b-native": lambda: flashinfer("8b", suffix="-native", kernels="native"),
-    "flashinfer-8b-xqa": lambda: flashinfer("8b", suffix="-xqa", kernels="xqa"),
-    "flashinfer-8b-v1": lambda: flashinfer("8b", suffix="-v1", runner="V1"),
-    "flashinfer-8b-0.26.0-v1": lambda: flashinfer("8b", suffix="-0.26.0-v1", release="0.26.0", runner="V1"),
-    "flashinfer-8b-0.26.0-v2": lambda: flashinfer("8b", suffix="-0.26.0-v2", release="0.26.0", runner="V2"),
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,

@@ -262,7 +262,7 @@ def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> 
 @pytest.mark.parametrize("window", [-1, 300])
 def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten chunks of four pages exactly; eleven by the bound."""
-    case = Case([4, 2, 70, 4], [640, 64, 129, 1], [643, 67, 129, 5], window)
+    case = Case([4, 2, 70, 4], [640, 64, 129, 4], [643, 67, 129, 8], window)
     wrapper, exact_wrapper = make_wrapper("fa2"), make_wrapper("fa2")
     for each, lengths in ((wrapper, case.bound), (exact_wrapper, case.exact)):
         case.plan(each, lengths, fixed_split_size=4, window_left=window)
