@@ -76,7 +76,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             if not self._drafts:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
-            reason = _needs_exact(self, common_prefix_len, common_attn_metadata)
+            reason = _needs_exact(self, common_prefix_len)
             if reason is not None:
                 record_fallback(reason)
             given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
@@ -125,10 +125,8 @@ def _may_capture(config: Any) -> bool:
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
 
 
-def _needs_exact(builder: Any, common_prefix_len: int, metadata: Any) -> str | None:
+def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
     """Why this batch must be built from exact host lengths, in one of a few words; None if it needn't."""
-    if metadata.seq_lens_cpu_upper_bound is None:
-        return "no upper bound"
     if builder.use_dcp:
         return "decode context parallelism"
     if common_prefix_len > 0:
@@ -152,12 +150,15 @@ class _BoundedLengths(torch.Tensor):
 def _bounded(metadata: Any) -> Any:
     """A copy whose host lengths are the upper bound.
 
-    Releases up to 0.29 read `seq_lens_cpu`; later ones copy `seq_lens` themselves.
+    Releases up to 0.29 read `seq_lens_cpu`; later ones copy `seq_lens` themselves. The V2 runner gives draft steps no
+    bound by request before 0.27, but that of the longest.
     """
+    bound = metadata.seq_lens_cpu_upper_bound
+    if bound is None:
+        bound = torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32)
     bounded = copy.copy(metadata)
     bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
-    bounded.seq_lens.bound = metadata.seq_lens_cpu_upper_bound
-    bounded._seq_lens_cpu = metadata.seq_lens_cpu_upper_bound
+    bounded.seq_lens.bound = bounded._seq_lens_cpu = bound
     return bounded
 
 
