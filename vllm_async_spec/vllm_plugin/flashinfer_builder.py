@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths, may_split
+from vllm_async_spec.attention.trtllm import causal_draft_masks
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -58,7 +59,7 @@ def _device_lengths(upstream: type[Any]) -> type[Any]:
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
             self._planning: Any = None
-            self._draft_masks = causal_draft_masks(16 * _WORDS)
+            self._draft_masks = causal_draft_masks(torch.arange(16 * _WORDS, device="cpu"), 16 * _WORDS).numpy()
             if _decodes_with_xqa(self):
                 compile_xqa(_xqa_shapes(self))
 
@@ -201,16 +202,6 @@ def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
 
     builder._compute_decode_query_lens = _compute_decode_query_lens
     builder._get_decode_mask = _get_decode_mask
-
-
-def causal_draft_masks(tokens: int) -> np.ndarray[Any, Any]:
-    """XQA's mask of each query token: which tokens of its own request it sees, itself included.
-
-    Returns:
-        (tokens, 2) uint16: bit `j % 16` of word `j // 16` is token `j`. Source: flashinfer-python, `xqa.py`.
-    """
-    bits = (np.uint64(1) << np.arange(1, tokens + 1, dtype=np.uint64)) - np.uint64(1)
-    return np.ascontiguousarray(bits.astype(np.uint32)[:, None].view(np.uint16))
 
 
 IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}
