@@ -87,6 +87,20 @@ def test_a_machine_that_can_have_no_xqa_is_told_how(
     assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
 
 
+@pytest.mark.parametrize(
+    ("capability", "server", "told"), [(100, False, 1), (103, False, 1), (100, True, 0), (80, False, 0)]
+)
+def test_a_machine_that_lacks_cubins_alone_is_told_once_how_to_get_them(
+    capability: int, server: bool, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    module = patched(capability, server=server)
+    for is_prefill in (True, False, True, False):
+        assert module.supports_trtllm_attention(is_prefill=is_prefill) is (server and capability != 80)
+    assert caplog.text.count("install the package in FlashInfer's version") == told
+    assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
+
+
 def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     installed = {"flashinfer"}
     monkeypatch.setattr(flashinfer_xqa, "find_spec", lambda name: name if name in installed else None)

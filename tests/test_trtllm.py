@@ -160,6 +160,7 @@ BATCHES = {
     "drafts and prefill": Batch((4, 4, 9), (60, 20, 31)),
     "ragged and prefill": Batch((4, 2, 9), (60, 20, 31)),
     "a short request behind a prefill": Batch((4, 9, 2), (60, 31, 20)),
+    "empty rows before a prefill": Batch((4, 0, 0, 8), (20, 0, 0, 31)),
     "prefill": Batch((17, 5), (17, 5)),
     "page boundary": Batch((4, 4, 4), (15, 16, 17)),
     "padding rows": Batch((4, 4, 0, 0), (21, 9, 0, 0), token_padding=3),
@@ -193,6 +194,7 @@ SPLITS = {
         Split(1, 4, prefills=2),
     ),
     "a short request behind a prefill": (Split(1, 4, prefills=2),) * 3,
+    "empty rows before a prefill": (Split(1, 4, prefills=1),) * 3,
     "prefill": (Split(0, prefills=2),) * 3,
     "page boundary": (Split(3, 4),) * 3,
     "padding rows": (Split(2, 4),) * 3,
@@ -217,6 +219,15 @@ def test_decodes_are_first_and_of_the_width_that_the_kernel_has(name: str) -> No
             got = Split(decode.seq_lens.shape[0], decode.max_q_len, ragged, prefills)
         assert got == expected
         close(run(arguments, case)[: live(BATCHES[name])], case.oracle()[: live(BATCHES[name])])
+
+
+def test_single_tokens_around_an_empty_row_are_ragged_and_two_wide() -> None:
+    """XQA's ragged form begins at a width of 2, also where no drafts are configured."""
+    case = make_case(Batch((1, 0, 1), (20, 0, 31)))
+    arguments = TrtllmAdapter(replace(SM90, query_tokens=1)).arguments(case.metadata)
+    assert arguments.decode is not None
+    assert (arguments.decode.max_q_len, arguments.decode.cum_seq_lens_q is not None) == (2, True)
+    close(run(arguments, case), case.oracle())
 
 
 def tensors(arguments: TrtllmArguments) -> dict[str, torch.Tensor]:
@@ -389,9 +400,9 @@ def test_shapes_that_kernels_take() -> None:
             "num_heads is 30; it must be a multiple of num_kv_heads, 8, .* tensor-parallel size",
         ),
         (SM100, {"capability": (9, 0)}, r"capability is 9.0; trtllm-gen takes 10.0 or 10.3, so use xqa"),
-        (SM100, {"head_size": 80}, "head_size is 80; trtllm-gen takes 64 or 128 or 256, so use .* FLASH_ATTN"),
-        (SM100, {"page_size": 24}, "page_size is 24; trtllm-gen takes 16 or 32 or 64, so use --block-size 64"),
-        (SM100, {"page_size": 192}, "page_size is 192; trtllm-gen takes 16 or 32 or 64, so use --block-size 64"),
+        (SM100, {"head_size": 80}, "head_size is 80; trtllm-gen takes 64, 128 or 256, so use .* FLASH_ATTN"),
+        (SM100, {"page_size": 24}, "page_size is 24; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
+        (SM100, {"page_size": 192}, "page_size is 192; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
         (SM100, {"page_size": 128, "features": OLD}, "page_size is 128; this FlashInfer's .* 0.6.11 or later"),
         (SM100, {"page_size": 128, "num_kv_heads": 32}, "page_size is 128 with one query head for each KV head"),
         (SM100, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; trtllm-gen takes .* --kv-cache-dtype"),
@@ -403,7 +414,7 @@ def test_shapes_that_kernels_take() -> None:
         ),
         (SM100, {"num_heads": 256, "num_kv_heads": 1}, "256 heads over 1 KV heads are 256 in a group; .* at most 128"),
         (SM90, {"capability": (8, 9)}, "capability is 8.9; xqa takes 9.0, 10.x and 12.x"),
-        (SM90, {"page_size": 256}, "page_size is 256; xqa takes 16 or 32 or 64 or 128, so use --block-size 64"),
+        (SM90, {"page_size": 256}, "page_size is 256; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
         (
             SM90,
             {"query_dtype": torch.float8_e4m3fn},

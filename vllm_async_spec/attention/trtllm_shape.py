@@ -191,9 +191,9 @@ class TrtllmShape:
 
     def _one_of(self, name: str, value: object, allowed: tuple[object, ...], remedy: str) -> None:
         if value not in allowed:
-            raise UnsupportedShapeError(
-                f"{name} is {_words(value)}; {self.kernel} takes {' or '.join(map(_words, allowed))}, so {remedy}"
-            )
+            *most, last = map(_words, allowed)
+            these = f"{', '.join(most)} or {last}" if most else last
+            raise UnsupportedShapeError(f"{name} is {_words(value)}; {self.kernel} takes {these}, so {remedy}")
 
 
 _OTHERWISE = "use FlashInfer's planned wrappers (--attention-config.use_trtllm_attention=false) or FLASH_ATTN"
