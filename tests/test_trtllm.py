@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from vllm_async_spec.attention import (
     decode_kernel,
     get_adapter,
     paged_attention,
+    takes_ragged,
 )
 
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 2, 16
@@ -162,6 +164,7 @@ BATCHES = {
     "a short request behind a prefill": Batch((4, 9, 2), (60, 31, 20)),
     "empty rows before a prefill": Batch((4, 0, 0, 8), (20, 0, 0, 31)),
     "prefill": Batch((17, 5), (17, 5)),
+    "prefill and padding": Batch((4, 9, 0, 0), (20, 31, 0, 0), token_padding=3),
     "page boundary": Batch((4, 4, 4), (15, 16, 17)),
     "padding rows": Batch((4, 4, 0, 0), (21, 9, 0, 0), token_padding=3),
     "padded for a graph": Batch((4, 4, 0, 0), (21, 9, 0, 0), token_padding=8),
@@ -196,6 +199,7 @@ SPLITS = {
     "a short request behind a prefill": (Split(1, 4, prefills=2),) * 3,
     "empty rows before a prefill": (Split(1, 4, prefills=1),) * 3,
     "prefill": (Split(0, prefills=2),) * 3,
+    "prefill and padding": (Split(1, 4, prefills=1),) * 3,
     "page boundary": (Split(3, 4),) * 3,
     "padding rows": (Split(2, 4),) * 3,
     "padded for a graph": (Split(4, 4),) * 3,
@@ -481,6 +485,23 @@ def test_it_is_registered() -> None:
     adapter = get_adapter("FLASHINFER_TRTLLM")
     assert isinstance(adapter, TrtllmAdapter)
     assert adapter.host_need is HostNeed.NONE
+
+
+def test_the_contract_has_the_parameters_of_the_installed_flashinfer() -> None:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    from flashinfer import decode, prefill
+
+    xqa = "xqa_batch_decode_with_kv_cache"
+    pairs = [
+        (decode, "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"),
+        (decode, xqa, xqa if takes_ragged(getattr(decode, xqa)) else f"{xqa}_before_0_6_16"),
+        (prefill, "trtllm_batch_context_with_kv_cache", "trtllm_batch_context_with_kv_cache"),
+    ]
+    for module, name, stand_in in pairs:
+        theirs = inspect.signature(getattr(module, name)).parameters
+        for parameter, ours in inspect.signature(getattr(trtllm_contract, stand_in)).parameters.items():
+            assert parameter in theirs, (name, parameter)
+            assert theirs[parameter].default == ours.default, (name, parameter)
 
 
 @dataclass
