@@ -407,7 +407,7 @@ def test_shapes_that_kernels_take() -> None:
         (SM100, {"head_size": 80}, "head_size is 80; trtllm-gen takes 64, 128 or 256, so use .* FLASH_ATTN"),
         (SM100, {"page_size": 24}, "page_size is 24; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
         (SM100, {"page_size": 192}, "page_size is 192; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
-        (SM100, {"page_size": 128, "features": OLD}, "page_size is 128; this FlashInfer's .* 0.6.11 or later"),
+        (SM100, {"page_size": 128, "features": OLD}, "page_size is 128; this FlashInfer's .* 0.6.12 or later"),
         (SM100, {"page_size": 128, "num_kv_heads": 32}, "page_size is 128 with one query head for each KV head"),
         (SM100, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; trtllm-gen takes .* --kv-cache-dtype"),
         (SM100, {"kv_dtype": torch.uint8}, "kv_dtype is torch.uint8; trtllm-gen takes"),

@@ -31,7 +31,7 @@ class FlashInferFeatures:
     ragged_xqa: bool
     """XQA takes ragged batches, and a window for each of several query tokens. One change brought both: 0.6.16."""
     large_pages: bool
-    """trtllm-gen takes pages of 128 tokens and more: 0.6.11."""
+    """trtllm-gen takes pages of 128 tokens and more: 0.6.12."""
 
     @classmethod
     def installed(cls) -> FlashInferFeatures:
@@ -147,7 +147,7 @@ class TrtllmShape:
         elif large:
             raise UnsupportedShapeError(
                 f"page_size is {self.page_size}; this FlashInfer's {TRTLLM_GEN} takes 16, 32 and 64, so use "
-                "--block-size 64 or flashinfer-python 0.6.11 or later"
+                "--block-size 64 or flashinfer-python 0.6.12 or later"
             )
         else:
             self._one_of("page_size", self.page_size, (16, 32, 64), "use --block-size 64")
