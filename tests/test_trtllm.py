@@ -139,7 +139,8 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_the_arguments_mean_what_the_oracle_computes(kind: str, data: st.DataObject) -> None:
     query_tokens = data.draw(st.sampled_from([1, 2, 4, 33]), label="query_tokens")
     window = data.draw(st.sampled_from([None, 1, 7, 100]), label="window")
-    shape = replace(KINDS[kind], query_tokens=query_tokens)
+    layout = data.draw(st.sampled_from(["HND", "NHD"]), label="kv_layout")
+    shape = replace(KINDS[kind], query_tokens=query_tokens, kv_layout=layout)
     if shape.ragged or query_tokens == 1:
         shape = replace(shape, sliding_window=window)
     batch = data.draw(ordered_batches(query_tokens=query_tokens, page=PAGE))
