@@ -68,3 +68,35 @@ def batches(draw: st.DrawFn, *, min_requests: int = 0, most: int = INT32_MAX) ->
         seq_lens=(*[c + q for c, q in zip(contexts, query_lens, strict=True)], *[0] * padding),
         token_padding=draw(st.integers(0, 8)),
     )
+
+
+@st.composite
+def ordered_batches(draw: st.DrawFn, *, query_tokens: int, page: int) -> Batch:
+    """As vLLM orders requests: those with up to `query_tokens` first, then longer ones, then padding.
+
+    Rows may be empty anywhere. Contexts are none, short, long, or end at a page's end or a token to either side. Tokens
+    may be padded as for a CUDA graph, where each padding row has as many as the others.
+    """
+    kinds = {
+        "single tokens": st.just(1),
+        "drafts": st.just(query_tokens),
+        "ragged": st.integers(1, query_tokens),
+        "empty rows": st.just(0) | st.integers(1, query_tokens),
+        "padded for a graph": st.just(query_tokens),
+    }
+    kind = draw(st.sampled_from([*kinds, "prefills"]))
+    graph = kind == "padded for a graph"
+    longer = st.integers(query_tokens + 1, 40) | (st.just(0) if kind == "empty rows" else st.nothing())
+    decodes = [] if kind == "prefills" else draw(st.lists(kinds[kind], min_size=1, max_size=6))
+    prefills = draw(st.lists(longer, min_size=0 if decodes else 1, max_size=0 if graph else 3))
+    query_lens = [*decodes, *prefills]
+    boundaries = st.builds(lambda pages, beside: pages * page + beside, st.integers(3, 20), st.integers(-1, 1))
+    seq_lens = [draw(st.one_of(st.just(n), st.integers(n, 200), boundaries)) for n in query_lens]
+    if draw(st.integers(0, 9)) == 0:
+        seq_lens[-1] = 3000
+    padding = draw(st.integers(1 if graph else 0, 3))
+    return Batch(
+        query_lens=(*query_lens, *[0] * padding),
+        seq_lens=(*seq_lens, *[0] * padding),
+        token_padding=padding * query_tokens if graph else draw(st.sampled_from([0, 3])),
+    )

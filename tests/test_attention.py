@@ -119,11 +119,14 @@ def test_a_bound_below_the_truth_is_what_the_contract_kernel_catches():
 
 def test_registry():
     assert {a.name: a.host_need for a in adapters()} == {
+        "FLASHINFER_TRTLLM": HostNeed.NONE,
         "FLASH_ATTN": HostNeed.NONE,
         "TORCH_REFERENCE": HostNeed.NONE,
     }
     assert get_adapter("FLASH_ATTN").name == "FLASH_ATTN"
-    with pytest.raises(UnknownAdapterError, match="there is no adapter 'FLASH'; there are FLASH_ATTN, TORCH_REFERENCE"):
+    with pytest.raises(
+        UnknownAdapterError, match="there is no adapter 'FLASH'; there are FLASHINFER_TRTLLM, FLASH_ATTN"
+    ):
         get_adapter("FLASH")
     with pytest.raises(ValueError, match="an adapter named 'FLASH_ATTN' exists already"):
         register_adapter(FlashAttentionAdapter())

@@ -26,7 +26,7 @@ class Platform:
         return family // 10 == self.capability // 10
 
 
-def patched(capability: int, *, server: bool) -> Any:
+def patched(capability: int, *, server: bool, batch_invariant: bool = False) -> Any:
     """Something like vLLM's module, as far as it decides this; `asked` counts the requests to the server."""
     module: Any = ModuleType("something_like_vllm_utils_flashinfer")
     module.asked = 0
@@ -38,7 +38,7 @@ def patched(capability: int, *, server: bool) -> Any:
 
     @functools.cache
     def supports_trtllm_attention(is_prefill: bool = False) -> bool:
-        if not module.has_nvidia_artifactory():
+        if batch_invariant or not module.has_nvidia_artifactory():
             return False
         if module.current_platform.is_device_capability(90) or module.current_platform.is_device_capability_family(120):
             return not is_prefill
@@ -84,6 +84,22 @@ def test_a_machine_that_can_have_no_xqa_is_told_how(
     module = patched(90, server=server)
     assert module.supports_trtllm_attention() is server
     assert "there is neither nvcc nor flashinfer-jit-cache" in caplog.text
+    assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
+
+
+@pytest.mark.parametrize(
+    ("capability", "server", "told"), [(100, False, 1), (103, False, 1), (100, True, 0), (80, False, 0)]
+)
+def test_a_machine_that_lacks_cubins_alone_is_told_once_how_to_get_them(
+    capability: int, server: bool, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    module = patched(capability, server=server)
+    for is_prefill in (True, False, True, False):
+        assert module.supports_trtllm_attention(is_prefill=is_prefill) is (server and capability != 80)
+    assert caplog.text.count("install the package in FlashInfer's version") == told
+    patched(capability, server=server, batch_invariant=True).supports_trtllm_attention()
+    assert caplog.text.count("install the package in FlashInfer's version") == told, "cubins would not help"
     assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
 
 

@@ -222,7 +222,7 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
     fake_flashinfer.compiled.clear()
     rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
     tokens = [shape[7:] for shape in fake_flashinfer.compiled]
-    if rebuilt.flashinfer_trtllm_api_decode_kernel is None:
+    if not flashinfer_builder._decodes_with_xqa(rebuilt):
         assert tokens == []
     elif flashinfer_builder._takes_ragged(rebuilt):
         assert sorted(tokens) == [(1,), (4,), (4, True)]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths
+from vllm_async_spec.attention.trtllm import causal_draft_masks
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers, drafts_in_graphs
@@ -34,6 +35,8 @@ _PLAN_BYTES = 8 << 20
 
 _WORDS = 2
 """uint16 words of a row of XQA's draft mask, for up to 32 query tokens."""
+
+_DRAFT_MASKS = causal_draft_masks(torch.arange(16 * _WORDS, device="cpu"), 16 * _WORDS).numpy()
 
 
 def _unneeded(builder: Any) -> str | None:
@@ -216,17 +219,5 @@ def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
     builder._compute_decode_query_lens = _compute_decode_query_lens
     builder._get_decode_mask = _get_decode_mask
 
-
-def causal_draft_masks(tokens: int) -> np.ndarray[Any, Any]:
-    """XQA's mask of each query token: which tokens of its own request it sees, itself included.
-
-    Returns:
-        (tokens, 2) uint16: bit `j % 16` of word `j // 16` is token `j`. Source: flashinfer-python, `xqa.py`.
-    """
-    bits = (np.uint64(1) << np.arange(1, tokens + 1, dtype=np.uint64)) - np.uint64(1)
-    return np.ascontiguousarray(bits.astype(np.uint32)[:, None].view(np.uint16))
-
-
-_DRAFT_MASKS = causal_draft_masks(16 * _WORDS)
 
 IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}

@@ -3,7 +3,7 @@
 They come with flashinfer-python as source and are compiled by nvcc, or are prebuilt; the server has no part in them.
 Without an answer from it, every SM90 and SM12x falls back to wrappers that are planned on the host at each step. The
 kernels of SM100 (trtllm-gen) do come from that server, or offline from the package flashinfer-cubin; for them vLLM's
-own answer stands.
+own answer stands, and where it is no for want of both, a line says how to get them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from typing import Any
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform, logger
 from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+NO_CUBINS = (
+    "vllm-async-spec: NVIDIA's artifact server does not answer and the package flashinfer-cubin is not installed, so "
+    "FlashInfer's trtllm-gen kernels can't be had; install the package in FlashInfer's version (pip install "
+    "flashinfer-cubin --extra-index-url https://flashinfer.ai/whl), or copy what `flashinfer download-cubin` fetches "
+    "elsewhere and set FLASHINFER_CUBIN_DIR and VLLM_HAS_FLASHINFER_CUBIN=1, or use --attention-backend FLASH_ATTN"
+)
+"""How to get the kernels of SM100 and SM103 without network."""
 
 _compiling = threading.Lock()
 
@@ -62,7 +70,13 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
     @functools.wraps(original)
     def supports_trtllm_attention(is_prefill: bool = False) -> bool:
         # Which machines have XQA is upstream's to say: what it would answer if the server did.
-        if is_prefill or module.current_platform.is_device_capability_family(100):
+        if module.current_platform.is_device_capability_family(100):
+            answer = original(is_prefill)
+            # Decoding is asked about in any case, and one line is enough.
+            if not (answer or is_prefill) and _answer_with_artifacts(module, original):
+                logger.warning(NO_CUBINS)
+            return answer
+        if is_prefill:
             return original(is_prefill)
         if not _answer_with_artifacts(module, original):
             return False

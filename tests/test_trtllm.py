@@ -1,0 +1,618 @@
+"""The adapter for trtllm-gen and XQA: against a second copy of their contract, and XQA itself on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import trtllm_contract
+from batches import Batch, ordered_batches
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_async_spec import CommonAttentionMetadata, reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.attention import (
+    FlashInferFeatures,
+    HostNeed,
+    ReferenceAdapter,
+    TrtllmAdapter,
+    TrtllmArguments,
+    TrtllmShape,
+    UnsupportedShapeError,
+    bmm_scales,
+    causal_draft_masks,
+    decode_kernel,
+    get_adapter,
+    paged_attention,
+    takes_ragged,
+)
+
+PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 2, 16
+SCALE = HEAD_SIZE**-0.5
+NEW = FlashInferFeatures(ragged_xqa=True, large_pages=True)
+OLD = FlashInferFeatures(ragged_xqa=False, large_pages=False)
+SM100 = TrtllmShape(
+    kernel="trtllm-gen",
+    capability=(10, 0),
+    page_size=16,
+    head_size=128,
+    num_heads=32,
+    num_kv_heads=8,
+    query_dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    query_tokens=4,
+    features=NEW,
+)
+SM90 = replace(SM100, kernel="xqa", capability=(9, 0))
+# The adapter looks at neither heads nor dtypes, so the shapes above also stand for the small tensors below.
+KINDS = {"trtllm-gen": SM100, "xqa": SM90, "xqa, no ragged batches": replace(SM90, features=OLD)}
+
+
+@dataclass
+class Case:
+    """A batch, its caches with NaN wherever no token of it is, and the same without NaN for the oracle."""
+
+    metadata: CommonAttentionMetadata
+    query: torch.Tensor
+    poisoned: tuple[torch.Tensor, torch.Tensor]
+    clean: tuple[torch.Tensor, torch.Tensor]
+
+    def oracle(self, window: int | None = None) -> torch.Tensor:
+        arguments = ReferenceAdapter().arguments(self.metadata)
+        return paged_attention(self.query, *self.clean, arguments, sliding_window=window)
+
+
+def make_case(batch: Batch, *, slack: int = 0, bounded: bool = True) -> Case:
+    generator = torch.Generator().manual_seed(sum(batch.seq_lens))
+    metadata = batch.metadata(slack=slack, bounded=bounded)
+    width = max(1, -(-metadata.max_seq_len // PAGE))
+    pages = torch.randperm(metadata.num_reqs * width, generator=generator, dtype=torch.int32).reshape(-1, width)
+    shape = (max(1, pages.numel()) * PAGE, KV_HEADS, HEAD_SIZE)
+    caches = []
+    for _ in range(2):
+        cache = torch.full(shape, torch.nan)
+        for row, length in enumerate(batch.seq_lens):
+            at = torch.arange(length)
+            cache[pages[row, at // PAGE] * PAGE + at % PAGE] = torch.randn(length, *shape[1:], generator=generator)
+        caches.append(cache.unflatten(0, (-1, PAGE)))
+    query = torch.randn(metadata.num_actual_tokens, HEADS, HEAD_SIZE, generator=generator)
+    keys, values = caches
+    clean = keys.nan_to_num(), values.nan_to_num()
+    return Case(metadata.replace(block_table_tensor=pages), query, (keys, values), clean)
+
+
+def run(arguments: TrtllmArguments, case: Case, *, window: int | None = None, old: bool = False) -> torch.Tensor:
+    """What the functions write, given these arguments, and NaN where they write nothing; planned parts by torch."""
+    out = torch.full_like(case.query, torch.nan)
+    layer = {"workspace_buffer": torch.zeros(1)} | bmm_scales(SCALE)
+    done = 0
+    decode = arguments.decode
+    if decode is not None:
+        assert decode.tokens.start == 0
+        done = decode.tokens.stop
+        call = {"query": case.query[decode.tokens], "kv_cache": in_layout(case.poisoned, decode.kv_layout)} | layer
+        outs = []
+        if decode.kernel == "trtllm-gen" or decode.cum_seq_lens_q is None:
+            function = trtllm_contract.trtllm_batch_decode_with_kv_cache
+            outs.append(function(**call, **decode.trtllm_batch_decode()))
+        if decode.kernel == "xqa":
+            name = "xqa_batch_decode_with_kv_cache" + ("_before_0_6_16" if old else "")
+            outs.append(getattr(trtllm_contract, name)(**call, **decode.xqa_batch_decode()))
+        out[decode.tokens] = outs[-1]
+        assert torch.equal(outs[0].nan_to_num(), outs[-1].nan_to_num())
+    context = arguments.context
+    if context is not None:
+        assert context.tokens.start == done
+        call = {"query": case.query[context.tokens], "kv_cache": in_layout(case.poisoned, context.kv_layout)} | layer
+        function = trtllm_contract.trtllm_batch_context_with_kv_cache
+        out[context.tokens] = function(**call, **context.trtllm_batch_context())
+    if arguments.planned is not None:
+        rest = slice(done, done + arguments.planned.num_actual_tokens)
+        planned = ReferenceAdapter().arguments(arguments.planned)
+        out[rest] = paged_attention(case.query[rest], *case.clean, planned, sliding_window=window)
+    return out
+
+
+def in_layout(caches: tuple[torch.Tensor, torch.Tensor], layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = caches
+    return caches if layout == "NHD" else (keys.transpose(1, 2), values.transpose(1, 2))
+
+
+def live(batch: Batch) -> int:
+    return batch.starts[-1]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_the_arguments_mean_what_the_oracle_computes(kind: str, data: st.DataObject) -> None:
+    query_tokens = data.draw(st.sampled_from([1, 2, 4, 33]), label="query_tokens")
+    window = data.draw(st.sampled_from([None, 1, 7, 100]), label="window")
+    layout = data.draw(st.sampled_from(["HND", "NHD"]), label="kv_layout")
+    shape = replace(KINDS[kind], query_tokens=query_tokens, kv_layout=layout)
+    if shape.ragged or query_tokens == 1:
+        shape = replace(shape, sliding_window=window)
+    batch = data.draw(ordered_batches(query_tokens=query_tokens, page=PAGE))
+    case = make_case(batch, slack=data.draw(st.integers(0, 40), label="slack"), bounded=data.draw(st.booleans()))
+    reset_sync_report()
+    with sync_policy("error"):
+        arguments = TrtllmAdapter(shape).arguments(case.metadata)
+    assert sync_report().count == 0
+    got = run(arguments, case, window=shape.sliding_window, old=not shape.ragged)
+    close(got[: live(batch)], case.oracle(shape.sliding_window)[: live(batch)])
+
+
+BATCHES = {
+    "decode": Batch((1, 1, 1), (33, 1, 48)),
+    "drafts": Batch((4, 4, 4), (33, 4, 50)),
+    "fewer drafts": Batch((3, 3), (33, 50)),
+    "ragged": Batch((4, 1, 2), (33, 4, 50)),
+    "ragged, one without": Batch((4, 0, 2), (33, 0, 50)),
+    "mixed": Batch((1, 1, 9, 12), (60, 20, 9, 31)),
+    "drafts and prefill": Batch((4, 4, 9), (60, 20, 31)),
+    "ragged and prefill": Batch((4, 2, 9), (60, 20, 31)),
+    "a short request behind a prefill": Batch((4, 9, 2), (60, 31, 20)),
+    "empty rows before a prefill": Batch((4, 0, 0, 8), (20, 0, 0, 31)),
+    "prefill": Batch((17, 5), (17, 5)),
+    "prefill and padding": Batch((4, 9, 0, 0), (20, 31, 0, 0), token_padding=3),
+    "page boundary": Batch((4, 4, 4), (15, 16, 17)),
+    "padding rows": Batch((4, 4, 0, 0), (21, 9, 0, 0), token_padding=3),
+    "padded for a graph": Batch((4, 4, 0, 0), (21, 9, 0, 0), token_padding=8),
+    "padding alone": Batch((0, 0), (0, 0), token_padding=2),
+    "long": Batch((4, 4), (5000, 40)),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the adapter makes of a batch: rows and width of its decodes, whether ragged, and rows of its prefills."""
+
+    decodes: int
+    width: int = 0
+    ragged: bool = False
+    prefills: int = 0
+
+
+SPLITS = {
+    "decode": (Split(3, 1), Split(3, 1), Split(3, 1)),
+    "drafts": (Split(3, 4), Split(3, 4), Split(3, 4)),
+    "fewer drafts": (Split(2, 3), Split(2, 4, ragged=True), Split(2, 3)),
+    "ragged": (Split(3, 4, ragged=True), Split(3, 4, ragged=True), Split(1, 4, prefills=2)),
+    "ragged, one without": (Split(3, 4, ragged=True), Split(3, 4, ragged=True), Split(1, 4, prefills=2)),
+    "mixed": (Split(2, 1, prefills=2),) * 3,
+    "drafts and prefill": (Split(2, 4, prefills=1),) * 3,
+    "ragged and prefill": (
+        Split(2, 4, ragged=True, prefills=1),
+        Split(2, 4, ragged=True, prefills=1),
+        Split(1, 4, prefills=2),
+    ),
+    "a short request behind a prefill": (Split(1, 4, prefills=2),) * 3,
+    "empty rows before a prefill": (Split(1, 4, prefills=1),) * 3,
+    "prefill": (Split(0, prefills=2),) * 3,
+    "prefill and padding": (Split(1, 4, prefills=1),) * 3,
+    "page boundary": (Split(3, 4),) * 3,
+    "padding rows": (Split(2, 4),) * 3,
+    "padded for a graph": (Split(4, 4),) * 3,
+    "padding alone": (Split(0),) * 3,
+    "long": (Split(2, 4),) * 3,
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_decodes_are_first_and_of_the_width_that_the_kernel_has(name: str) -> None:
+    for shape, expected in zip(KINDS.values(), SPLITS[name], strict=True):
+        case = make_case(BATCHES[name])
+        arguments = TrtllmAdapter(shape).arguments(case.metadata)
+        decode, context, planned = arguments.decode, arguments.context, arguments.planned
+        assert (context is None) or (shape.kernel == "trtllm-gen")
+        assert (planned is None) or (shape.kernel == "xqa")
+        prefills = context.batch_size if context else planned.num_reqs if planned else 0
+        got = Split(0, prefills=prefills)
+        if decode is not None:
+            ragged = decode.cum_seq_lens_q is not None
+            got = Split(decode.seq_lens.shape[0], decode.max_q_len, ragged, prefills)
+        assert got == expected
+        close(run(arguments, case)[: live(BATCHES[name])], case.oracle()[: live(BATCHES[name])])
+
+
+def test_single_tokens_around_an_empty_row_are_ragged_and_two_wide() -> None:
+    """XQA's ragged form begins at a width of 2, also where no drafts are configured."""
+    case = make_case(Batch((1, 0, 1), (20, 0, 31)))
+    arguments = TrtllmAdapter(replace(SM90, query_tokens=1)).arguments(case.metadata)
+    assert arguments.decode is not None
+    assert (arguments.decode.max_q_len, arguments.decode.cum_seq_lens_q is not None) == (2, True)
+    close(run(arguments, case), case.oracle())
+
+
+def tensors(arguments: TrtllmArguments) -> dict[str, torch.Tensor]:
+    found = {}
+    for part in (arguments.decode, arguments.context):
+        for each in fields(part) if part is not None else ():
+            value = getattr(part, each.name)
+            if isinstance(value, torch.Tensor):
+                found[f"{type(part).__name__}.{each.name}"] = value
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_host_is_asked_for_no_more_than_declared(name: str, kind: str) -> None:
+    """No argument is a host tensor of the metadata, and only where it is declared does a bound by request matter."""
+    case = make_case(BATCHES[name], slack=3)
+    adapter = TrtllmAdapter(KINDS[kind])
+    arguments = adapter.arguments(case.metadata)
+    bound = case.metadata.seq_lens_cpu_upper_bound
+    assert bound is not None
+    hosts = {each.untyped_storage().data_ptr() for each in (case.metadata.query_start_loc_cpu, bound)}
+    for what, tensor in tensors(arguments).items():
+        assert tensor.untyped_storage().data_ptr() not in hosts, what
+    other = adapter.arguments(case.metadata.replace(seq_lens_cpu_upper_bound=bound + 1000))
+    without = adapter.arguments(case.metadata.replace(seq_lens_cpu_upper_bound=None))
+    for changed in (other, without):
+        assert tensors(changed).keys() == tensors(arguments).keys()
+        for what, tensor in tensors(changed).items():
+            assert torch.equal(tensor, tensors(arguments)[what]), what
+        for part, before in ((changed.decode, arguments.decode), (changed.context, arguments.context)):
+            maxima = ("max_seq_len", "max_q_len", "max_kv_len")
+            assert [getattr(part, each, None) for each in maxima] == [getattr(before, each, None) for each in maxima]
+    need = HostNeed.NONE if adapter.shape.kernel == "trtllm-gen" else HostNeed.UPPER_BOUND
+    assert adapter.host_need is need
+
+
+def test_a_ragged_batch_is_refused_where_xqa_is_reached_through_the_uniform_function() -> None:
+    decode = TrtllmAdapter(SM90).arguments(make_case(BATCHES["ragged"]).metadata).decode
+    assert decode is not None
+    with pytest.raises(ValueError, match=r"the batch is ragged; .* use the arguments of xqa_batch_decode\(\)"):
+        decode.trtllm_batch_decode()
+    decode = TrtllmAdapter(SM100).arguments(make_case(BATCHES["ragged"]).metadata).decode
+    assert decode is not None
+    with pytest.raises(ValueError, match=r"the kernel is trtllm-gen; use the arguments of trtllm_batch_decode\(\)"):
+        decode.xqa_batch_decode()
+
+
+def test_a_batch_that_is_not_causal_is_refused() -> None:
+    metadata = make_case(BATCHES["drafts"]).metadata.replace(causal=False)
+    with pytest.raises(ValueError, match=r"the batch is not causal; .* use FLASH_ATTN"):
+        TrtllmAdapter(SM100).arguments(metadata)
+
+
+@pytest.mark.parametrize("name", ["block_table_tensor", "seq_lens"])
+def test_a_tensor_with_gaps_is_refused(name: str) -> None:
+    metadata = make_case(BATCHES["long"]).metadata
+    whole = getattr(metadata, name)
+    gaps = torch.stack([whole, whole], dim=-1)[..., 0]
+    with pytest.raises(ValueError, match=rf"{name} of shape .* has strides .* so give {name}.contiguous\(\)"):
+        TrtllmAdapter(SM100).arguments(metadata.replace(**{name: gaps}))
+
+
+@pytest.mark.parametrize("width", [1, 2, 16, 31, 32, 33, 64, 70])
+def test_masks_are_those_that_the_kernel_reads(width: int) -> None:
+    """Bit j % 16 of word j // 16, and rows of whole 32 bits: `applyMaskFromInput` in csrc/xqa/mha.cu."""
+    masks = causal_draft_masks(torch.arange(width), width)
+    assert masks.dtype == torch.uint16
+    assert masks.shape == (width, -(-width // 32) * 2)
+    for row, words in enumerate(masks.tolist()):
+        bits = [words[j // 16] >> j % 16 & 1 for j in range(16 * len(words))]
+        assert bits == [int(j <= row) for j in range(len(bits))]
+
+
+def test_a_uniform_mask_keeps_its_address() -> None:
+    """What a CUDA graph has captured must not be freed or filled with something else."""
+    adapter = TrtllmAdapter(SM90)
+
+    def mask(rows: int) -> torch.Tensor:
+        decode = adapter.arguments(make_case(Batch((4,) * rows, (20,) * rows)).metadata).decode
+        assert decode is not None
+        assert decode.mask is not None
+        return decode.mask
+
+    first = mask(3)
+    large = mask(9)
+    again = mask(3)
+    assert first.data_ptr() == again.data_ptr() == mask(4).data_ptr() != large.data_ptr()
+    assert torch.equal(first, large[:3])
+
+
+def test_scales_stay_where_they_are() -> None:
+    assert bmm_scales(0.5) == {"bmm1_scale": 0.5, "bmm2_scale": 1.0}
+    assert bmm_scales(0.5, query=2.0, key=3.0, value=4.0) == {"bmm1_scale": 3.0, "bmm2_scale": 4.0}
+    on_device = torch.tensor([3.0], device="meta")  # reading it would raise
+    scales = bmm_scales(0.5, query=2.0, key=on_device, value=on_device)
+    for scale in scales.values():
+        assert isinstance(scale, torch.Tensor)
+        assert scale.device.type == "meta"
+        assert (scale.dtype, scale.numel()) == (torch.float32, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": 1}, "key is 1; it must be a float"),
+        (
+            {"value": torch.ones(2)},
+            r"value is torch.float32 of shape \(2,\); it must be a float, or a float32 tensor of one",
+        ),
+        ({"query": torch.ones(1, dtype=torch.bfloat16)}, r"query is torch.bfloat16 of shape \(1,\)"),
+    ],
+)
+def test_a_scale_that_no_kernel_reads_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bmm_scales(0.5, **options)
+
+
+@pytest.mark.parametrize("kind", ["trtllm-gen", "xqa"])
+def test_fp8_scales_mean_what_the_oracle_computes_with_the_stored_values(kind: str) -> None:
+    case = make_case(BATCHES["drafts"])
+    decode = TrtllmAdapter(KINDS[kind]).arguments(case.metadata).decode
+    assert decode is not None
+    query, key, value = 0.5, torch.tensor([0.25]), torch.tensor(3.0)
+    got = trtllm_contract.trtllm_batch_decode_with_kv_cache(
+        case.query,
+        in_layout(case.poisoned, decode.kv_layout),
+        torch.zeros(1),
+        **decode.trtllm_batch_decode(),
+        **bmm_scales(SCALE, query=query, key=key, value=value),
+    )
+    keys, values = case.clean
+    scaled = replace(case, query=case.query * query, clean=(keys * key, values * value))
+    close(got, scaled.oracle())
+
+
+SM120 = replace(SM90, capability=(12, 0))
+TAKEN = [
+    SM100,
+    replace(SM100, capability=(10, 3), page_size=1024),
+    replace(SM100, query_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, head_size=64, sliding_window=128),
+    replace(SM100, num_heads=128, num_kv_heads=1, page_size=64, features=OLD),
+    SM90,
+    SM120,
+    replace(SM120, page_size=128, kv_dtype=torch.float8_e4m3fn, query_dtype=torch.float16),
+    replace(SM90, head_size=16, num_heads=128, num_kv_heads=1),
+    replace(SM90, head_size=256, num_heads=32, num_kv_heads=1),
+    replace(SM90, features=OLD),
+    replace(SM90, features=OLD, query_tokens=1, sliding_window=64),
+    replace(SM90, sliding_window=64, kv_layout="NHD"),
+]
+
+
+def test_shapes_that_kernels_take() -> None:
+    for shape in TAKEN:
+        assert TrtllmAdapter(shape).shape is shape
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "message"),
+    [
+        (SM100, {"num_heads": 0}, "num_heads is 0; it must be at least 1"),
+        (SM100, {"query_tokens": 0}, "query_tokens is 0; it must be at least 1"),
+        (SM100, {"sliding_window": 0}, "sliding_window is 0; it must be at least 1, or None for no window"),
+        (SM100, {"kv_layout": "HDN"}, "kv_layout is HDN; it must be HND or NHD"),
+        (SM100, {"kernel": "cudnn"}, "kernel is cudnn; it must be trtllm-gen or xqa"),
+        (
+            SM100,
+            {"num_heads": 30},
+            "num_heads is 30; it must be a multiple of num_kv_heads, 8, .* tensor-parallel size",
+        ),
+        (SM100, {"capability": (9, 0)}, r"capability is 9.0; trtllm-gen takes 10.0 or 10.3, so use xqa"),
+        (SM100, {"head_size": 80}, "head_size is 80; trtllm-gen takes 64, 128 or 256, so use .* FLASH_ATTN"),
+        (SM100, {"page_size": 24}, "page_size is 24; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
+        (SM100, {"page_size": 192}, "page_size is 192; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
+        (SM100, {"page_size": 128, "features": OLD}, "page_size is 128; this FlashInfer's .* 0.6.12 or later"),
+        (SM100, {"page_size": 128, "num_kv_heads": 32}, "page_size is 128 with one query head for each KV head"),
+        (SM100, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; trtllm-gen takes .* --kv-cache-dtype"),
+        (SM100, {"kv_dtype": torch.uint8}, "kv_dtype is torch.uint8; trtllm-gen takes"),
+        (
+            SM100,
+            {"kv_dtype": torch.float8_e4m3fn},
+            "query_dtype is torch.bfloat16 over a KV cache of torch.float8_e4m3fn; trtllm-gen has no kernel for such",
+        ),
+        (SM100, {"num_heads": 256, "num_kv_heads": 1}, "256 heads over 1 KV heads are 256 in a group; .* at most 128"),
+        (SM90, {"capability": (8, 9)}, "capability is 8.9; xqa takes 9.0, 10.x and 12.x"),
+        (SM90, {"page_size": 256}, "page_size is 256; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
+        (
+            SM90,
+            {"query_dtype": torch.float8_e4m3fn},
+            "query_dtype is torch.float8_e4m3fn; xqa takes .* do not quantise",
+        ),
+        (
+            SM90,
+            {"kv_dtype": torch.float16},
+            "kv_dtype is torch.float16; xqa takes torch.bfloat16 or torch.float8_e4m3fn",
+        ),
+        (SM90, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes"),
+        (SM90, {"head_size": 72}, "head_size is 72; xqa takes multiples of 16 up to 256"),
+        (SM90, {"head_size": 512}, "head_size is 512; xqa takes multiples of 16 up to 256"),
+        (SM90, {"num_heads": 65, "num_kv_heads": 1}, "65 in a group; xqa takes at most 64 of head size 128"),
+        (
+            SM90,
+            {"sliding_window": 64, "features": OLD},
+            "sliding_window is 64 with 4 query tokens a request; .* single tokens only, .* 0.6.16 or later",
+        ),
+    ],
+)
+def test_a_shape_that_no_kernel_takes_is_refused_by_name(
+    shape: TrtllmShape, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedShapeError, match=message):
+        replace(shape, **changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [((9, 0), "xqa"), ((10, 0), "trtllm-gen"), ((10, 3), "trtllm-gen"), ((12, 1), "xqa")]
+)
+def test_which_kernel_decodes(capability: tuple[int, int], kernel: str) -> None:
+    assert decode_kernel(capability) == kernel
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 7), (11, 0)])
+def test_a_machine_with_neither_kernel_is_told(capability: tuple[int, int]) -> None:
+    name = f"{capability[0]}.{capability[1]}"
+    with pytest.raises(UnsupportedShapeError, match=f"compute capability {name} has neither .* FLASH_ATTN"):
+        decode_kernel(capability)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_what_flashinfer_has_is_asked_of_its_signature_and_its_sources(
+    new: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = ["flashinfer", "flashinfer.decode", "flashinfer.jit", "flashinfer.jit.env"]
+    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["flashinfer.jit"].env = modules["flashinfer.jit.env"]
+    function: Callable[..., Any] = trtllm_contract.xqa_batch_decode_with_kv_cache
+    if not new:
+        function = trtllm_contract.xqa_batch_decode_with_kv_cache_before_0_6_16
+    modules["flashinfer.decode"].xqa_batch_decode_with_kv_cache = function
+    modules["flashinfer.jit.env"].FLASHINFER_INCLUDE_DIR = tmp_path
+    header = tmp_path / "flashinfer" / "trtllm" / "fmha" / "fmhaKernels.cuh"
+    header.parent.mkdir(parents=True)
+    header.write_text("static constexpr int kDynamicNumTokensPerPageThreshold = 128;" if new else "int x;")
+    assert FlashInferFeatures.installed() == (NEW if new else OLD)
+
+
+def test_it_is_registered() -> None:
+    adapter = get_adapter("FLASHINFER_TRTLLM")
+    assert isinstance(adapter, TrtllmAdapter)
+    assert adapter.host_need is HostNeed.NONE
+
+
+def test_the_contract_has_the_parameters_of_the_installed_flashinfer() -> None:
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    from flashinfer import decode, prefill
+
+    xqa = "xqa_batch_decode_with_kv_cache"
+    pairs = [
+        (decode, "trtllm_batch_decode_with_kv_cache", "trtllm_batch_decode_with_kv_cache"),
+        (decode, xqa, xqa if takes_ragged(getattr(decode, xqa)) else f"{xqa}_before_0_6_16"),
+        (prefill, "trtllm_batch_context_with_kv_cache", "trtllm_batch_context_with_kv_cache"),
+    ]
+    for module, name, stand_in in pairs:
+        theirs = inspect.signature(getattr(module, name)).parameters
+        for parameter, ours in inspect.signature(getattr(trtllm_contract, stand_in)).parameters.items():
+            assert parameter in theirs, (name, parameter)
+            assert theirs[parameter].default == ours.default, (name, parameter)
+
+
+@dataclass
+class OnGpu:
+    """A random batch with its caches, of the shape that XQA is compiled for below."""
+
+    batch: Batch
+    metadata: CommonAttentionMetadata
+    query: torch.Tensor
+    caches: tuple[torch.Tensor, torch.Tensor]
+
+
+GPU_SHAPE = replace(SM90, kv_layout="NHD")
+
+
+def random_batch(seed: int) -> Batch:
+    """Single tokens, all drafts, or ragged; short, at a page's end, or long; at times with empty or padding rows."""
+    choose = random.Random(seed)
+    width = choose.choice([lambda: 1, lambda: 4, lambda: choose.choice([1, 2, 3, 4]), lambda: choose.choice([0, 1, 4])])
+    query_lens = [width() for _ in range(choose.choice([1, 3, 8, 24]))]
+    seq_lens = []
+    for tokens in query_lens:
+        boundary = PAGE * choose.randrange(1, 40) + choose.choice([-1, 0, 1])
+        length = choose.choice([tokens, tokens + choose.randrange(300), boundary, choose.randrange(4, 9000)])
+        seq_lens.append(max(length, tokens))
+    padding = choose.choice([0, 0, 2])
+    graph = padding * max(query_lens)
+    return Batch((*query_lens, *[0] * padding), (*seq_lens, *[0] * padding), choose.choice([0, graph]))
+
+
+def on_gpu(seed: int, kv_dtype: torch.dtype) -> OnGpu:
+    batch = random_batch(seed)
+    torch.manual_seed(seed)
+    metadata = batch.metadata(slack=random.Random(seed).choice([0, 3, 600]))
+    width = max(1, -(-metadata.max_seq_len // PAGE))
+    pages = torch.randperm(metadata.num_reqs * width, dtype=torch.int32).reshape(-1, width)
+    shape = (pages.numel(), PAGE, GPU_SHAPE.num_kv_heads, GPU_SHAPE.head_size)
+    keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype) for _ in range(2))
+    query = torch.randn(
+        metadata.num_actual_tokens, GPU_SHAPE.num_heads, GPU_SHAPE.head_size, device="cuda", dtype=torch.bfloat16
+    )
+    moved = {name: getattr(metadata, name).cuda() for name in ("query_start_loc", "seq_lens", "slot_mapping")}
+    return OnGpu(batch, metadata.replace(**moved, block_table_tensor=pages.cuda()), query, (keys, values))
+
+
+@pytest.fixture(scope="module")
+def compiled_xqa() -> Callable[..., torch.Tensor]:
+    """FlashInfer's function, with every kernel that the tests below need compiled, all at once."""
+    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    capability = torch.cuda.get_device_capability()
+    if capability[0] not in (9, 12):
+        pytest.skip(f"FlashInfer does not decode with XQA on compute capability {capability[0]}.{capability[1]}")
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa
+
+    group = GPU_SHAPE.num_heads // GPU_SHAPE.num_kv_heads
+    shapes: list[tuple[Any, ...]] = []
+    for kv_dtype, window in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, False)):
+        shape = (torch.bfloat16, kv_dtype, PAGE, GPU_SHAPE.head_size, group, window, torch.bfloat16)
+        shapes += [(*shape, 1), (*shape, 4)]
+        if FlashInferFeatures.installed().ragged_xqa:
+            shapes.append((*shape, 4, True))
+    compile_xqa(shapes)
+    function: Callable[..., torch.Tensor] = xqa_batch_decode_with_kv_cache
+    return function
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="XQA needs a CUDA device")
+@pytest.mark.parametrize(("window", "kv_dtype"), [(None, "bfloat16"), (100, "bfloat16"), (None, "float8_e4m3fn")])
+def test_xqa_equals_the_oracle_and_its_own_result_from_exact_maxima(
+    window: int | None, kv_dtype: str, compiled_xqa: Callable[..., torch.Tensor]
+) -> None:
+    """bf16: |kernel - float32 oracle| <= 0.02 + 0.02 |oracle|; over an fp8 cache 0.1, as in FlashInfer's own tests."""
+    dtype: torch.dtype = getattr(torch, kv_dtype)
+    features = FlashInferFeatures.installed()
+    if window is not None and not features.ragged_xqa:
+        pytest.skip("this FlashInfer's XQA applies a window to single tokens only")
+    capability = torch.cuda.get_device_capability()
+    shape = replace(GPU_SHAPE, capability=capability, kv_dtype=dtype, sliding_window=window, features=features)
+    adapter = TrtllmAdapter(shape)
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    tolerance, on_device = (0.02, 1.0) if dtype == torch.bfloat16 else (0.1, torch.full((1,), 0.5, device="cuda"))
+    scales = bmm_scales(shape.head_size**-0.5, key=on_device, value=on_device)
+    seen = set()
+    for seed in range(60):
+        case = on_gpu(seed, dtype)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with sync_policy("error"):
+                arguments = adapter.arguments(case.metadata)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        decode = arguments.decode
+        if decode is None:
+            continue
+        seen.add((decode.max_q_len, decode.cum_seq_lens_q is not None))
+        call = {"query": case.query[decode.tokens].contiguous(), "kv_cache": case.caches, "workspace_buffer": workspace}
+        got = compiled_xqa(**call, **decode.xqa_batch_decode(), **scales)
+        exact = replace(decode, max_seq_len=max(case.batch.seq_lens))
+        assert exact.max_seq_len <= decode.max_seq_len
+        again = compiled_xqa(**call, **exact.xqa_batch_decode(), **scales)
+
+        tokens = min(case.batch.starts[-1], decode.tokens.stop)
+        keys, values = (cache.float() * on_device for cache in case.caches)
+        oracle = ReferenceAdapter().arguments(case.metadata)
+        expected = paged_attention(case.query.float(), keys, values, oracle, sliding_window=window)[:tokens]
+        rows = got.reshape(-1, *got.shape[-2:])[:tokens]
+        assert torch.allclose(rows.float(), expected, atol=tolerance, rtol=tolerance), (seed, case.batch)
+        assert torch.equal(rows, again.reshape(-1, *got.shape[-2:])[:tokens]), (seed, case.batch)
+    assert {(1, False), (4, False)} <= seen
+    assert not features.ragged_xqa or (4, True) in seen
