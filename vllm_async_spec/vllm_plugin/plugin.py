@@ -16,6 +16,7 @@ from vllm_async_spec.vllm_plugin import (
     metadata_patches,
     min_tokens,
     prometheus_registry,
+    virtual_batches,
 )
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
@@ -29,6 +30,7 @@ IMPLEMENTATIONS = {
     **metadata_patches.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,
+    **virtual_batches.IMPLEMENTATIONS,
 }
 
 
