@@ -21,6 +21,7 @@ from vllm_async_spec.host_copy import HostCopy
 from vllm_async_spec.kernels import gather_pages, split_by_chunks, virtual_batches
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
+from vllm_async_spec.vllm_plugin.metadata_patches import without_host_lengths
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _CUT = "make_local_attention_virtual_batches"
@@ -39,10 +40,7 @@ def _unneeded(cut: Any) -> str | None:
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = getattr(module, _CUT)
-    upstream = module.CommonAttentionMetadata
-    if _requires_host_lengths(upstream):
-        raise PatchError(f"{upstream.__name__} can't do without host lengths, since the patch for that was refused")
-    lazy = _with_lazy_host_views(upstream)
+    lazy = _with_lazy_host_views(without_host_lengths(module.CommonAttentionMetadata))
     # Until 0.13 the metadata alone is returned; later also what gathers another block table the same way.
     returns_both = typing.get_origin(original.__annotations__["return"]) is tuple
 
@@ -58,10 +56,6 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         return made if returns_both else made[0]
 
     transaction.set_function(module, _CUT, make_local_attention_virtual_batches)
-
-
-def _requires_host_lengths(cls: Any) -> bool:
-    return "seq_lens_cpu" in cls.__dataclass_fields__ and not hasattr(cls, "host_lengths")
 
 
 def _cut_on_device(
