@@ -1,4 +1,4 @@
-"""vLLM's builders under chunked local attention: what they tell kernels to attend to, and what they read on the host."""
+"""vLLM's builders under chunked local attention: what they tell kernels to attend to, and what they read."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def _grafted_class(cls: Any) -> Any:
 
 
 def without_host_lengths(cls: Any) -> Any:
-    """vLLM's metadata class, which can be made without host lengths.
+    """The metadata class of vLLM, which can be made without host lengths.
 
     Raises:
         PatchError: it can't, since the patch that makes them optional was refused.

@@ -16,6 +16,7 @@ from vllm_async_spec.vllm_plugin import (
     flashinfer_xqa,
     metadata_patches,
     min_tokens,
+    mla_prefill,
     prometheus_registry,
     virtual_batches,
 )
@@ -30,6 +31,7 @@ IMPLEMENTATIONS = {
     **flashinfer_builder.IMPLEMENTATIONS,
     **flashinfer_xqa.IMPLEMENTATIONS,
     **metadata_patches.IMPLEMENTATIONS,
+    **mla_prefill.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,
     **virtual_batches.IMPLEMENTATIONS,

@@ -64,8 +64,8 @@ def _cut_on_device(
     """The virtual batches of a batch, and what gathers their pages from a block table."""
     if chunk % block_size:
         raise ValueError(
-            f"the attention chunk is {chunk} tokens and a KV cache block {block_size}; a chunk must be whole blocks, so "
-            "choose a --block-size that divides it"
+            f"the attention chunk is {chunk} tokens and a KV cache block {block_size}; a chunk must be whole blocks, "
+            "so choose a --block-size that divides it"
         )
     lengths, starts = metadata.seq_lens, metadata.query_start_loc
     count = int(virtual_batches(metadata.query_start_loc_cpu.diff(), chunk).sum())
