@@ -1,10 +1,10 @@
 """vLLM's MLA given exact lengths of requests with drafts that it sends to the prefill path.
 
-MLA's builders split a batch by query length: what a backend's decode kernel can't take goes to the prefill path, drafts
-too. There the context of each request is cut into chunks on the host, from `seq_lens_cpu_upper_bound`. That is exact for
-prefills. For drafts under asynchronous scheduling it is too long by those not accepted, and the request attends to
-slots that hold nothing of it. So where such a request is among those cut, its exact length is fetched: one wait,
-counted as a fallback, and the price of a backend whose decode kernel does not take the batch.
+MLA's builders split a batch by query length: what a backend's decode kernel can't take goes to the prefill path,
+drafts too. There the context of each request is cut into chunks on the host, from `seq_lens_cpu_upper_bound`. That is
+exact for prefills. For drafts under asynchronous scheduling it is too long by those not accepted, and the request
+attends to slots that hold nothing of it. So where such a request is among those cut, its exact length is fetched: one
+wait, counted as a fallback, and the price of a backend whose decode kernel does not take the batch.
 """
 
 from __future__ import annotations
