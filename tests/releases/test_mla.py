@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,8 @@ def patched(release: str) -> Iterator[State]:
         for name in ("zeros", "empty", "tensor"):
             patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
     importlib.import_module("vllm.model_executor.layers.attention.mla_attention")
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
     names = {name for name in IMPLEMENTATIONS if name.startswith("metadata")} | {*mla_prefill.IMPLEMENTATIONS}
     ledger = Ledger(
         {name: IMPLEMENTATIONS[name] for name in names}, tuple(spec for spec in load_ledger() if spec.name in names)
@@ -178,6 +182,29 @@ def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State) ->
         pytest.skip("its decode kernel takes drafts of different numbers")
     built = stock_build(builder, metadata(*DRAFTS_BEHIND))
     assert contexts(built) == [35, 101]
+
+
+def test_so_have_those_of_sparse_mla(patched: State, release: str) -> None:
+    try:
+        module = importlib.import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
+    except ModuleNotFoundError:
+        pytest.skip(f"sparse MLA has no dense prefill path in vLLM {release}")
+
+    class Builder(module.SparseMLACommonMetadataBuilder):  # type: ignore[misc, name-defined]
+        """The part that backends share; theirs need kernels."""
+
+        reorder_batch_threshold = 1
+        metadata_cls = types.SimpleNamespace
+
+        def _build_req_id_per_token(self, common_attn_metadata: Any) -> None:
+            """A Triton kernel in the later releases."""
+
+    builder = mla_builder(Builder, block_size=PAGE, spec_tokens=DRAFTS)
+    given = metadata(*DRAFTS_BEHIND)
+    assert contexts(stock_build(builder, given)) == [35, 101]
+    reset_sync_report()
+    assert contexts(builder.build(0, given)) == [33, 100]
+    assert (sync_report().count, sync_report().fallbacks) == (1, {"MLA drafts on the prefill path": 1})
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

@@ -56,7 +56,7 @@ def mla_builder(builder_class: Any, *, block_size: int = 64, spec_tokens: int = 
     with tempfile.TemporaryDirectory() as scratch:
         config = engine_config(write_llama(Path(scratch)), block_size=block_size, speculative_config=drafts)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    for name, value in _DIMENSIONS.items():
+    for name, value in (_DIMENSIONS | {"index_topk": 2048}).items():
         setattr(config.model_config.hf_text_config, name, value)
     object.__setattr__(config.model_config, "get_head_size", lambda: 576)
     layer = "model.layers.0.self_attn.attn"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +21,11 @@ import torch
 from vllm_async_spec.host_copy import HostCopy
 from vllm_async_spec.host_lengths import query_lens
 from vllm_async_spec.sync_policy import record_fallback
+from vllm_async_spec.vllm_plugin.fingerprint import module_file
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
-_BUILDER = "MLACommonMetadataBuilder"
+_SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
 
 def _unneeded(builder: Any) -> str | None:
@@ -31,8 +34,16 @@ def _unneeded(builder: Any) -> str | None:
     return None
 
 
-def _apply(transaction: Transaction, module: ModuleType) -> None:
-    builder = getattr(module, _BUILDER)
+def _no_sparse() -> str | None:
+    """That this vLLM has no builder of sparse MLA with a prefill path of this kind, if it hasn't."""
+    vllm = find_spec("vllm")
+    if vllm is not None and vllm.origin is not None and module_file(Path(vllm.origin).parents[1], _SPARSE) is not None:
+        return None
+    return "sparse MLA has no such prefill path here"
+
+
+def _apply(builder_name: str, transaction: Transaction, module: ModuleType) -> None:
+    builder = getattr(module, builder_name)
     original = builder.build
 
     @functools.wraps(original)
@@ -51,18 +62,20 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 class _ExactForDrafts(torch.Tensor):
     """Upper bounds whose slice is exact where it has a request that is not in its prompt any more.
 
-    MLA slices them once, at the first request of the prefill path, and only if there is one.
+    MLA slices them at the first request of the prefill path, and only if there is one.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     metadata: Any
+    exact: torch.Tensor | None = None
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
         """The bounds, or exact lengths, of these requests: a plain tensor."""
         bounds: torch.Tensor = super().__getitem__(rows).as_subclass(torch.Tensor)
         if not isinstance(rows, slice) or not _has_drafts(self.metadata, rows):
             return bounds
-        return _exact(self.metadata)[rows]
+        self.exact = _exact(self.metadata) if self.exact is None else self.exact
+        return self.exact[rows]
 
 
 def _has_drafts(metadata: Any, rows: slice) -> bool:
@@ -82,4 +95,9 @@ def _exact(metadata: Any) -> torch.Tensor:
     return exact
 
 
-IMPLEMENTATIONS = {"mla-prefill-lengths": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {
+    "mla-prefill-lengths": Implementation(_unneeded, functools.partial(_apply, "MLACommonMetadataBuilder")),
+    "mla-sparse-prefill-lengths": Implementation(
+        _unneeded, functools.partial(_apply, "SparseMLACommonMetadataBuilder"), _no_sparse
+    ),
+}
