@@ -12,14 +12,13 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from undone import undone
+from undone import ledger_of, undone
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.ledger import State
 
 PAGE, DRAFTS = 16, 3
 BATCHES = {
@@ -44,10 +43,7 @@ def module(release: str) -> Any:
         patch.setattr(flashinfer_xqa, "xqa_source", lambda: "a fake")
         patch.setattr(flashinfer_builder, "_PLAN_BYTES", 4096)  # as the fake's wrappers have
         module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
-        metadata_patches = {name for name in IMPLEMENTATIONS if name.startswith("metadata")}
-        names = {"flashinfer-builder", "flashinfer-xqa", *metadata_patches}
-        chosen = {name: IMPLEMENTATIONS[name] for name in names}
-        ledger = Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
+        ledger = ledger_of(("flashinfer-builder", "flashinfer-xqa"))
         ledger.install()
         layer = importlib.import_module("vllm.v1.attention.backends.utils").PerLayerParameters(-1, None, 0.125)
         patch.setattr(module, "get_per_layer_parameters", lambda *arguments: {"layer": layer})

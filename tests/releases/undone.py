@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
+from vllm_async_spec.vllm_plugin.ledger import Ledger, load_ledger
+from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
@@ -19,3 +21,10 @@ def undone() -> Iterator[pytest.MonkeyPatch]:
         yield patch
         for transaction in reversed(kept):
             transaction.roll_back()
+
+
+def ledger_of(patches: Iterable[str]) -> Ledger:
+    """A ledger of these patches, and of those of the metadata, which they may need."""
+    names = {*patches, *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
+    chosen = {name: IMPLEMENTATIONS[name] for name in names}
+    return Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))

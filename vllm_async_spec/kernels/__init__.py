@@ -9,13 +9,25 @@ from vllm_async_spec.kernels.paged_lengths import (
     set_work_lens,
     set_work_lens_reference,
 )
+from vllm_async_spec.kernels.virtual_batches import (
+    gather_pages,
+    gather_pages_reference,
+    split_by_chunks,
+    split_by_chunks_reference,
+    virtual_batches,
+)
 
 __all__ = [
     "compile_kernels",
+    "gather_pages",
+    "gather_pages_reference",
     "set_chunks",
     "set_chunks_reference",
     "set_last_page_lens",
     "set_last_page_lens_reference",
     "set_work_lens",
     "set_work_lens_reference",
+    "split_by_chunks",
+    "split_by_chunks_reference",
+    "virtual_batches",
 ]

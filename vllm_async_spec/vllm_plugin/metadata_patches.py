@@ -173,6 +173,17 @@ def _grafted_class(cls: Any) -> Any:
     return cls
 
 
+def without_host_lengths(cls: Any) -> Any:
+    """The metadata class of vLLM, which can be made without host lengths.
+
+    Raises:
+        PatchError: it can't, since the patch that makes them optional was refused.
+    """
+    if _requires_host_lengths(cls):
+        raise PatchError(f"{CLASS} can't be made without host lengths, since the patch for that was refused")
+    return cls
+
+
 def _stand_in(metadata: Any) -> Any:
     """A copy with unknown host lengths set to the upper bound, for upstream code that cuts them and takes a maximum."""
     stand_in = copy.copy(metadata)

@@ -11,11 +11,14 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import (
     async_scheduling,
+    fast_prefill,
     flashinfer_builder,
     flashinfer_xqa,
     metadata_patches,
     min_tokens,
+    mla_prefill,
     prometheus_registry,
+    virtual_batches,
 )
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
@@ -24,11 +27,14 @@ from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
+    **fast_prefill.IMPLEMENTATIONS,
     **flashinfer_builder.IMPLEMENTATIONS,
     **flashinfer_xqa.IMPLEMENTATIONS,
     **metadata_patches.IMPLEMENTATIONS,
+    **mla_prefill.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,
+    **virtual_batches.IMPLEMENTATIONS,
 }
 
 

@@ -1,0 +1,140 @@
+"""Chunked local attention as attention of shorter requests, cut on the device where each sequence crosses a chunk.
+
+Under chunked local attention a token at position `p` sees the keys from `p // chunk * chunk` to `p`. So a request
+whose query tokens lie in several chunks is several requests of ordinary causal attention, the *virtual batches*, each
+with the keys of one chunk. Where a sequence is cut depends on its exact length. How many pieces there can be at most
+does not, and that many rows are made: `virtual_batches`. Rows that the exact length leaves over have no query tokens
+and no keys.
+
+Importing this imports no Triton; the first call on a CUDA tensor does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+
+import torch
+
+
+def virtual_batches(query_lens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """How many chunks a request's query tokens can lie in, wherever they begin: 1 for up to one token.
+
+    Args:
+        query_lens: (batch,) int32, host or device.
+        chunk: tokens in a chunk.
+
+    Returns:
+        (batch,) of the same dtype, on the same device.
+    """
+    return 1 + ((query_lens - 1).clamp(min=0) + chunk - 1).div(chunk, rounding_mode="floor")
+
+
+def split_by_chunks(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    chunk: int,
+    virtual_start_loc: torch.Tensor,
+    virtual_seq_lens: torch.Tensor,
+    requests: torch.Tensor,
+    chunks: torch.Tensor,
+) -> None:
+    """Cut every request at its chunk boundaries. Launches one kernel and waits for nothing.
+
+    Args:
+        query_start_loc: (batch + 1,) int32, device.
+        seq_lens: (batch,) int32, device: exact lengths, in tokens.
+        chunk: tokens in a chunk.
+        virtual_start_loc: (rows + 1,) int32, device; written. `rows` is the sum of `virtual_batches`.
+        virtual_seq_lens: (rows,) int32, device; written: keys of each row, from its chunk's first token on.
+        requests: (rows,) int32, device; written: the request of each row.
+        chunks: (rows,) int32, device; written: which chunk of the request's sequence each row is.
+    """
+    out = virtual_start_loc, virtual_seq_lens, requests, chunks
+    if not seq_lens.is_cuda and not _interpreted():
+        split_by_chunks_reference(query_start_loc, seq_lens, chunk, *out)
+        return
+    _kernels().split_by_chunks[(seq_lens.shape[0],)](
+        query_start_loc, seq_lens, *out, virtual_seq_lens.shape[0], CHUNK=chunk, BLOCK=_BLOCK
+    )
+
+
+def split_by_chunks_reference(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    chunk: int,
+    virtual_start_loc: torch.Tensor,
+    virtual_seq_lens: torch.Tensor,
+    requests: torch.Tensor,
+    chunks: torch.Tensor,
+) -> None:
+    """`split_by_chunks` in PyTorch."""
+    starts = query_start_loc[:-1]
+    query_lens = query_start_loc[1:] - starts
+    # A row of padding may be shorter than its query; no chunk has a negative number.
+    computed = (seq_lens - query_lens).clamp(min=0)
+    ends = virtual_batches(query_lens, chunk).cumsum(0, dtype=torch.int32)
+    rows = torch.arange(requests.shape[0], dtype=torch.int32, device=seq_lens.device)
+    request = torch.searchsorted(ends, rows, right=True)
+    first = ends - virtual_batches(query_lens, chunk)
+    number = computed.div(chunk, rounding_mode="floor")[request] + rows - first[request]
+    # Query tokens of the request that lie before this chunk, and before the next.
+    before = (number * chunk - computed[request]).clamp(min=0).minimum(query_lens[request])
+    until = ((number + 1) * chunk - computed[request]).clamp(min=0).minimum(query_lens[request])
+    keys = (seq_lens[request] - number * chunk).clamp(0, chunk)
+    virtual_start_loc[:-1] = starts[request] + before
+    virtual_start_loc[-1:] = query_start_loc[-1:]
+    virtual_seq_lens.copy_(torch.where(until > before, keys, 0))
+    requests.copy_(request)
+    chunks.copy_(number)
+
+
+def gather_pages(block_table: torch.Tensor, requests: torch.Tensor, chunks: torch.Tensor, pages: int) -> torch.Tensor:
+    """The pages of each virtual batch. Launches one kernel and waits for nothing.
+
+    Args:
+        block_table: (batch, width) int32, device.
+        requests: (rows,) int32, device: as `split_by_chunks` writes them.
+        chunks: (rows,) int32, device: as `split_by_chunks` writes them.
+        pages: pages in a chunk.
+
+    Returns:
+        (rows, pages) int32, device. Beyond the block table's width its last column is repeated.
+    """
+    if not block_table.is_cuda and not _interpreted():
+        return gather_pages_reference(block_table, requests, chunks, pages)
+    out = block_table.new_empty(requests.shape[0], pages)
+    _kernels().gather_pages[(requests.shape[0],)](
+        block_table,
+        requests,
+        chunks,
+        out,
+        block_table.stride(0),
+        block_table.stride(1),
+        block_table.shape[1] - 1,
+        PAGES=pages,
+        BLOCK=_BLOCK,
+    )
+    return out
+
+
+def gather_pages_reference(
+    block_table: torch.Tensor, requests: torch.Tensor, chunks: torch.Tensor, pages: int
+) -> torch.Tensor:
+    """`gather_pages` in PyTorch."""
+    page = chunks[:, None] * pages + torch.arange(pages, dtype=torch.int32, device=chunks.device)
+    return block_table[requests[:, None].long(), page.clamp(max=block_table.shape[1] - 1).long()]
+
+
+_BLOCK = 128
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("vllm_async_spec.kernels.virtual_batches_triton")

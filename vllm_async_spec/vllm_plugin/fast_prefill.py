@@ -1,0 +1,158 @@
+"""vLLM's fast prefill for models that share KV caches, without reading on the host what the host made itself.
+
+The layers that share their KV cache run on the tokens that are sampled from only. vLLM finds out on the device how many
+those are for each request, copies the result back without waiting, and gives it to builders that read it at once. But
+the host scheduled those tokens: the runner's patch notes on the tensor of indices how many belong to each request, and
+the other takes the offsets from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.sync_policy import record_fallback
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.metadata_patches import without_host_lengths
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_MAKE = "make_kv_sharing_fast_prefill_common_attn_metadata"
+_PREPARE = "_prepare_kv_sharing_fast_prefill"
+_CALCULATE = "_calc_spec_decode_metadata"
+_NOTED = "tokens_per_request"
+"""The attribute of an indices tensor: (requests,) numpy integers."""
+
+_HOST_LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "_num_computed_tokens_cpu")
+
+
+def _unneeded(make: Any) -> str | None:
+    return None if "cpu" in make.__code__.co_consts else "fast prefill copies nothing to the host here"
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    original, metadata_class = getattr(module, _MAKE), without_host_lengths(module.CommonAttentionMetadata)
+
+    @functools.wraps(original)
+    def make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata: Any) -> Any:
+        given = common_attn_metadata
+        if given.max_query_len == 1 or given.logits_indices_padded is None or given.num_logits_indices is None:
+            return original(given)
+        indices = given.logits_indices_padded[: given.num_logits_indices]
+        starts = torch.searchsorted(indices, given.query_start_loc, out_int32=True)
+        starts_cpu = _starts(getattr(given.logits_indices_padded, _NOTED, None), given)
+        if starts_cpu is None:
+            record_fallback("KV-sharing fast prefill")
+            starts_cpu = HostCopy(starts, "query_start_loc").read()
+        return metadata_class(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=given.seq_lens,
+            num_reqs=given.num_reqs,
+            num_actual_tokens=given.num_logits_indices,
+            max_query_len=int(starts_cpu.diff().max()),
+            max_seq_len=given.max_seq_len,
+            block_table_tensor=given.block_table_tensor,
+            slot_mapping=given.slot_mapping,
+            causal=True,
+            **{name: getattr(given, name) for name in _HOST_LENGTHS if hasattr(given, name)},
+        )
+
+    transaction.set_function(module, _MAKE, make_kv_sharing_fast_prefill_common_attn_metadata)
+
+
+def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
+    """(num_reqs + 1,) int32, host: the offsets that the counts give; None where they are not those of this batch."""
+    if counts is None or len(counts) > metadata.num_reqs or int(counts.sum()) != metadata.num_logits_indices:
+        return None
+    starts = np.full(metadata.num_reqs + 1, metadata.num_logits_indices, dtype=np.int32)
+    starts[0] = 0
+    np.cumsum(counts, out=starts[1 : len(counts) + 1])
+    return torch.from_numpy(starts)
+
+
+class _LastKnown(torch.Tensor):
+    """Indices on the device, the last of which is on the host already."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    last: torch.Tensor
+
+    def __getitem__(self, at: Any) -> torch.Tensor:
+        """The host's copy, where the last one is asked for."""
+        return self.last if isinstance(at, int) and at == -1 else super().__getitem__(at)
+
+
+def _unneeded_counts(prepare: Any) -> str | None:
+    return _unneeded(_reader())
+
+
+def _reader() -> Any:
+    """The function that the counts are for, as vLLM has it."""
+    utils = importlib.import_module("vllm.v1.attention.backends.utils")
+    return inspect.unwrap(getattr(utils, _MAKE))
+
+
+def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
+    runner = module.GPUModelRunner
+    calculate, prepare = getattr(runner, _CALCULATE), getattr(runner, _PREPARE)
+    # Up to 0.20 it fetches the last index, to pad with it.
+    fetches = "item" in prepare.__code__.co_names
+
+    @functools.wraps(calculate)
+    def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+        made = calculate(self, num_draft_tokens, *args, **kwargs)
+        setattr(made.logits_indices, _NOTED, num_draft_tokens + 1)
+        return made
+
+    @functools.wraps(prepare)
+    def _prepare_kv_sharing_fast_prefill(self: Any, logits_indices: torch.Tensor) -> torch.Tensor:
+        requests = self.input_batch.num_reqs
+        counts = getattr(logits_indices, _NOTED, None)
+        if counts is None and len(logits_indices) == requests:
+            counts = np.ones(requests, dtype=np.int32)
+        if fetches:
+            known: Any = logits_indices.as_subclass(_LastKnown)
+            known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
+            logits_indices = known
+        padded: torch.Tensor = prepare(self, logits_indices)
+        # A view made for this step, so the note is this step's too.
+        setattr(padded, _NOTED, counts)
+        return padded
+
+    transaction.set(runner, _CALCULATE, _calc_spec_decode_metadata)
+    transaction.set(runner, _PREPARE, _prepare_kv_sharing_fast_prefill)
+
+
+def _unneeded_v2(build: Any) -> str | None:
+    if "fast_prefill" not in inspect.signature(build).parameters:
+        return "the V2 runner has no fast prefill here"
+    return _unneeded(_reader())
+
+
+def _apply_v2(transaction: Transaction, module: ModuleType) -> None:
+    helper = module.FastPrefillHelper
+    prepare = helper.prepare
+    signature = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = prepare(self, *args, **kwargs)
+        if made is not None:
+            ends = signature.bind(self, *args, **kwargs).arguments["cu_num_logits_np"]
+            setattr(made.logits_indices_padded, _NOTED, np.diff(ends))
+        return made
+
+    transaction.set(helper, "prepare", wrapped)
+
+
+IMPLEMENTATIONS = {
+    "shared-kv-counts": Implementation(_unneeded_counts, _apply_counts),
+    "shared-kv-counts-v2": Implementation(_unneeded_v2, _apply_v2),
+    "shared-kv-fast-prefill": Implementation(_unneeded, _apply),
+}

@@ -1,0 +1,165 @@
+"""vLLM's chunked local attention cut into virtual batches on the device, so that it waits for no lengths.
+
+vLLM cuts a batch on the host, by exact lengths. Where the attention backend takes lengths and offsets from the device
+only, the builder's subclass marks the batch, and what cuts it then makes as many rows as there can be at most and
+lets the device fill them. Host views of such a batch are lazy: whoever reads one waits, and is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.kernels import gather_pages, split_by_chunks, virtual_batches
+from vllm_async_spec.sync_policy import record_fallback
+from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
+from vllm_async_spec.vllm_plugin.metadata_patches import without_host_lengths
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_CUT = "make_local_attention_virtual_batches"
+_CREATE = "create_chunked_local_attention_backend"
+
+_DEVICE_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
+"""Names of backends whose builders read nothing of a batch on the host but its scalars."""
+
+
+def _unneeded(cut: Any) -> str | None:
+    read = cut.__code__.co_names
+    if "seq_lens_cpu" not in read and "cpu" not in read:
+        return "virtual batches are made without host lengths here"
+    return None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    original = getattr(module, _CUT)
+    lazy = _with_lazy_host_views(without_host_lengths(module.CommonAttentionMetadata))
+    # Until 0.13 the metadata alone is returned; later also what gathers another block table the same way.
+    returns_both = typing.get_origin(original.__annotations__["return"]) is tuple
+
+    @functools.wraps(original)
+    def make_local_attention_virtual_batches(
+        attn_chunk_size: int, common_attn_metadata: Any, block_size: int = 0
+    ) -> Any:
+        if not getattr(common_attn_metadata, "cut_on_device", False):
+            if getattr(common_attn_metadata, "_seq_lens_cpu", None) is None:
+                record_fallback("chunked local attention")
+            return original(attn_chunk_size, common_attn_metadata, block_size)
+        made = _cut_on_device(lazy, attn_chunk_size, common_attn_metadata, block_size)
+        return made if returns_both else made[0]
+
+    transaction.set_function(module, _CUT, make_local_attention_virtual_batches)
+
+
+def _cut_on_device(
+    metadata_class: type[Any], chunk: int, metadata: Any, block_size: int
+) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """The virtual batches of a batch, and what gathers their pages from a block table."""
+    if chunk % block_size:
+        raise ValueError(
+            f"the attention chunk is {chunk} tokens and a KV cache block {block_size}; a chunk must be whole blocks, "
+            "so choose a --block-size that divides it"
+        )
+    lengths, starts = metadata.seq_lens, metadata.query_start_loc
+    count = int(virtual_batches(metadata.query_start_loc_cpu.diff(), chunk).sum())
+    virtual_starts = starts.new_empty(count + 1)
+    virtual_lens, requests, chunks = lengths.new_empty(3, count)
+    split_by_chunks(starts, lengths, chunk, virtual_starts, virtual_lens, requests, chunks)
+
+    def make_block_table(block_table: torch.Tensor) -> torch.Tensor:
+        return gather_pages(block_table, requests, chunks, chunk // block_size)
+
+    virtual = metadata_class(
+        query_start_loc=virtual_starts,
+        query_start_loc_cpu=None,
+        seq_lens=virtual_lens,
+        num_reqs=count,
+        num_actual_tokens=metadata.num_actual_tokens,
+        max_query_len=min(int(metadata.max_query_len), chunk),
+        max_seq_len=min(int(metadata.max_seq_len), chunk),
+        block_table_tensor=make_block_table(metadata.block_table_tensor),
+        slot_mapping=metadata.slot_mapping,
+        causal=True,
+    )
+    return virtual, make_block_table
+
+
+def _with_lazy_host_views(upstream: type[Any]) -> type[Any]:
+    """Metadata that copies its query offsets and lengths to the host when they are read, and not before."""
+
+    class CommonAttentionMetadata(upstream):  # type: ignore[misc]
+        """As vLLM's; `query_start_loc_cpu` and `seq_lens_cpu_upper_bound` are exact, lazy and counted."""
+
+        @property
+        def query_start_loc_cpu(self) -> torch.Tensor:
+            return self._host_view("query_start_loc")
+
+        @query_start_loc_cpu.setter
+        def query_start_loc_cpu(self, value: torch.Tensor | None) -> None:
+            self.__dict__["_host_query_start_loc"] = value
+
+        @property
+        def seq_lens_cpu_upper_bound(self) -> torch.Tensor:
+            return self._host_view("seq_lens")
+
+        @seq_lens_cpu_upper_bound.setter
+        def seq_lens_cpu_upper_bound(self, value: torch.Tensor | None) -> None:
+            self.__dict__["_host_seq_lens"] = value
+
+        def _host_view(self, name: str) -> torch.Tensor:
+            known: torch.Tensor | None = self.__dict__.get(f"_host_{name}")
+            if known is None:
+                known = self.__dict__[f"_host_{name}"] = HostCopy(getattr(self, name), name).read()
+            return known
+
+    CommonAttentionMetadata.__qualname__ = upstream.__qualname__
+    return CommonAttentionMetadata
+
+
+def _unneeded_marks(create: Any) -> str | None:
+    return _unneeded(inspect.unwrap(inspect.unwrap(create).__globals__[_CUT]))
+
+
+def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
+    if not hasattr(getattr(module, _CUT), "__wrapped__"):
+        raise PatchError("virtual batches are made on the host, since the patch virtual-batches-cut was refused")
+    original = getattr(module, _CREATE)
+
+    @functools.cache
+    @functools.wraps(original)
+    def create_chunked_local_attention_backend(underlying_attn_backend: Any, *sizes: int) -> Any:
+        backend = original(underlying_attn_backend, *sizes)
+        if underlying_attn_backend.get_name() not in _DEVICE_BACKENDS:
+            return backend
+        builder = _marking(backend.get_builder_cls())
+        return type(backend.__name__, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})
+
+    transaction.set_function(module, _CREATE, create_chunked_local_attention_backend)
+
+
+def _marking(upstream: type[Any]) -> type[Any]:
+    """The subclass of vLLM's builder whose batches are cut on the device."""
+
+    class ChunkedLocalAttentionBuilder(upstream):  # type: ignore[misc]
+        """As vLLM's; see this module."""
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            marked = copy.copy(common_attn_metadata)
+            marked.cut_on_device = True
+            return super().build(common_prefix_len, marked, fast_build)
+
+    ChunkedLocalAttentionBuilder.__qualname__ = upstream.__qualname__
+    return ChunkedLocalAttentionBuilder
+
+
+IMPLEMENTATIONS = {
+    "virtual-batches-cut": Implementation(_unneeded, _apply),
+    "virtual-batches-taken": Implementation(_unneeded_marks, _apply_marks),
+}
