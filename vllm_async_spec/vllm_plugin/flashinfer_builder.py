@@ -94,9 +94,10 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
                     if hasattr(part, "wrapper"):
                         carry_lengths(part.wrapper, rows, self.page_size)
-            if self._graph_wrappers is not None and getattr(built.prefill, "wrapper", None) is not None:
-                # Outside a graph it refuses a query with the rows that pad the batch to the size of one.
-                built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
+            wrapper: Any = getattr(built.prefill, "wrapper", None)
+            if getattr(wrapper, "is_cuda_graph_enabled", False):
+                # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
+                wrapper._qo_indptr_last = built.num_prefill_tokens
             return built
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
