@@ -194,6 +194,9 @@ CASES: tuple[Case, ...] = (
 """All batches, in the order of the tables."""
 
 
+_ON_DEVICE = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+
+
 @dataclass(frozen=True, slots=True)
 class MetadataFactory:
     """Makes the common metadata of a case.
@@ -218,17 +221,26 @@ class MetadataFactory:
         """What an engine with asynchronous speculative decoding can tell without waiting."""
         return Host.BOUND if self.has_bound else Host.ABSENT
 
-    def __call__(self, case: Case, host: Host, *, block_size: int = BLOCK_SIZE, **extra: Any) -> Any:
+    def __call__(
+        self,
+        case: Case,
+        host: Host,
+        *,
+        block_size: int = BLOCK_SIZE,
+        place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        **extra: Any,
+    ) -> Any:
         """The metadata of `case`.
 
         Args:
             case: The batch.
             host: What the host is told.
             block_size: Tokens in a block of the KV cache.
+            place: Puts a tensor into device memory.
             **extra: Further fields, or other values for those above.
 
         Returns:
-            The metadata, all on the CPU. `max_seq_len` is the bound's under `BOUND` and `STALE`, else exact.
+            The metadata. `max_seq_len` is the bound's under `BOUND` and `STALE`, else exact.
         """
         told = torch.tensor(case.lengths(host), dtype=torch.int32)
         bound = torch.tensor(case.lengths(Host.BOUND), dtype=torch.int32) if host is Host.STALE else told
@@ -242,6 +254,7 @@ class MetadataFactory:
             "computed": None if lengths is None else lengths - query,
             "bound": None if host is Host.ABSENT else bound.clone(),
         }
+        fields |= {name: place(fields[name]) for name in _ON_DEVICE}
         longest = int(bound.max()) if bounded else max(case.seq_lens)
         return self.make(fields | {"max_seq_len": longest} | host_fields | extra)
 
