@@ -50,22 +50,27 @@ def test_a_clean_builder_passes_with_every_batch(kind: type[planted.Builder]):
 @pytest.mark.parametrize("kind", planted.PLANTED, ids=lambda kind: kind.__name__)
 def test_a_planted_fault_is_caught(kind: type[planted.Builder]):
     found = checked(kind, kind.case)
-    assert not found.passed
-    assert found.need is kind.need
+    assert found.cases[0].need is kind.need
     assert kind.fault is not None
-    faults = found.faults[kind.case]
+    faults = found.cases[0].faults
     assert any(kind.fault in fault for fault in faults), faults
     if "# here" in inspect.getsource(kind):
         assert any(line_of(kind) in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("kind", [planted.OnlyDrafting, planted.OnlyCapture, planted.OnlyManyRequests])
+@pytest.mark.parametrize("kind", [planted.OnlyDrafting, planted.OnlyManyRequests])
 def test_a_fault_in_one_batch_is_reported_there_and_the_worst_is_the_verdict(kind: type[planted.Builder]):
     found = checked(kind)
     assert {case.need for case in found.cases} == {Need.NONE, Need.BLOCKING}
     assert kind.case in found.faults
     assert "decode" not in found.faults
     assert found.verdict == "blocks"
+
+
+def test_what_waits_at_capture_only_is_told_and_holds_up_no_step():
+    found = checked(planted.OnlyCapture)
+    assert (found.passed, found.need, found.faults) == (True, Need.NONE, {})
+    assert list(found.at_capture) == ["capture, one token", "capture, K + 1"]
 
 
 def without_operator(name: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -243,5 +248,5 @@ def test_on_a_gpu_the_same_builders_are_found_to_be_the_same(kind: type[planted.
     if kind is planted.Numpy:
         assert "can't convert cuda" in str(found.cases[0].not_run)
         return
-    assert found.need is kind.need, found.explain()
-    assert found.passed is (kind.fault is None)
+    assert found.cases[0].need is kind.need, found.explain()
+    assert bool(found.cases[0].faults) is (kind.fault is not None)

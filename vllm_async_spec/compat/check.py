@@ -105,14 +105,14 @@ def _make(subject: Subject, device: Device) -> Any:
 
 
 def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
-    realistic = subject.metadata.realistic
+    result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
     builder = _make(subject, device)
     reason = subject.not_for(case) or _has_no_such_call(builder, case)
     if reason is not None:
-        return CaseResult(case.name, reason, realistic)
+        return replace(result, not_run=reason)
     exact, reference = _build(subject, builder, case, Host.EXACT, device)
     if reference is None:
-        return CaseResult(case.name, f"fails with exact lengths too: {exact.failure}", realistic)
+        return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
     again, repeated = _build(subject, builder, case, Host.EXACT, device)
     unsteady = frozenset(
         difference.field for difference in (compare.differences(reference, repeated) if repeated else ())
@@ -126,7 +126,7 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
             build = replace(build, differences=compare.differences(reference, snapshot, unsteady))
         builds[host] = build
     need = _need(builds, subject.metadata.has_bound)
-    return CaseResult(case.name, None, realistic, need, tuple(builds.values()), tuple(sorted(unsteady)))
+    return replace(result, need=need, builds=tuple(builds.values()), unsteady=tuple(sorted(unsteady)))
 
 
 def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:

@@ -91,11 +91,13 @@ class CaseResult:
         need: None where it did not run.
         builds: One for each that the host was told.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
+        capture: Whether it is built to record a CUDA graph, at start-up, and not in a step.
     """
 
     case: str
     not_run: str | None
     realistic: Host
+    capture: bool = False
     need: Need | None = None
     builds: tuple[Build, ...] = ()
     unsteady: tuple[str, ...] = ()
@@ -150,9 +152,14 @@ class BackendResult:
         return tuple(case for case in self.cases if case.need is not None)
 
     @property
+    def steps(self) -> tuple[CaseResult, ...]:
+        """The batches that ran and are built in a step."""
+        return tuple(case for case in self.ran if not case.capture)
+
+    @property
     def need(self) -> Need | None:
-        """The worst of all batches; None if none ran."""
-        return max((case.need for case in self.ran if case.need is not None), default=None)
+        """The worst of all batches of steps; None if none ran."""
+        return max((case.need for case in self.steps if case.need is not None), default=None)
 
     @property
     def verdict(self) -> str:
@@ -163,13 +170,18 @@ class BackendResult:
 
     @property
     def faults(self) -> dict[str, tuple[str, ...]]:
-        """What goes wrong in an engine with asynchronous speculative decoding, by batch."""
-        return {case.case: case.faults for case in self.ran if case.faults}
+        """What goes wrong in a step of an engine with asynchronous speculative decoding, by batch."""
+        return {case.case: case.faults for case in self.steps if case.faults}
+
+    @property
+    def at_capture(self) -> dict[str, tuple[str, ...]]:
+        """The same where a CUDA graph is recorded, which holds up no step."""
+        return {case.case: case.faults for case in self.ran if case.capture and case.faults}
 
     @property
     def waits(self) -> tuple[Wait, ...]:
         """Where such an engine would wait, each place once."""
-        builds = [case.build(case.realistic) for case in self.ran]
+        builds = [case.build(case.realistic) for case in self.steps]
         found = {str(wait): wait for build in builds if build is not None for wait in build.waits}
         return tuple(found.values())
 
@@ -180,19 +192,19 @@ class BackendResult:
 
     @property
     def passed(self) -> bool:
-        """Whether some batch ran, and in none anything goes wrong in such an engine."""
-        return bool(self.ran) and not self.faults
+        """Whether some batch of a step ran, and in none anything goes wrong in such an engine."""
+        return bool(self.steps) and not self.faults
 
     def explain(self) -> str:
         """The faults, a line each; or why there are none."""
         if self.failure is not None:
             return f"{self.backend}: {self.failure}"
-        if not self.ran:
+        if not self.steps:
             return (
                 f"{self.backend}: no batch ran; {next((c.not_run for c in self.cases if c.not_run), 'there is none')}"
             )
         lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
-        return "\n".join(lines) or f"{self.backend}: {len(self.ran)} batches ran, and none waits for the device"
+        return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON; all evidence is in it."""
@@ -213,6 +225,7 @@ class BackendResult:
 def _case(case: CaseResult) -> dict[str, Any]:
     return {
         "case": case.case,
+        "capture": case.capture,
         "not_run": case.not_run,
         "need": None if case.need is None else str(case.need),
         "faults": list(case.faults),
