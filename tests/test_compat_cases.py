@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, DRAFT_TOKENS, MAX_MODEL_LEN, Call, Case, Host, our_metadata
+from vllm_async_spec.compat.cases import (
+    BLOCK_SIZE,
+    CASES,
+    DRAFT_TOKENS,
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    Call,
+    Case,
+    Host,
+    our_metadata,
+)
 
 NAMES = {case.name: case for case in CASES}
 
@@ -27,6 +37,9 @@ def test_a_batch_is_as_a_runner_makes_it(case: Case):
     assert len(set(live.tolist())) == len(live)
     assert int(live.min()) >= BLOCK_SIZE
     assert (metadata.slot_mapping[len(live) :] == -1).all()
+    used = metadata.block_table_tensor[metadata.block_table_tensor > 0].tolist()
+    assert len(set(used)) == len(used) == sum(-(-length // BLOCK_SIZE) for length in case.lengths(Host.BOUND))
+    assert max(used) < NUM_BLOCKS
     assert all((q == 0) == (n == 0) and n >= q for q, n in zip(case.query_lens, case.seq_lens, strict=True))
     assert max(case.seq_lens) <= MAX_MODEL_LEN
     assert (case.call is Call.DRAFTING) == (case.draft_index > 0)

@@ -97,6 +97,10 @@ def deaf_to(*kinds: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(SimulatedDevice, "waited", waited)
 
 
+def made_anywhere(self: Any, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
+    return func(*args, **kwargs | {"device": "cpu"})
+
+
 def never_wrong(one: Any, other: Any) -> Judgement:
     return Judgement.BOUNDED
 
@@ -118,7 +122,7 @@ DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Bu
     "to the device": (deaf_to("to"), planted.BlockingUpload),
     "data on the device": (without(device, "_FROM_DATA", set()), planted.TensorOfList),
     "indices on the host": (deaf_to("index on the host"), planted.HostIndex),
-    "the builder's memory": (without(SimulatedDevice, "keep", lambda self: None), planted.OwnBuffer),
+    "the builder's memory": (without(device._Sides, "_make", made_anywhere), planted.OwnBuffer),
     "the batch's memory": (without(SimulatedDevice, "place", lambda self, tensor: tensor), planted.Item),
     "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
     "maxima": (without(compare, "_judge", never_wrong), planted.MaximumForTruth),
@@ -184,6 +188,36 @@ def test_larger_device_memory_is_not_judged_and_host_numbers_may_be_bounds():
         "extra.1": Judgement.BOUNDED,
         "extra.2": Judgement.LARGER,
     }
+
+
+def test_a_builders_buffer_is_judged_by_the_part_in_use():
+    class Buffered(planted.Builder):
+        tail: int | None = None
+
+        def extra(self, metadata: Any) -> Any:
+            self.lengths[: metadata.num_reqs].copy_(metadata.seq_lens)
+            self.lengths[100:].fill_(metadata.max_seq_len)
+            return [self.lengths, self.lengths[: self.tail or metadata.num_reqs]]
+
+    found = checked(Buffered, "decode")
+    assert found.passed
+    assert found.cases[0].builds[0].skipped == ("extra.0 (a buffer, of which extra.1 is what is used)",)
+
+    class InUse(Buffered):
+        tail = 101
+
+    assert "extra.1 is" in checked(InUse, "decode").explain()
+
+
+def test_a_builder_can_not_live_on_what_an_earlier_batch_told_it():
+    class Remembers(planted.Builder):
+        known: Any = None
+
+        def extra(self, metadata: Any) -> Any:
+            self.known = self.known if metadata._seq_lens_cpu is None else metadata._seq_lens_cpu
+            return int(self.known.max())
+
+    assert checked(Remembers, "decode").need is Need.EXACT
 
 
 def test_a_builder_that_can_not_be_made_is_a_result():

@@ -22,6 +22,7 @@ __all__ = [
     "CASES",
     "DRAFT_TOKENS",
     "MAX_MODEL_LEN",
+    "NUM_BLOCKS",
     "Call",
     "Case",
     "Host",
@@ -35,6 +36,8 @@ DRAFT_TOKENS = 3
 BLOCK_SIZE = 16
 """Tokens in a block of the KV cache, where the backend does not ask for another size."""
 MAX_MODEL_LEN = 8192
+NUM_BLOCKS = 8192
+"""Of the KV cache: no batch has more."""
 
 
 class Host(enum.Enum):
@@ -120,13 +123,18 @@ class Case:
             block_size: Tokens in a block of the KV cache.
 
         Returns:
-            int32 tensors, `slot_mapping` int64 and `is_prefilling` bool, all of their own memory; blocks are numbered
-            from 1, no two rows share one, and there are enough for any length that the host may be told.
+            int32 tensors, `slot_mapping` int64 and `is_prefilling` bool, all of their own memory. Blocks are numbered
+            from 1 up to less than `NUM_BLOCKS`, and no two rows share one; beyond its bound a row of the table is 0.
         """
         starts = torch.zeros(self.rows + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(self.query_lens, dtype=torch.int32).cumsum(0)
         width = -(-MAX_MODEL_LEN // block_size)
-        blocks = 1 + torch.arange(self.rows * width, dtype=torch.int32).view(self.rows, width)
+        blocks = torch.zeros(self.rows, width, dtype=torch.int32)
+        first = 1
+        for row, bound in zip(blocks, self.lengths(Host.BOUND), strict=True):
+            count = -(-bound // block_size)
+            row[:count] = torch.arange(first, first + count)
+            first += count
         slots = [
             row[at // block_size] * block_size + at % block_size
             for row, query, end in zip(blocks, self.query_lens, self.seq_lens, strict=True)
@@ -160,7 +168,7 @@ def _told(host: Host, row: int, query: int, exact: int, prefilling: bool) -> int
 
 def _alike(count: int, query: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows of `query` tokens and of lengths that are all different."""
-    return (query,) * count, tuple(query + 29 + 37 * row % 1900 for row in range(count))
+    return (query,) * count, tuple(query + 29 + 37 * row % 400 for row in range(count))
 
 
 def _after(draft_index: int) -> tuple[int, ...]:

@@ -95,34 +95,27 @@ def failure_sentence(error: BaseException) -> str:
 
 
 def _make(subject: Subject, device: Device) -> Any:
-    """A new builder, whose buffers the device knows."""
+    """A new builder, whose buffers the device knows, on a device that knows nothing else."""
     device.clear()
     with warnings.catch_warnings(), device.watching():
         warnings.simplefilter("ignore")
-        builder = subject.make(device)
-    device.keep()
-    return builder
+        return subject.make(device)
 
 
 def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
-    builder = _make(subject, device)
-    reason = subject.not_for(case) or _has_no_such_call(builder, case)
+    reason = subject.not_for(case) or _has_no_such_call(_make(subject, device), case)
     if reason is not None:
         return replace(result, not_run=reason)
-    exact, reference = _build(subject, builder, case, Host.EXACT, device)
+    exact, reference = _build(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
-    again, repeated = _build(subject, builder, case, Host.EXACT, device)
-    unsteady = frozenset(
-        difference.field for difference in (compare.differences(reference, repeated) if repeated else ())
-    )
-    builds = {Host.EXACT: exact if exact.waits or not again.waits else again}
+    _, again = _build(subject, case, Host.EXACT, device)
+    unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
+    builds = {Host.EXACT: exact}
     for host in subject.metadata.hosts[1:]:
-        build, snapshot = _build(subject, builder, case, host, device)
-        if snapshot is None:
-            builder = _make(subject, device)  # an exception may have left it in the middle of something
-        else:
+        build, snapshot = _build(subject, case, host, device)
+        if snapshot is not None:
             build = replace(build, differences=compare.differences(reference, snapshot, unsteady))
         builds[host] = build
     need = _need(builds, subject.metadata.has_bound)
@@ -141,9 +134,9 @@ def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
     return Need.EXACT
 
 
-def _build(subject: Subject, builder: Any, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
-    """Build once; the snapshot is None where that failed."""
-    device.forget()
+def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
+    """Build once, with a new builder, lest it remembers what another host knew; no snapshot where that failed."""
+    builder = _make(subject, device)
     metadata = subject.metadata(
         case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
     )
@@ -160,7 +153,7 @@ def _build(subject: Subject, builder: Any, case: Case, host: Host, device: Devic
     found: tuple[Wait, ...] = tuple(waits)
     if failure is not None:
         return Build(host, failure, found, changed), None
-    snapshot = compare.take({"": built, **device.kernel_calls()}, device)
+    snapshot = compare.take({"": built, **device.kernel_calls()}, device, builder)
     return Build(
         host, None, found, changed, (), snapshot.not_validated, tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
     ), snapshot

@@ -77,21 +77,26 @@ class Difference:
         return f"{self.field} is {self.found}, not {self.exact} ({self.judgement.value})"
 
 
-def take(built: object, device: Device) -> Snapshot:
+def take(built: object, device: Device, builder: object = None) -> Snapshot:
     """Take down all of `built`: dataclasses, named tuples, containers and objects with attributes, tensors and numbers.
 
     Args:
         built: What a builder made.
         device: Where it was made.
+        builder: Who made it; what is in its own buffers beyond the part that is used is not compared.
     """
     leaves: dict[str, Leaf] = {}
     skipped: dict[str, str] = {}
-    for path, value in _walk("", built, _DEPTH, set()):
+    values = [(path or "it", value) for path, value in _walk("", built, _DEPTH, set())]
+    used = _parts_in_use(values, builder)
+    for path, value in values:
         leaf = _leaf(value, device)
         if leaf is None:
-            skipped[path or "it"] = type(value).__name__
+            skipped[path] = type(value).__name__
+        elif isinstance(value, torch.Tensor) and _is_whole(value) and _storage(value) in used:
+            skipped[path] = f"a buffer, of which {used[_storage(value)]} is what is used"
         else:
-            leaves[path or "it"] = leaf
+            leaves[path] = leaf
     return Snapshot(leaves, skipped)
 
 
@@ -139,6 +144,25 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
     if callable(value) or not hasattr(value, "__dict__"):
         return None
     return [(name, part) for name, part in vars(value).items() if not callable(part)]
+
+
+def _parts_in_use(values: list[tuple[str, object]], builder: object) -> dict[int, str]:
+    """Of each buffer of the builder's that is there whole and in part, by its storage: the path of a part.
+
+    What a buffer holds beyond that part is of other batches.
+    """
+    own = {_storage(each) for each in vars(builder).values() if isinstance(each, torch.Tensor)} if builder else set()
+    tensors = [(path, value) for path, value in values if isinstance(value, torch.Tensor) and value.numel() > 0]
+    whole = {_storage(value) for _, value in tensors if _is_whole(value)} & own
+    return {_storage(value): path for path, value in tensors if not _is_whole(value) and _storage(value) in whole}
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _leaf(value: object, device: Device) -> Leaf | None:

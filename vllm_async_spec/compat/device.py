@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,16 +78,10 @@ class Device(Protocol):
         """Whether no kernel that did not run had a hand in its values."""
 
     def kernel_calls(self) -> Mapping[str, Mapping[str, object]]:
-        """The arguments of kernels that did not run, since `forget`, by number and name."""
-
-    def keep(self) -> None:
-        """All device memory of now is the builder's, and no other is."""
-
-    def forget(self) -> None:
-        """Let go of what has become the device's since `keep`."""
+        """The arguments of kernels that did not run, since `clear`, by number and name."""
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Forget all memory, and all kernels."""
 
 
 class CudaDevice:
@@ -128,12 +123,6 @@ class CudaDevice:
         """None: kernels run."""
         return {}
 
-    def keep(self) -> None:
-        """Nothing: PyTorch knows what is whose."""
-
-    def forget(self) -> None:
-        """Nothing: PyTorch knows what is whose."""
-
     def clear(self) -> None:
         """Nothing: PyTorch knows what is whose."""
 
@@ -151,7 +140,6 @@ class SimulatedDevice(CpuProbe):
         # Unlike torch.device("cpu"), and PyTorch makes tensors on it.
         self.device = torch.device("cpu", 0)
         self.found: list[Wait] = []
-        self._kept: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._inputs: set[int] = set()
         self._calls: dict[str, Mapping[str, object]] = {}
         super().__init__()
@@ -173,6 +161,8 @@ class SimulatedDevice(CpuProbe):
         self.found = found
         # As vLLM's runner has it; and with gradients PyTorch would keep copies that nobody asked for.
         with torch.no_grad(), contextlib.ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for mode in self.modes():
                 stack.enter_context(mode)
             yield found
@@ -204,23 +194,14 @@ class SimulatedDevice(CpuProbe):
                 self.mark(tensor, _NOT_VALIDATED)
 
     def kernel_calls(self) -> Mapping[str, Mapping[str, object]]:
-        """The arguments of kernels that did not run, since `forget`, by number and name."""
+        """The arguments of kernels that did not run, since `clear`, by number and name."""
         return dict(self._calls)
 
-    def keep(self) -> None:
-        """All device memory of now is the builder's, and no other is."""
-        self._kept = dict(self._written)
-
-    def forget(self) -> None:
-        """Let go of what has become the device's since `keep`."""
-        self._written = dict(self._kept)
+    def clear(self) -> None:
+        """Forget all memory, and all kernels."""
+        self._written = {}
         self._inputs.clear()
         self._calls.clear()
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self._kept = {}
-        self.forget()
 
     def _copy(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
