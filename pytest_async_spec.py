@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm_async_spec.compat.results import BackendResult
 
 _SUITE = "vllm_async_spec.compat"
-_NO_BACKEND = "no backend is named; set async_spec_backends in pytest's configuration, or give --async-spec-backend module:Builder"
+_NO_BACKEND = "no backend is named; set async_spec_backends in pytest's settings, or give --async-spec-backend NAME"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

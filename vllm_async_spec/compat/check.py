@@ -6,6 +6,7 @@ them, and with garbage for them, each compared with what it makes of exact ones.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ class Subject:
         source: Whose metadata that is: `vLLM 0.32.0`, or `vllm-async-spec`.
         block_size: Tokens in a block of the KV cache.
         fields: Further fields of the common metadata for a batch.
-        arguments: Further arguments of `build` for a batch.
+        arguments: Further arguments of `build` for a batch; those that it does not take are left out.
         not_for: Why a batch does not apply; None if it does.
     """
 
@@ -166,7 +167,10 @@ def _call(builder: Any, case: Case, metadata: Any, arguments: dict[str, Any]) ->
         return builder.build_for_drafting(common_attn_metadata=metadata, draft_index=case.draft_index)
     if case.call is Call.CAPTURE:
         return builder.build_for_cudagraph_capture(metadata)
-    return builder.build(common_prefix_len=0, common_attn_metadata=metadata, **arguments)
+    taken = inspect.signature(builder.build).parameters
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    extra = {name: value for name, value in arguments.items() if open_ended or name in taken}
+    return builder.build(common_prefix_len=0, common_attn_metadata=metadata, **extra)
 
 
 def _has_no_such_call(builder: Any, case: Case) -> str | None:

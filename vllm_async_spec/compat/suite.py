@@ -96,7 +96,7 @@ def run(
     for name in names or BACKENDS:
         progress(name)
         try:
-            subject = foreign_subject(name, device) if is_foreign(name) else backend_subject(name)
+            subject = foreign_subject(name, device) if is_foreign(name) else backend_subject(name, device)
         except SubjectError as error:
             if names:
                 raise

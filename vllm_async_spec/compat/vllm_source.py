@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ class Stub:
         name: The module, or the `module:attribute`, that is replaced.
         releases: The releases of `fetch.RELEASES` that use it.
         why: What fails without it, and what stands there instead.
+        to_build: Whether only some metadata builders need it; otherwise importing and configuring the release does.
     """
 
     name: str
     releases: tuple[str, ...]
     why: str
+    to_build: bool = False
 
 
 _COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
@@ -76,6 +78,20 @@ STUBS: tuple[Stub, ...] = (
         "torch.ops._vllm_fa3_C:get_scheduler_metadata",
         _ALL,
         "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
+    ),
+    Stub("vllm._flashmla_C", _ALL, "compiled, and its presence is what says FlashMLA; an empty module", True),
+    Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
+    Stub(
+        "torch.ops._flashmla_C:get_mla_decoding_metadata",
+        _ALL[:1],
+        "FlashMLA's tile scheduler; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
+        "torch.cuda:get_device_properties",
+        _ALL,
+        "some MLA builders size their tables by the processors of the device; 132, an H200's",
+        True,
     ),
     Stub(
         "triton.runtime.jit:JITFunction",
@@ -308,9 +324,23 @@ def _stub_torch(handle: VllmSource) -> None:
         handle._kernel("get_scheduler_metadata", arguments, result)
         return result
 
+    def get_device_properties(device: object = None) -> Any:
+        handle._used.add("torch.cuda:get_device_properties")
+        return SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", major=9, minor=0)
+
+    def get_mla_decoding_metadata(lengths: torch.Tensor, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        handle._used.add("torch.ops._flashmla_C:get_mla_decoding_metadata")
+        tiles = torch.zeros(132, 8, dtype=torch.int32)
+        splits = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
+        given = {"cache_seqlens": lengths} | {str(at): value for at, value in enumerate(values)}
+        handle._kernel("get_mla_decoding_metadata", given, tiles, splits)
+        return tiles, splits
+
     torch.cuda.get_device_capability = get_device_capability
+    torch.cuda.get_device_properties = get_device_properties
     operators: Any = torch.ops
     operators._vllm_fa3_C.get_scheduler_metadata = get_scheduler_metadata
+    operators._flashmla_C.get_mla_decoding_metadata = get_mla_decoding_metadata
     for stub in STUBS:
         namespace, _, operator = stub.name.partition(":")
         if namespace == "torch.ops._C":
