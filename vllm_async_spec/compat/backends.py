@@ -11,22 +11,19 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Case, release_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.setting import LAYER, Setting
 
-__all__ = ["BACKENDS", "AbsentError", "Backend", "backend_subject"]
+__all__ = ["BACKENDS", "Backend", "backend_subject"]
 
 _IN = "vllm.v1.attention.backends."
 _LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
 """Where attention layers live, in newer releases and in older ones."""
 _LOCAL_CHUNK = 64
 """Tokens that a token of chunked local attention sees at most."""
-
-
-class AbsentError(SubjectError):
-    """This release of vLLM does not have the backend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +154,37 @@ def _cross(found: Any, setting: Setting) -> Any:
     return found(backend).get_builder_cls()(spec, layers, config, device)
 
 
+def _know_one_layer() -> None:
+    """The layers' parameters, which it finds in the model, and the layout, which the engine settles at start-up."""
+    module = importlib.import_module(f"{_IN}flashinfer")
+    parameters = importlib.import_module(f"{_IN}utils").PerLayerParameters(-1, None, 0.125)
+    module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]
+    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
+        module.FlashInferMetadataBuilder.kv_cache_layout = None
+        module.get_flashinfer_layout_string = lambda layout: "NHD"  # type: ignore[attr-defined]
+
+
+def _flashinfer(trtllm: bool | None) -> Callable[[Any, Setting], Any]:
+    """With the native wrappers, or with what vLLM itself takes on an H200 that has FlashInfer's kernels."""
+
+    def make(cls: Any, setting: Setting) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        arguments = setting.arguments()
+        config: Any = arguments[2]
+        if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
+            config.attention_config.use_trtllm_attention = trtllm
+        _know_one_layer()
+        with set_current_vllm_config(config):
+            builder = cls(*arguments)
+        kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
+        if trtllm is None and getattr(kernel, "value", None) != "xqa":
+            raise AbsentError("this release decodes with FlashInfer's native wrappers on an H200")
+        return builder
+
+    return make
+
+
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
 
 BACKENDS: dict[str, Backend] = {
@@ -172,6 +200,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
         Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
         Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
+        Backend("FLASHINFER", (f"{_IN}flashinfer:FlashInferBackend",), _flashinfer(False)),
+        Backend("FLASHINFER_XQA", (f"{_IN}flashinfer:FlashInferBackend",), _flashinfer(None)),
         Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted),
         Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted),
         Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted),
@@ -221,6 +251,8 @@ def backend_subject(name: str, device: Device) -> Subject:
         import vllm
     except ImportError as error:
         raise SubjectError(f"{backend.name} is vLLM's, and {error}; give --vllm-source DIR or install vLLM") from None
+    if "FLASHINFER" in backend.name:
+        flashinfer_stub.install()
     with device.watching():
         found = _find(backend, vllm.__version__)
 

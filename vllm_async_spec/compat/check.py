@@ -6,7 +6,9 @@ them, and with garbage for them, each compared with what it makes of exact ones.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +24,15 @@ from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
-__all__ = ["Subject", "SubjectError", "check", "failure_sentence"]
+__all__ = ["AbsentError", "Subject", "SubjectError", "check", "failure_sentence"]
 
 
 class SubjectError(RuntimeError):
     """A builder can't be made; the message is one sentence that says what to do."""
+
+
+class AbsentError(SubjectError):
+    """This release of vLLM does not have the builder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +79,15 @@ def check(
 
     Returns:
         What was found. What the builder raises is found too, not raised.
+
+    Raises:
+        AbsentError: It turns out that this release does not have the builder.
     """
     found = BackendResult(subject.name, subject.name, subject.source, patched, device_name)
     try:
         builder = _make(subject, device)
+    except AbsentError:
+        raise
     except Exception as error:
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
@@ -105,7 +116,14 @@ def _make(subject: Subject, device: Device) -> Any:
 
 def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
-    reason = subject.not_for(case) or _has_no_such_call(_make(subject, device), case)
+    reason = subject.not_for(case)
+    if reason is None:
+        builder = _make(subject, device)
+        try:
+            with _configured(builder):
+                reason = _has_no_such_call(builder, case)
+        except Exception as error:
+            reason = f"asking whether it can be captured fails: {failure_sentence(error)}"
     if reason is not None:
         return replace(result, not_run=reason)
     exact, reference = _build(subject, case, Host.EXACT, device)
@@ -144,7 +162,7 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     before = _tensors(metadata)
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
-    with warnings.catch_warnings(), device.watching() as waits:
+    with warnings.catch_warnings(), _configured(builder), device.watching() as waits:
         warnings.simplefilter("ignore")  # vLLM's lazy properties warn that they wait, which is what we are here for
         try:
             built = _call(builder, case, metadata, arguments)
@@ -158,6 +176,17 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     return Build(
         host, None, found, changed, (), snapshot.not_validated, tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
     ), snapshot
+
+
+def _configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
+    """What a builder of vLLM's finds as the current configuration, as it does in an engine."""
+    config = getattr(builder, "vllm_config", None)
+    if config is None or "vllm" not in sys.modules:
+        return contextlib.nullcontext()
+    from vllm.config import set_current_vllm_config
+
+    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(config)
+    return context
 
 
 def _call(builder: Any, case: Case, metadata: Any, arguments: dict[str, Any]) -> Any:

@@ -32,6 +32,8 @@ __all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait"]
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DEPTH = 64
 _SHOWN = 6
+_LAZY = ("seq_lens_cpu", "num_computed_tokens_cpu")
+_DECORATORS = ("typing_extensions.py", "warnings.py")  # such as @deprecated, which vLLM puts on them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Wait:
 
     @property
     def site(self) -> str:
-        """`file:line` of the line that asked, and of the one that called it where that is a property or helper."""
-        return " < ".join(f"{frame.file}:{frame.line}" for frame in self.stack[:2]) or "unknown"
+        """`file:line` of who asked, and of who called that; a lazy property of the metadata asks for somebody else."""
+        asked = [frame for frame in self.stack if frame.function.rpartition(".")[2] not in _LAZY]
+        return " < ".join(f"{frame.file}:{frame.line}" for frame in (asked or self.stack)[:2]) or "unknown"
 
     def __str__(self) -> str:
         return f"{self.kind.value} ({self.what}) at {self.site}"
@@ -239,7 +242,8 @@ def _readable(stack: RawStack) -> tuple[Frame, ...]:
     """The frames between the suite's call of the builder and PyTorch."""
     frames = plain(stack)
     called = next((at for at, entry in enumerate(frames) if entry[0] == _CALLER), len(frames))
-    return readable(tuple(entry for entry in frames[:called] if not entry[0].startswith(_OURS)), _SHOWN)
+    theirs = [frame for frame in frames[:called] if not frame[0].startswith(_OURS)]
+    return readable(tuple(frame for frame in theirs if not frame[0].endswith(_DECORATORS)), _SHOWN)
 
 
 _CALLER = _OURS + "check.py"

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.compat.backends import BACKENDS, AbsentError, backend_subject
-from vllm_async_spec.compat.check import SubjectError, check
+from vllm_async_spec.compat.backends import BACKENDS, backend_subject
+from vllm_async_spec.compat.check import AbsentError, SubjectError, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
 from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
 from vllm_async_spec.compat.report import Report
@@ -97,13 +97,12 @@ def run(
         progress(name)
         try:
             subject = foreign_subject(name, device) if is_foreign(name) else backend_subject(name, device)
+            results.append(check(subject, device, patched=patched, device_name=device_name))
         except SubjectError as error:
             if names:
                 raise
             if not isinstance(error, AbsentError):
                 results.append(BackendResult(name, name, "", patched, device_name, failure=str(error)))
-            continue
-        results.append(check(subject, device, patched=patched, device_name=device_name))
     vllm = sys.modules.get("vllm")
     return Report(
         version=__version__,
