@@ -43,7 +43,7 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     assert "1 of 2 builders run without a wait" in result.output
     assert "draft step 2: told upper bound, it waits: read (item) at tests/compat_planted.py:" in result.output
     data = json.loads(files["json"].read_text())
-    assert (data["schema"], data["vllm"], data["plugin"], data["device"]) == (1, data["vllm"], False, "cpu")
+    assert (data["schema"], data["vllm"], data["plugin"], data["device"]) == (1, data["vllm"], None, "cpu")
     assert [(each["backend"], each["verdict"]) for each in data["backends"]] == [
         ("compat_planted:Clean", "none"),
         ("compat_planted:OnlyDrafting", "blocks"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -306,12 +307,9 @@ def compat(
     try:
         source = prepare(vllm_source, plugin=plugin)
         opened = open_device(device, source)
-        if plugin:
-            from vllm_async_spec.vllm_plugin.plugin import load
-
-            load(report=False)
+        patches = _load_plugin() if plugin else None
         with Console(stderr=True).status("") as status:
-            found = run(backends or [], opened, source=source, patched=plugin, progress=status.update)
+            found = run(backends or [], opened, source=source, patches=patches, progress=status.update)
     except (SubjectError, VllmSourceError) as error:
         _fail(str(error), 2)
     if json_file is not None:
@@ -322,6 +320,14 @@ def compat(
         junit_file.write_text(junit(found), encoding="utf-8")
     print_report(found, Console())
     raise typer.Exit(found.exit_code)
+
+
+def _load_plugin() -> Callable[[], dict[str, str]]:
+    """Apply the patches; what is returned tells what has become of each so far."""
+    from vllm_async_spec.vllm_plugin.plugin import load
+
+    ledger = load(report=False).ledger
+    return lambda: {name: outcome.state.value for name, outcome in ledger.outcomes.items()} if ledger else {}
 
 
 @patches_app.command("list")

@@ -38,6 +38,7 @@ class Backend:
         block_size: Tokens in a block of its KV cache.
         fields: Further fields of the common metadata.
         arguments: Further arguments of `build`, of which the builder is given those that it takes.
+        layout: As `Subject.layout`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Backend:
     block_size: int = BLOCK_SIZE
     fields: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
+    layout: tuple[str, ...] = ()
 
 
 def _plain(cls: Any, setting: Setting) -> Any:
@@ -185,6 +187,9 @@ def _flashinfer(trtllm: bool | None) -> Callable[[Any, Setting], Any]:
     return make
 
 
+_FLASHINFER = f"{_IN}flashinfer:FlashInferBackend"
+_PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
+"""Where pages lie among the indices. What masks is the length that the ends and the last page give together."""
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
 
 BACKENDS: dict[str, Backend] = {
@@ -200,8 +205,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
         Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
         Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
-        Backend("FLASHINFER", (f"{_IN}flashinfer:FlashInferBackend",), _flashinfer(False)),
-        Backend("FLASHINFER_XQA", (f"{_IN}flashinfer:FlashInferBackend",), _flashinfer(None)),
+        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(False), layout=_PAGE_TABLE),
+        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(None), layout=_PAGE_TABLE),
         Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted),
         Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted),
         Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted),
@@ -268,6 +273,7 @@ def backend_subject(name: str, device: Device) -> Subject:
         backend.block_size,
         backend.fields,
         backend.arguments,
+        layout=backend.layout,
     )
 
 

@@ -48,6 +48,8 @@ class Subject:
         fields: Further fields of the common metadata for a batch.
         arguments: Further arguments of `build` for a batch; those that it does not take are left out.
         not_for: Why a batch does not apply; None if it does.
+        layout: Parts of field names that say where things lie, and not how long they are: sized by a bound, they
+            differ and are right.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Subject:
     fields: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
     arguments: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
     not_for: Callable[[Case], str | None] = field(default=lambda case: None)
+    layout: tuple[str, ...] = ()
 
 
 def check(
@@ -135,7 +138,7 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     for host in subject.metadata.hosts[1:]:
         build, snapshot = _build(subject, case, host, device)
         if snapshot is not None:
-            build = replace(build, differences=compare.differences(reference, snapshot, unsteady))
+            build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
         builds[host] = build
     need = _need(builds, subject.metadata.has_bound)
     return replace(result, need=need, builds=tuple(builds.values()), unsteady=tuple(sorted(unsteady)))

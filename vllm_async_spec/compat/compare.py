@@ -13,7 +13,7 @@ import torch
 
 from vllm_async_spec.compat.device import Device
 
-__all__ = ["Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
+__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
 
 _DEPTH = 8
 
@@ -51,6 +51,14 @@ class Snapshot:
         return tuple(path for path, leaf in self.leaves.items() if not leaf.validated)
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What an object that has `compared` computes for it: as much the device's, and validated, as its `sources` are."""
+
+    value: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
+
+
 class Judgement(str, enum.Enum):
     """What a difference from the exact metadata means."""
 
@@ -61,7 +69,7 @@ class Judgement(str, enum.Enum):
     WRONG = "wrong"
     """A kernel would read another value, or the host has too small a number, or something else."""
     NOT_VALIDATED = "not validated"
-    """Of what a kernel would have computed that did not run."""
+    """Of what a kernel would have computed that did not run, or that only it could judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,8 @@ class Difference:
 
 def take(built: object, device: Device, builder: object = None) -> Snapshot:
     """Take down all of `built`: dataclasses, named tuples, containers and objects with attributes, tensors and numbers.
+
+    An object with a method `compared` is what that returns, by name.
 
     Args:
         built: What a builder made.
@@ -100,25 +110,29 @@ def take(built: object, device: Device, builder: object = None) -> Snapshot:
     return Snapshot(leaves, skipped)
 
 
-def differences(exact: Snapshot, found: Snapshot, unsteady: frozenset[str] = frozenset()) -> tuple[Difference, ...]:
+def differences(
+    exact: Snapshot, found: Snapshot, unsteady: frozenset[str] = frozenset(), layout: tuple[str, ...] = ()
+) -> tuple[Difference, ...]:
     """Where `found` is not `exact`.
 
     Args:
         exact: Made with exact host lengths.
         found: Made with something else.
         unsteady: Paths that differ between two builds with exact lengths, and so say nothing.
+        layout: Parts of paths whose difference is not wrong by itself, and can't be judged without the kernel.
     """
     result = []
     for path in dict.fromkeys([*exact.leaves, *found.leaves]):
         one, other = exact.leaves.get(path), found.leaves.get(path)
         if path in unsteady or (one is not None and other is not None and _same(one.value, other.value)):
             continue
-        result.append(Difference(path, _judge(one, other), _show(one), _show(other)))
+        judgement = Judgement.NOT_VALIDATED if any(part in path for part in layout) else _judge(one, other)
+        result.append(Difference(path, judgement, _show(one), _show(other)))
     return tuple(result)
 
 
 def _walk(path: str, value: object, depth: int, above: set[int]) -> Iterator[tuple[str, object]]:
-    if depth == 0 or id(value) in above or isinstance(value, torch.Tensor | np.ndarray | enum.Enum | type):
+    if depth == 0 or id(value) in above or isinstance(value, torch.Tensor | Derived | np.ndarray | enum.Enum | type):
         yield path, value
         return
     parts = _parts(value)
@@ -133,6 +147,8 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
     """What `value` is made of, by name; None if it is one thing."""
     if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | torch.dtype | torch.device):
         return None
+    if hasattr(type(value), "compared"):
+        return list(value.compared().items())  # type: ignore[attr-defined]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
@@ -166,6 +182,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _leaf(value: object, device: Device) -> Leaf | None:
+    if isinstance(value, Derived):
+        sources = value.sources
+        validated = all(device.is_validated(each) for each in sources)
+        return Leaf(value.value.cpu(), any(device.holds(each) for each in sources), validated)
     if isinstance(value, torch.Tensor):
         return Leaf(value.detach().cpu().clone(), device.holds(value), device.is_validated(value))
     if isinstance(value, np.ndarray):

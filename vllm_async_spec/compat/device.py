@@ -130,6 +130,9 @@ class CudaDevice:
         """Nothing: PyTorch knows what is whose."""
 
 
+_ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
+"""Arguments that kernels of vLLM's do not write, by kernel. Any other argument passes for written."""
+
 _DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
 """What `CpuProbe` calls steps: the later of two wins in whatever is computed from both."""
 
@@ -191,7 +194,8 @@ class SimulatedDevice(CpuProbe):
         with _disable_current_modes():
             copies = {key: self._copy(value) for key, value in arguments.items()}
         self._calls[f"kernel {len(self._calls)} {name}"] = copies
-        given = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+        only_read = _ONLY_READ.get(name, ())
+        given = [each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key not in only_read]
         for tensor in (*given, *results):
             if _key(tensor) not in self._inputs:
                 self.mark(tensor, _NOT_VALIDATED)
@@ -283,7 +287,6 @@ class _Copies(TorchDispatchMode):
 
 _ATEN = torch.ops.aten
 _DEVICE_OF = torch.Tensor.device.__get__
-_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 # These take the caller's data, from the host unless it is a device tensor.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _UNINITIALISED = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
@@ -301,7 +304,6 @@ class _Sides(TorchFunctionMode):
             torch.Tensor.pin_memory: lambda tensor, *args: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args: not self._device.holds(tensor),
             _DEVICE_OF: lambda tensor: self._device.device if self._device.holds(tensor) else torch.device("cpu"),
-            _IS_CUDA: self._device.holds,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.compat.compare import Derived
+
 __all__ = ["install"]
 
 _WORKSPACE_BYTES = 8 << 20
@@ -34,11 +36,13 @@ class _Wrapper:
         self._pin_memory_int_workspace_buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
         self._int_workspace_buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self.planned: dict[str, Any] = {}
+        self._page_size = 1
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """Record the plan, and fill the buffers."""
         indptr, last = _pages(args, kwargs)
-        self.planned = _host_arguments(kwargs)
+        self.planned = _host_arguments(kwargs) | {"rows": len(last)}
+        self._page_size = kwargs["page_size"]
         indptr.to("cpu"), last.to("cpu")
         if self.is_cuda_graph_enabled:
             for buffer, given in ((self._paged_kv_indptr_buf, indptr), (self._paged_kv_last_page_len_buf, last)):
@@ -47,6 +51,21 @@ class _Wrapper:
         else:
             self._paged_kv_indptr_buf = indptr.to(self._device, non_blocking=True)
             self._paged_kv_last_page_len_buf = last.to(self._device, non_blocking=True)
+
+    def compared(self) -> dict[str, Any]:
+        """What the kernel would go by: the plan, and the lengths that it would mask by."""
+        if self._paged_kv_indptr_buf is None or self._paged_kv_last_page_len_buf is None:
+            return {"planned": self.planned}
+        rows = self.planned.get("rows", len(self._paged_kv_indptr_buf) - 1)
+        ends, last = self._paged_kv_indptr_buf[: rows + 1], self._paged_kv_last_page_len_buf[:rows]
+        pages = ends[1:] - ends[:-1]
+        lengths = torch.where(pages == 0, 0, (pages - 1) * self._page_size + last)
+        return {
+            "planned": self.planned,
+            "lengths": Derived(lengths, (ends, last)),
+            "page ends": ends,
+            "last page": last,
+        }
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """There is no kernel."""
@@ -78,11 +97,25 @@ def _host_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _fast_decode_plan(wrapper: _Wrapper, *args: Any, **kwargs: Any) -> None:
     """Under a CUDA graph it leaves the buffers to the caller, and only plans."""
-    wrapper.planned = _host_arguments(kwargs)
+    rows = wrapper.planned.get("rows")
+    wrapper.planned = _host_arguments(kwargs) | ({} if rows is None else {"rows": rows})
 
 
 def _get_seq_lens(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> torch.Tensor:
     return (indptr[1:] - indptr[:-1] - 1).clamp(min=0) * page_size + last
+
+
+class _XqaModule:
+    """As what `flashinfer.jit.xqa.gen_xqa_module` gives; nothing is compiled."""
+
+    def __init__(self, *shape: Any) -> None:
+        self.name = repr(shape)
+
+    def get_library_path(self) -> str:
+        return "/nonexistent"
+
+    def build_and_load(self) -> None:
+        pass
 
 
 class _Anything(ModuleType):
@@ -103,7 +136,7 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "flashinfer.utils": {},
     "flashinfer.mla": {},
     "flashinfer.jit": {},
-    "flashinfer.jit.xqa": {},
+    "flashinfer.jit.xqa": {"gen_xqa_module": _XqaModule},
 }
 
 

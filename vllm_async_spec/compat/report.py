@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class Report:
         release: Of vLLM; None where none was imported.
         torch: PyTorch's version.
         device: `cpu`, where device memory is simulated, or the GPU's name.
-        patched: Whether the plugin's patches were applied.
+        patches: What has become of each of the plugin's patches; None for stock vLLM.
         date: When, as YYYY-MM-DD.
         command: The command line.
         stubs: What stood in for parts of vLLM or of its machine, and what fails without it.
@@ -37,11 +38,16 @@ class Report:
     release: str | None
     torch: str
     device: str
-    patched: bool
+    patches: Mapping[str, str] | None
     date: str
     command: str
     stubs: tuple[tuple[str, str], ...]
     results: tuple[BackendResult, ...]
+
+    @property
+    def patched(self) -> bool:
+        """Whether the plugin was loaded."""
+        return self.patches is not None
 
     @property
     def exit_code(self) -> int:
@@ -66,7 +72,7 @@ class Report:
             "vllm": self.release,
             "torch": self.torch,
             "device": self.device,
-            "plugin": self.patched,
+            "plugin": None if self.patches is None else dict(self.patches),
             "date": self.date,
             "command": self.command,
             "summary": self.summary,
@@ -120,6 +126,9 @@ def markdown(report: Report) -> str:
     for result in report.results:
         at = ", ".join(f"`{site}`" for site in sites(result))
         lines.append(f"| {result.backend} | {cell(result)} | {batches(result)} | {at or result.failure or ''} |")
+    if report.patches is not None:
+        applied = [name for name, state in report.patches.items() if state == "applied"]
+        lines += ["", f"Patches applied: {', '.join(applied) or 'none'}."]
     for result in report.results:
         detail = _details(result)
         if detail:

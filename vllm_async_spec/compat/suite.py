@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from vllm_async_spec._version import __version__
+from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.check import AbsentError, SubjectError, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
@@ -41,7 +42,10 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
         return None
     os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
-    return load_vllm(source)
+    handle = load_vllm(source)
+    if plugin:
+        flashinfer_stub.install()  # or its patches would find that there is nothing to patch
+    return handle
 
 
 def open_device(name: str, source: VllmSource | None) -> Device:
@@ -73,7 +77,7 @@ def run(
     device: Device,
     *,
     source: VllmSource | None = None,
-    patched: bool = False,
+    patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
     """Check builders one after another.
@@ -82,7 +86,7 @@ def run(
         names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
         device: Where they are made and run.
         source: The unpacked release, if that is what is imported.
-        patched: Whether the plugin's patches are applied.
+        patches: Tells what has become of each of the plugin's patches; None for stock vLLM.
         progress: Told each name before it is tried.
 
     Returns:
@@ -91,6 +95,7 @@ def run(
     Raises:
         SubjectError: A name that was given names nothing.
     """
+    patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
     results = []
     for name in names or BACKENDS:
@@ -109,7 +114,7 @@ def run(
         release=None if vllm is None else vllm.__version__,
         torch=torch.__version__,
         device=device_name,
-        patched=patched,
+        patches=None if patches is None else patches(),
         date=datetime.date.today().isoformat(),
         command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
