@@ -1,12 +1,10 @@
-"""The suite's verdicts of the release's own builders, held to what reading its source says (facts, with file and line)."""
+"""The verdicts of the release's own builders, held to what reading its source says of the same lines."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
-from undone import undone
 
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.cases import CASES
@@ -84,12 +82,12 @@ def test_every_builder_of_the_table_is_made_or_absent(device: SimulatedDevice, r
         if "FLASHINFER" in name:
             continue  # another test of this process puts its own stub there
         try:
-            found = checked(name, device, "decode")
+            found = checked(name, device, "decode", "prefill")
         except AbsentError:
             absent.append(name)
             continue
         assert found.failure is None, f"{name}: {found.failure}"
-        assert len(found.ran) == 1, found.explain()
+        assert found.ran, found.explain()
         made.append(name)
     assert len(made) >= 15, absent
 
@@ -113,13 +111,3 @@ def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, rele
     name = "TURBOQUANT" if release in ("0.12.0", "0.18.1") else "TREE_ATTN"
     with pytest.raises(AbsentError, match=f"vLLM {release} has no {name}"):
         backend_subject(name, device)
-
-
-def test_nothing_of_vllms_own_was_changed(device: SimulatedDevice):
-    """The suite's function modes are gone after it, and a builder makes tensors as before."""
-    import torch
-
-    assert torch.zeros(1).device == torch.device("cpu")
-    assert importlib.import_module("torch.overrides")._len_torch_function_stack() == 0
-    with undone():
-        pass

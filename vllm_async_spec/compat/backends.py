@@ -51,13 +51,13 @@ class Backend:
 
 
 def _plain(cls: Any, setting: Setting) -> Any:
-    return cls(*setting.arguments())
+    return setting.construct(cls, *setting.arguments())
 
 
 def _flex(cls: Any, setting: Setting) -> Any:
     arguments = setting.arguments()
     arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
-    return cls(*arguments)
+    return setting.construct(cls, *arguments)
 
 
 def _mamba(cls: Any, setting: Setting) -> Any:
@@ -71,7 +71,7 @@ def _mamba(cls: Any, setting: Setting) -> Any:
         dtypes=(torch.bfloat16, torch.bfloat16),
         num_speculative_blocks=DRAFT_TOKENS,
     )
-    return cls(spec, layers, config, device)
+    return setting.construct(cls, spec, layers, config, device)
 
 
 def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
@@ -100,7 +100,7 @@ def _mla(block_size: int) -> Callable[[Any, Setting], Any]:
         object.__setattr__(config.model_config, "get_head_size", lambda: 576)
         config.compilation_config.static_forward_context[LAYER] = _MlaLayer(**dims)
         spec = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-        return cls(spec, layers, config, device)
+        return setting.construct(cls, spec, layers, config, device)
 
     return make
 
@@ -153,7 +153,7 @@ def _cross(found: Any, setting: Setting) -> Any:
     backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
     _, layers, config, device = setting.arguments()
     spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return found(backend).get_builder_cls()(spec, layers, config, device)
+    return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
 
 
 def _know_one_layer() -> None:
@@ -170,15 +170,12 @@ def _flashinfer(trtllm: bool | None) -> Callable[[Any, Setting], Any]:
     """With the native wrappers, or with what vLLM itself takes on an H200 that has FlashInfer's kernels."""
 
     def make(cls: Any, setting: Setting) -> Any:
-        from vllm.config import set_current_vllm_config
-
         arguments = setting.arguments()
         config: Any = arguments[2]
         if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
             config.attention_config.use_trtllm_attention = trtllm
         _know_one_layer()
-        with set_current_vllm_config(config):
-            builder = cls(*arguments)
+        builder = setting.construct(cls, *arguments)
         kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
         if trtllm is None and getattr(kernel, "value", None) != "xqa":
             raise AbsentError("this release decodes with FlashInfer's native wrappers on an H200")

@@ -69,3 +69,11 @@ class Setting:
             block_size=block_size, num_kv_heads=_KV_HEADS, head_size=_HEAD_SIZE, dtype=torch.bfloat16
         )
         return spec, [LAYER], config, self.device
+
+    @staticmethod
+    def construct(cls: Any, *arguments: Any) -> Any:
+        """A builder, made as in an engine: where its configuration, the third of `arguments`, is the current one."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(arguments[2]):
+            return cls(*arguments)
