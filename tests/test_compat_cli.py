@@ -50,7 +50,8 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     ]
     page = files["markdown"].read_text()
     assert "| compat_planted:Clean | none | 18 of 18 |  |" in page
-    assert "- draft step 2, draft step 3: told upper bound, it waits: read (item)" in page
+    assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `tests/comp" in page
+    assert "- draft step 2; draft step 3: told upper bound, it waits: read (item)" in page
     clean, faulty = ET.fromstring(files["junit"].read_text())
     counts = {"tests": "18", "errors": "0", "skipped": "0"}
     assert clean.attrib == {"name": "compat_planted:Clean", "failures": "0"} | counts

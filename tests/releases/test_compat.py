@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +115,48 @@ def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, rele
     name = "TURBOQUANT" if release in ("0.12.0", "0.18.1") else "TREE_ATTN"
     with pytest.raises(AbsentError, match=f"vLLM {release} has no {name}"):
         backend_subject(name, device)
+
+
+FLASHINFER = """
+import json, sys
+from pathlib import Path
+from vllm_async_spec.compat.suite import open_device, prepare, run
+way, source = sys.argv[1], Path(sys.argv[2])
+handle = prepare(source, plugin=way != "stock")
+device = open_device("cpu", handle)
+if way != "stock":
+    from vllm_async_spec.vllm_plugin import flashinfer_builder
+    from vllm_async_spec.vllm_plugin.plugin import load
+    load(report=False)
+    if way == "uncorrected":
+        flashinfer_builder.carry_lengths = lambda *arguments: None
+(found,) = run(["FLASHINFER"], device, source=handle).results
+print(json.dumps([found.verdict, found.passed, found.explain()]))
+"""
+
+
+def flashinfer(way: str, source: Path) -> tuple[str, bool, str]:
+    """In a process of its own: what stands for flashinfer-python there is not what other tests of this folder use."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLASHINFER, way, str(source)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    verdict, passed, why = json.loads(done.stdout.splitlines()[-1])
+    return verdict, passed, why
+
+
+def test_flashinfer_waits_in_stock_and_not_with_the_plugin(vllm_source: Path, release: str):
+    verdict, passed, why = flashinfer("stock", vllm_source)
+    assert verdict in ("exact", "blocks")
+    assert not passed
+    assert "flashinfer.py:" in why
+    if release in ("0.26.0", "0.32.0"):
+        assert flashinfer("plugin", vllm_source)[:2] == ("prefill rows", True)
+
+
+def test_flashinfers_plans_are_wrong_without_the_plugins_correction(vllm_source: Path, release: str):
+    if release not in ("0.26.0", "0.32.0"):
+        pytest.skip(f"vLLM {release} gives no upper bound to plan from")
+    verdict, passed, why = flashinfer("uncorrected", vllm_source)
+    assert (verdict, passed) == ("exact", False)
+    assert "told upper bound, decode.wrapper.lengths is " in why

@@ -289,6 +289,8 @@ _ATEN = torch.ops.aten
 _DEVICE_OF = torch.Tensor.device.__get__
 # These take the caller's data, from the host unless it is a device tensor.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_MAPPED = 32 << 20
+"""More is mapped afresh by the allocator, and so is zero; writing it would cost more than all else."""
 _UNINITIALISED = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
 
 
@@ -316,7 +318,7 @@ class _Sides(TorchFunctionMode):
             out = func(*args, **kwargs)
         else:
             out = self._make(func, args, kwargs, self._device.on_device(device))
-        if func in _UNINITIALISED:
+        if func in _UNINITIALISED and out.nbytes <= _MAPPED:
             out.zero_()  # or two builds of the same would differ
         return out
 

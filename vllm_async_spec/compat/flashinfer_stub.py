@@ -42,7 +42,9 @@ class _Wrapper:
         """Record the plan, and fill the buffers."""
         indptr, last = _pages(args, kwargs)
         self.planned = _host_arguments(kwargs) | {"rows": len(last)}
-        self._page_size = kwargs["page_size"]
+        # Older releases give sizes by position: query heads, KV heads, head size, page size.
+        sizes = [each for each in args if isinstance(each, int)]
+        self._page_size = kwargs["page_size"] if "page_size" in kwargs else sizes[3]
         indptr.to("cpu"), last.to("cpu")
         if self.is_cuda_graph_enabled:
             for buffer, given in ((self._paged_kv_indptr_buf, indptr), (self._paged_kv_last_page_len_buf, last)):
@@ -146,6 +148,8 @@ def install() -> None:
         return
     # Without it vLLM asks a server on the network whether there are kernels.
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
+    # Nobody works in it, and each builder has its own.
+    os.environ["VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"] = "4096"
     for name, contents in _CONTENTS.items():
         module = _Anything(name)
         vars(module).update(contents)

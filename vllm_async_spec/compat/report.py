@@ -110,30 +110,34 @@ def batches(result: BackendResult) -> str:
 
 
 def markdown(report: Report) -> str:
-    """The run as a Markdown page: the table, and below it the faults and what was not run."""
-    vllm = "no vLLM" if report.release is None else f"vLLM {report.release}"
-    with_plugin = ", with the plugin" if report.patched else ""
+    """The run as a Markdown page: the table, and below it for each builder the faults and what was not run."""
+    vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
+    with_plugin = "with the plugin" if report.patched else "stock"
     lines = [
-        f"{vllm}{with_plugin}, PyTorch {report.torch}, {report.device}, {report.date}:",
+        f"# {vllm}, {with_plugin}",
+        "",
+        f"vllm-async-spec {report.version}, PyTorch {report.torch}, {_where(report)}, {report.date}. {report.summary}.",
         "",
         "```bash",
         report.command,
         "```",
-        "",
-        "| backend | needs of the host | batches run | waits or fails at |",
-        "|---|---|---|---|",
     ]
-    for result in report.results:
-        at = ", ".join(f"`{site}`" for site in sites(result))
-        lines.append(f"| {result.backend} | {cell(result)} | {batches(result)} | {at or result.failure or ''} |")
     if report.patches is not None:
         applied = [name for name, state in report.patches.items() if state == "applied"]
         lines += ["", f"Patches applied: {', '.join(applied) or 'none'}."]
+    lines += ["", "| backend | needs of the host | batches run | waits or fails at |", "|---|---|---|---|"]
     for result in report.results:
-        detail = _details(result)
-        if detail:
-            lines += ["", f"**{result.backend}**", "", *(f"- {line}" for line in detail)]
+        at = "<br>".join(f"`{site}`" for site in sites(result))
+        link = f"[{result.backend}](#{result.backend.lower()})" if _details(result) else result.backend
+        lines.append(f"| {link} | {cell(result)} | {batches(result)} | {at} |")
+    for result in report.results:
+        if detail := _details(result):
+            lines += ["", f"## {result.backend}", "", *(f"- {line}" for line in detail)]
     return "\n".join(lines) + "\n"
+
+
+def _where(report: Report) -> str:
+    return "a simulated device" if report.device == "cpu" else report.device
 
 
 def _details(result: BackendResult) -> list[str]:
@@ -141,13 +145,14 @@ def _details(result: BackendResult) -> list[str]:
     for case, faults in result.faults.items():
         for fault in faults:
             by_fault.setdefault(fault, []).append(case)
-    lines = [f"{', '.join(cases)}: {fault}" for fault, cases in by_fault.items()]
+    lines = [] if result.failure is None else [result.failure]
+    lines += [f"{'; '.join(cases)}: {fault}" for fault, cases in by_fault.items()]
     lines += [f"at capture, {case}: {fault}" for case, faults in result.at_capture.items() for fault in faults]
     not_run: dict[str, list[str]] = {}
     for case_result in result.cases:
         if case_result.not_run is not None:
             not_run.setdefault(case_result.not_run, []).append(case_result.case)
-    lines += [f"not run, {', '.join(cases)}: {reason}" for reason, cases in not_run.items()]
+    lines += [f"not run, {'; '.join(cases)}: {reason}" for reason, cases in not_run.items()]
     lines += sorted({note for case_result in result.steps for note in case_result.notes})
     if result.not_validated:
         lines.append(f"not validated, because no kernel ran: {', '.join(result.not_validated)}")
