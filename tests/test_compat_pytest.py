@@ -57,7 +57,7 @@ def test_the_suite_itself(tmp_path: Path):
 def test_no_backend_and_a_wrong_one_fail_in_a_sentence(tmp_path: Path):
     (tmp_path / "test_it.py").write_text("def test_no_host_sync(async_spec_backend): pass\n")
     done = run_pytest(tmp_path)
-    assert "no backend is named; set async_spec_backends in pytest's configuration" in done.stdout
+    assert "no backend is named; set async_spec_backends in pytest's settings" in done.stdout
     assert outcome(done) == {"error": 1}
     done = run_pytest(tmp_path, "--async-spec-backend", "nowhere:Builder")
     assert "nowhere:Builder: there is no module 'nowhere'; install it" in done.stdout
