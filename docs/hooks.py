@@ -5,6 +5,7 @@ A page asks with a comment on a line of its own:
     <!-- ledger: patches -->                      the table of the patches
     <!-- ledger: releases -->                     the releases that the ledger names, in one sentence
     <!-- reference: host_copy HostCopy Upkeep --> signatures and docstrings of a module's public names
+    <!-- compat: table -->                        the verdicts of all pages in compat/, a row for each backend
 
 Sources are parsed, never imported, so the site builds without PyTorch and without vLLM.
 """
@@ -28,7 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vllm_async_spec"
 LEDGER = ROOT / "patches"
 
-_REQUEST = re.compile(r"^<!-- (ledger|reference): (.+?) -->$", re.MULTILINE)
+COMPAT = ROOT / "docs" / "compat"
+
+_REQUEST = re.compile(r"^<!-- (ledger|reference|compat): (.+?) -->$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -61,6 +64,25 @@ def _ledger(what: str) -> str:
         ]
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)
+
+
+def _compat(what: str) -> str:
+    """The pages that `vllm-async-spec compat --markdown` wrote, side by side: a row for each backend."""
+    pages = sorted(COMPAT.glob("*.md"), key=lambda page: (_order(page.stem.partition("-")[0]), "plugin" in page.stem))
+    found = {page: dict(_VERDICT.findall(page.read_text(encoding="utf-8"))) for page in pages}
+    names = dict.fromkeys(name for verdicts in found.values() for name in verdicts)
+    heads = [page.stem.replace("-", " ") for page in pages]
+    rows = ["| backend | " + " | ".join(heads) + " |", "|---" * len(heads) + "|---|"]
+    for name in names:
+        cells = [
+            f"[{verdicts[name]}](compat/{page.name})" if name in verdicts else "-" for page, verdicts in found.items()
+        ]
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+# A row of the table of such a page: the name, with or without a link, and the verdict.
+_VERDICT = re.compile(r"^\| \[?([A-Z0-9_]+)(?:\]\([^)]*\))? \| ([^|]+?) \| \d", re.MULTILINE)
 
 
 def _releases(entry: dict[str, Any]) -> set[str]:
@@ -236,4 +258,4 @@ def _documentation(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) 
     return "\n".join(lines).strip()
 
 
-_ANSWERS: dict[str, Callable[..., str]] = {"ledger": _ledger, "reference": _reference}
+_ANSWERS: dict[str, Callable[..., str]] = {"ledger": _ledger, "reference": _reference, "compat": _compat}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,20 @@ READS = {
     "item": lambda t: t[0].item(),
     "nonzero": lambda t: t.nonzero(),
     "boolean index": lambda t: t[t > 1],
+    "bincount": lambda t: t.bincount(),
+    "repeat_interleave": lambda t: t.repeat_interleave(t),
+}
+# Other ways to the same.
+ALSO = {
+    "numpy": lambda t: np.asarray(t),
+    "nonzero": lambda t: torch.where(t > 1),
+    "boolean index": lambda t: t.index_put_((t > 1,), torch.tensor([5, 6])),
+    "item": lambda t: range(t[0]),
+}
+FREE = {
+    "a length that the host knows": lambda t: t.repeat_interleave(t, output_size=6),
+    "a mask of the host's": lambda t: t[torch.tensor([True, False, True, False])],
+    "one value under a mask": lambda t: t.__setitem__(t > 1, 0),
 }
 
 
@@ -31,6 +46,24 @@ def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str, in
         sampled = (hidden * 2).argsort()
         READS[what](sampled)
     assert (dict(reads.now), dict(reads.late), reads.steps) == ({what: 1}, {}, 1)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("what", ALSO)
+def test_other_ways_to_read(what: str, inference: bool):
+    probe = CpuProbe()
+    with torch.inference_mode(inference), probe as reads:
+        ALSO[what](probe.forward(forward).argsort())
+    assert dict(reads.now) == {what: 1}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("what", FREE)
+def test_what_reads_nothing(what: str, inference: bool):
+    probe = CpuProbe()
+    with torch.inference_mode(inference), probe as reads:
+        FREE[what](probe.forward(forward).argsort())
+    assert reads.now.total() == 0
 
 
 def test_a_read_of_what_the_step_before_computed_is_late():

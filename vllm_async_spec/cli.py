@@ -1,9 +1,10 @@
-"""The command line: `vllm-async-spec demo | status | audit | patches`."""
+"""The command line: `vllm-async-spec demo | status | audit | compat | patches`."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -271,6 +272,62 @@ def audit(
     if html_file is not None:
         html_file.write_text(render_html(found, before), encoding="utf-8")
     print_report(found, Console(), before)
+
+
+@app.command()
+def compat(
+    backends: Annotated[
+        list[str] | None,
+        typer.Option("--backend", metavar="NAME", help="One of vLLM's, or module:Builder; all of vLLM's if not given."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu, which simulates a device.", metavar="cpu|cuda")] = "cpu",
+    vllm_source: Annotated[
+        Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
+    ] = None,
+    plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence as data.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table as a page.")] = None,
+    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write a test for each batch, for CI.")] = None,
+) -> None:
+    """Does yours sync? Try metadata builders with no host lengths, with bounds and with garbage for them.
+
+    Exit code 0: no builder makes the host wait in a step, and each builds the right thing; 1: one does, or does not;
+    2: one could not be tried.
+    """
+    from vllm_async_spec.compat.check import SubjectError
+    from vllm_async_spec.compat.report import junit, markdown
+    from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.terminal import print_report
+    from vllm_async_spec.compat.vllm_source import VllmSourceError
+
+    files = {"--json": json_file, "--markdown": markdown_file, "--junit": junit_file}
+    for option, path in files.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
+    try:
+        source = prepare(vllm_source, plugin=plugin)
+        opened = open_device(device, source)
+        patches = _load_plugin() if plugin else None
+        with Console(stderr=True).status("") as status:
+            found = run(backends or [], opened, source=source, patches=patches, progress=status.update)
+    except (SubjectError, VllmSourceError) as error:
+        _fail(str(error), 2)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
+    if markdown_file is not None:
+        markdown_file.write_text(markdown(found), encoding="utf-8")
+    if junit_file is not None:
+        junit_file.write_text(junit(found), encoding="utf-8")
+    print_report(found, Console())
+    raise typer.Exit(found.exit_code)
+
+
+def _load_plugin() -> Callable[[], dict[str, str]]:
+    """Apply the patches; what is returned tells what has become of each so far."""
+    from vllm_async_spec.vllm_plugin.plugin import load
+
+    ledger = load(report=False).ledger
+    return lambda: {name: outcome.state.value for name, outcome in ledger.outcomes.items()} if ledger else {}
 
 
 @patches_app.command("list")

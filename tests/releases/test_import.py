@@ -134,4 +134,5 @@ def test_the_stub_table_is_what_was_used(release, loaded, tiny_model_dir):
         pytest.skip("the table lists the releases under test")
     builders.engine_config(tiny_model_dir)
     builders.flash_attention_builder().build(0, builders.common_metadata(*DECODE))
-    assert {stub.name for stub in loaded.stubbed} == {stub.name for stub in STUBS if release in stub.releases}
+    used = {stub.name for stub in loaded.stubbed if not stub.to_build}
+    assert used == {stub.name for stub in STUBS if release in stub.releases and not stub.to_build}

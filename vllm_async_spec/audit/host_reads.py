@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
@@ -119,7 +119,7 @@ class _Follow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         step = self._probe.step_of((args, kwargs))
-        if step is not None and (what := _read_by(func, args)) is not None:
+        if step is not None and (what := _read_by(self._probe, func, args, kwargs)) is not None:
             self._probe.read(what, step)
         out = func(*args, **kwargs)
         if step is not None:
@@ -147,14 +147,32 @@ _OPERATORS = {
     _ATEN._unique2.default: "nonzero",
     _ATEN.unique_dim.default: "nonzero",
     _ATEN.unique_consecutive.default: "nonzero",
+    _ATEN.bincount.default: "bincount",
+    # Whole in inference mode, like `item`.
+    _ATEN.nonzero_numpy.default: "nonzero",
+    _ATEN.argwhere.default: "nonzero",
+    _ATEN.where.default: "nonzero",
 }
+_WRITES_BY_INDEX = {_ATEN.index_put_.default, _ATEN.index_put.default}
+# Their results are as long as the repeats say, unless the caller says it.
+_REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 
 
-def _read_by(func: Any, args: tuple[Any, ...]) -> str | None:
+def _read_by(probe: CpuProbe, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """How this operator would read a device's tensor on the host; None if it would not."""
-    if func is _ATEN.index.Tensor and any(i is not None and i.dtype is torch.bool for i in args[1]):
+    if func is _ATEN.index.Tensor and _has_mask(probe, args[1]):
         return "boolean index"
+    if func in _WRITES_BY_INDEX and _has_mask(probe, args[1]):
+        # A single value is filled in under the mask, and nobody counts.
+        return "boolean index" if args[2].numel() != 1 else None
+    if func in _REPEATS and kwargs.get("output_size") is None:
+        return "repeat_interleave"
     return _OPERATORS.get(func)
+
+
+def _has_mask(probe: CpuProbe, indices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether an index is a mask of the device's; one of the host's is counted there, and waits for nothing."""
+    return any(i is not None and i.dtype is torch.bool and probe.step_of(i) is not None for i in indices)
 
 
 class _Watch(TorchFunctionMode):
@@ -188,6 +206,7 @@ _READS = {
     torch.Tensor.to: "to",
     torch.Tensor.tolist: "tolist",
     torch.Tensor.numpy: "numpy",
+    torch.Tensor.__array__: "numpy",
 }
 
 

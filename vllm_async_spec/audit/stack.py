@@ -30,11 +30,11 @@ _SITE = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-package
 _TORCH = tuple(os.sep + os.path.join(*parts) + os.sep for parts in (("site-packages", "torch"),))
 
 
-def take() -> RawStack:
+def take(depth: int = _DEPTH) -> RawStack:
     """The stack of this thread; the caller's own frame, and others of this package, are dropped by `readable`."""
     found: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _DEPTH:
+    while frame is not None and len(found) < depth:
         found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)

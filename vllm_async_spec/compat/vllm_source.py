@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ class Stub:
         name: The module, or the `module:attribute`, that is replaced.
         releases: The releases of `fetch.RELEASES` that use it.
         why: What fails without it, and what stands there instead.
+        to_build: Whether only some metadata builders need it; otherwise importing and configuring the release does.
     """
 
     name: str
     releases: tuple[str, ...]
     why: str
+    to_build: bool = False
 
 
 _COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
@@ -76,6 +78,25 @@ STUBS: tuple[Stub, ...] = (
         "torch.ops._vllm_fa3_C:get_scheduler_metadata",
         _ALL,
         "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
+    ),
+    Stub("vllm._flashmla_C", _ALL, "compiled, and its presence is what says FlashMLA; an empty module", True),
+    Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
+    Stub(
+        "torch.ops._flashmla_C:get_mla_decoding_metadata",
+        _ALL[:1],
+        "FlashMLA's tile scheduler; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
+        "torch.cuda:get_device_properties",
+        _ALL,
+        "some MLA builders size their tables by the processors of the device; 132, an H200's",
+        True,
+    ),
+    Stub(
+        "triton.runtime.jit:JITFunction",
+        _ALL,
+        "launching a Triton kernel needs a driver; where somebody listens, a launch only records its arguments",
     ),
     Stub(
         "os.environ:CUDA_VISIBLE_DEVICES",
@@ -136,17 +157,25 @@ class VllmSource:
         path: The directory that contains `vllm/`.
         version: The release, as its metadata states it.
         calls: What builders gave to kernels, oldest first; a test may clear it.
+        on_kernel: Told of each kernel that did not run: its name, its arguments by name, and what stands for its
+            results. Without it, launching a Triton kernel fails for want of a driver.
     """
 
     path: Path
     version: str
     calls: list[KernelCall] = field(default_factory=list)
+    on_kernel: Callable[[str, dict[str, Any], Sequence[torch.Tensor]], None] | None = None
     _used: set[str] = field(default_factory=set)
 
     @property
     def stubbed(self) -> tuple[Stub, ...]:
         """The stubs that have been used in this process so far, in the order of `STUBS`."""
         return tuple(stub for stub in STUBS if stub.name in self._used)
+
+    def _kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
+        self.calls.append(KernelCall(name, arguments))
+        if self.on_kernel is not None:
+            self.on_kernel(name, arguments, results)
 
 
 def load_vllm(source: Path) -> VllmSource:
@@ -173,6 +202,8 @@ def load_vllm(source: Path) -> VllmSource:
     sys.path.insert(0, str(source))
     sys.meta_path.insert(0, _Finder(handle))
     _stub_torch(handle)
+    if (jit := sys.modules.get("triton.runtime.jit")) is not None:
+        _patch(jit, handle)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     handle._used.add("os.environ:CUDA_VISIBLE_DEVICES")
     return handle
@@ -219,9 +250,13 @@ class _PatchedLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._original.exec_module(module)
-        attribute, patch = _PATCHES[module.__name__]
-        patch(module)
-        self._handle._used.add(f"{module.__name__}:{attribute}")
+        _patch(module, self._handle)
+
+
+def _patch(module: ModuleType, handle: VllmSource) -> None:
+    attribute, patch = _PATCHES[module.__name__]
+    patch(module, handle)
+    handle._used.add(f"{module.__name__}:{attribute}")
 
 
 def _empty_class(name: str) -> type:
@@ -234,11 +269,11 @@ def _always(answer: object) -> staticmethod[..., object]:
     return staticmethod(lambda *_args, **_kwargs: answer)
 
 
-def _choose_cuda(platforms: Any) -> None:
+def _choose_cuda(platforms: Any, _handle: VllmSource) -> None:
     platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
 
 
-def _claim_one_h200(cuda: Any) -> None:
+def _claim_one_h200(cuda: Any, _handle: VllmSource) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     platform = cuda.NonNvmlCudaPlatform
@@ -251,15 +286,28 @@ def _claim_one_h200(cuda: Any) -> None:
     cuda.CudaPlatform = platform
 
 
-def _inspect_models_here(registry: Any) -> None:
+def _inspect_models_here(registry: Any, _handle: VllmSource) -> None:
     registry._run_in_subprocess = lambda function: function()
 
 
+def _record_launches(jit: Any, handle: VllmSource) -> None:
+    launch = jit.JITFunction.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if handle.on_kernel is None:
+            return launch(self, *args, **kwargs)
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        return handle._kernel(self.__name__, arguments)
+
+    jit.JITFunction.run = run
+
+
 # Module -> the attribute it changes, and how. Applied between the module's execution and its first use.
-_PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
+_PATCHES: dict[str, tuple[str, Callable[[Any, VllmSource], None]]] = {
     "vllm.platforms": ("builtin_platform_plugins", _choose_cuda),
     "vllm.platforms.cuda": ("CudaPlatform", _claim_one_h200),
     "vllm.model_executor.models.registry": ("_run_in_subprocess", _inspect_models_here),
+    "triton.runtime.jit": ("JITFunction", _record_launches),
 }
 
 
@@ -271,13 +319,28 @@ def _stub_torch(handle: VllmSource) -> None:
     def get_scheduler_metadata(*values: Any) -> torch.Tensor:
         handle._used.add("torch.ops._vllm_fa3_C:get_scheduler_metadata")
         arguments = dict(zip(_SCHEDULER_ARGUMENTS, values, strict=True))
-        handle.calls.append(KernelCall("get_scheduler_metadata", arguments))
         # The kernel's size differs between releases; this one fits the smallest buffer that a builder keeps for it.
-        return torch.zeros(arguments["batch_size"] + 1, dtype=torch.int32)
+        result = torch.zeros(arguments["batch_size"] + 1, dtype=torch.int32)
+        handle._kernel("get_scheduler_metadata", arguments, result)
+        return result
+
+    def get_device_properties(device: object = None) -> Any:
+        handle._used.add("torch.cuda:get_device_properties")
+        return SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", major=9, minor=0)
+
+    def get_mla_decoding_metadata(lengths: torch.Tensor, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        handle._used.add("torch.ops._flashmla_C:get_mla_decoding_metadata")
+        tiles = torch.zeros(132, 8, dtype=torch.int32)
+        splits = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
+        given = {"cache_seqlens": lengths} | {str(at): value for at, value in enumerate(values)}
+        handle._kernel("get_mla_decoding_metadata", given, tiles, splits)
+        return tiles, splits
 
     torch.cuda.get_device_capability = get_device_capability
+    torch.cuda.get_device_properties = get_device_properties
     operators: Any = torch.ops
     operators._vllm_fa3_C.get_scheduler_metadata = get_scheduler_metadata
+    operators._flashmla_C.get_mla_decoding_metadata = get_mla_decoding_metadata
     for stub in STUBS:
         namespace, _, operator = stub.name.partition(":")
         if namespace == "torch.ops._C":

@@ -1,0 +1,78 @@
+"""The pytest plugin of vllm-async-spec's compatibility suite: the fixture `async_spec_backend`.
+
+A backend's own repository names its builder once, in `pyproject.toml`,
+
+    [tool.pytest.ini_options]
+    async_spec_backends = ["my_backend:MyMetadataBuilder"]
+
+and tests what was found of it:
+
+    def test_no_host_sync(async_spec_backend):
+        assert async_spec_backend.passed, async_spec_backend.explain()
+
+pytest imports this file in every run of an environment, so it is no part of the package, which imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm_async_spec.compat.results import BackendResult
+
+_SUITE = "vllm_async_spec.compat"
+_NO_BACKEND = "no backend is named; set async_spec_backends in pytest's settings, or give --async-spec-backend NAME"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; all have long names, lest they are somebody else's."""
+    group = parser.getgroup("async-spec", "vllm-async-spec: does your attention backend make the host wait?")
+    names = ["--async-spec-backend"]
+    if any(argument.startswith(_SUITE) for argument in sys.argv):
+        names.append("--backend")  # where the suite itself is what runs, no other plugin's option is meant
+    group.addoption(*names, action="append", default=[], metavar="NAME", help="module:Builder, or one of vLLM's")
+    group.addoption("--async-spec-device", default="cpu", metavar="cpu|cuda", help="cpu simulates a device")
+    group.addoption("--async-spec-source", type=Path, metavar="DIR", help="an unpacked vLLM, instead of the installed")
+    parser.addini("async_spec_backends", "the backends that async_spec_backend is, as --async-spec-backend", "linelist")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run whatever asks for `async_spec_backend` once for each backend that is named."""
+    if "async_spec_backend" in metafunc.fixturenames:
+        names = _names(metafunc.config) or [pytest.param(None, id="none")]
+        metafunc.parametrize("async_spec_backend", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def async_spec_backend(request: pytest.FixtureRequest) -> BackendResult:
+    """What the compatibility suite found of a backend: `passed`, `need`, `waits`, `faults`, `cases`, `explain()`."""
+    if request.param is None:
+        pytest.fail(_NO_BACKEND, pytrace=False)
+    found: BackendResult = _check(request.config, request.param)
+    return found
+
+
+_OPENED = pytest.StashKey[tuple[Any, Any]]()
+
+
+def _names(config: pytest.Config) -> list[Any]:
+    return list(config.getoption("--async-spec-backend") or config.getini("async_spec_backends"))
+
+
+def _check(config: pytest.Config, name: str) -> Any:
+    from vllm_async_spec.compat.check import SubjectError
+    from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.vllm_source import VllmSourceError
+
+    try:
+        if _OPENED not in config.stash:
+            source = prepare(config.getoption("--async-spec-source"))
+            config.stash[_OPENED] = source, open_device(config.getoption("--async-spec-device"), source)
+        source, device = config.stash[_OPENED]
+        return run([name], device, source=source).results[0]
+    except (SubjectError, VllmSourceError) as error:
+        pytest.fail(str(error), pytrace=False)

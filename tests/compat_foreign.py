@@ -1,0 +1,51 @@
+"""What `--backend module:name` may name, and mistakes in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compat_planted
+
+from vllm_async_spec.attention import get_adapter
+from vllm_async_spec.compat.setting import Setting
+
+adapter = get_adapter("FLASH_ATTN")
+number = 3
+
+
+class Backend:
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        return compat_planted.Clean
+
+
+def factory(setting: Setting) -> Any:
+    return compat_planted.Clean(setting.device)
+
+
+def broken_factory(setting: Setting) -> Any:
+    raise KeyError("heads")
+
+
+def empty_factory(setting: Setting) -> Any:
+    return None
+
+
+class WantsMore(compat_planted.Clean):
+    def __init__(self, device: Any, metadata_cls: Any, *, table_width: int) -> None:
+        super().__init__(device)
+
+
+class AsksForMore(compat_planted.Clean):
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        print(device.number_of_heads)
+
+
+class Breaks(compat_planted.Clean):
+    def __init__(self, device: Any) -> None:
+        raise ValueError("no heads")
+
+
+class NoBuilder:
+    pass

@@ -1,0 +1,322 @@
+"""Builders with one fault each, and clean ones, for `test_compat_check`: plain PyTorch, no vLLM.
+
+What each should be found to be is in its `need` and `fault`; `fault` is part of a sentence that must be reported in the
+case `case`, and the line of it that ends in `# here` is the site that must be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_async_spec.compat.results import Need
+
+
+@dataclass
+class Built:
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_seq_len: int
+    extra: Any = None
+
+
+class Builder:
+    """What all have in common, and right."""
+
+    need: ClassVar[Need] = Need.NONE
+    fault: ClassVar[str | None] = None
+    note: ClassVar[str | None] = None
+    case: ClassVar[str] = "spec K + 1"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lengths = torch.zeros(512, dtype=torch.int32, device=device)
+
+    def extra(self, metadata: Any) -> Any:
+        return None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        m = common_attn_metadata
+        return Built(m.seq_lens, m.block_table_tensor, m.max_seq_len, self.extra(m))
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        return self.build(0, common_attn_metadata, fast_build=True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return self.build(0, common_attn_metadata)
+
+
+class Clean(Builder):
+    """Device lengths, its own buffer, an asynchronous copy of what the host made, and all that costs nothing."""
+
+    def extra(self, metadata: Any) -> Any:
+        count = metadata.num_reqs
+        self.lengths[:count].copy_(metadata.seq_lens)
+        self.lengths[count:].fill_(0)
+        queries = metadata.query_start_loc_cpu.diff()
+        longest = int(queries.max())
+        on_device = queries.to(self.device, non_blocking=True)
+        pages = torch.nn.functional.pad(metadata.seq_lens.cumsum(0), (1, 0))
+        rows = torch.arange(count, device=metadata.seq_lens.device)
+        tokens = torch.repeat_interleave(rows, on_device, output_size=int(queries.sum()))
+        return self.lengths[:count], on_device, pages, tokens, longest, metadata.seq_lens.to(torch.int64), [queries]
+
+
+class FromTheBound(Builder):
+    """Sizes from the bound, lengths from the device."""
+
+    need = Need.UPPER_BOUND
+
+    def extra(self, metadata: Any) -> Any:
+        pages = (metadata.seq_lens_cpu_upper_bound + 15) // 16
+        return int(pages.sum()), pages, torch.zeros(int(pages.sum()), device=self.device)
+
+
+class FromPrefills(Builder):
+    """Host lengths of prefills only."""
+
+    need = Need.PREFILL_ROWS
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens_cpu_upper_bound[metadata.is_prefilling].to(self.device, non_blocking=True)
+
+
+class CopiesToHost(Builder):
+    need, fault = Need.BLOCKING, "copy to host (cpu)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.cpu()  # here
+
+
+class MovesToHost(Builder):
+    need, fault = Need.BLOCKING, "copy to host (to)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.to("cpu")  # here
+
+
+class CopiesIntoHostBuffer(Builder):
+    need, fault = Need.BLOCKING, "copy to host (copy_)"
+
+    def extra(self, metadata: Any) -> Any:
+        buffer = torch.zeros(metadata.num_reqs, dtype=torch.int32)
+        buffer.copy_(metadata.seq_lens)  # here
+        return int(buffer.max())
+
+
+class Item(Builder):
+    need, fault = Need.BLOCKING, "read (item)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.max().item()  # here
+
+
+class Branch(Builder):
+    need, fault = Need.BLOCKING, "read (item)"
+
+    def extra(self, metadata: Any) -> Any:
+        if (metadata.seq_lens > 4000).any():  # here
+            return "long"
+        return "short"
+
+
+class ToList(Builder):
+    need, fault = Need.BLOCKING, "read (tolist)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.tolist()  # here
+
+
+class Numpy(Builder):
+    need, fault = Need.BLOCKING, "read (numpy)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.numpy()  # here
+
+
+class Mask(Builder):
+    need, fault = Need.BLOCKING, "read (boolean index)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.block_table_tensor[metadata.seq_lens > 40]  # here
+
+
+class Nonzero(Builder):
+    need, fault = Need.BLOCKING, "read (nonzero)"
+
+    def extra(self, metadata: Any) -> Any:
+        return torch.where(metadata.seq_lens > 40)  # here
+
+
+class DynamicShape(Builder):
+    need, fault = Need.BLOCKING, "read (repeat_interleave)"
+
+    def extra(self, metadata: Any) -> Any:
+        queries = metadata.query_start_loc.diff()
+        return torch.repeat_interleave(torch.arange(metadata.num_reqs, device=self.device), queries)  # here
+
+
+class Bincount(Builder):
+    need, fault = Need.BLOCKING, "read (bincount)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.query_start_loc.bincount()  # here
+
+
+class UnfencedCopy(Builder):
+    """Read before anybody has waited for it: a wait, or garbage."""
+
+    need, fault = Need.BLOCKING, "read (numpy)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.to("cpu", non_blocking=True).numpy()  # here
+
+
+class OwnBuffer(Builder):
+    """What is read back is the builder's, not the batch's."""
+
+    need, fault = Need.BLOCKING, "read (tolist)"
+
+    def extra(self, metadata: Any) -> Any:
+        return self.lengths[:2].tolist()  # here
+
+
+class TensorOfList(Builder):
+    need, fault = Need.BLOCKING, "copy to device (tensor)"
+
+    def extra(self, metadata: Any) -> Any:
+        return torch.tensor([0, metadata.num_reqs], device=self.device)  # here
+
+
+class BlockingUpload(Builder):
+    need, fault = Need.BLOCKING, "copy to device (to)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.query_start_loc_cpu.to(metadata.seq_lens.device)  # here
+
+
+class BlockingFill(Builder):
+    need, fault = Need.BLOCKING, "copy to device (copy_)"
+
+    def extra(self, metadata: Any) -> Any:
+        self.lengths[: metadata.num_reqs + 1] = metadata.query_start_loc_cpu  # here
+        return self.lengths
+
+
+class HostIndex(Builder):
+    need, fault = Need.BLOCKING, "copy to device (index on the host)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.block_table_tensor[torch.tensor([0])]  # here
+
+
+class ExactLengths(Builder):
+    """The lazy property, which copies where nobody gave the lengths."""
+
+    need, fault = Need.EXACT, "copy to host (to)"
+
+    def extra(self, metadata: Any) -> Any:
+        return int(metadata.seq_lens_cpu.max())  # here
+
+
+class NoLengths(Builder):
+    need, fault = Need.EXACT, "it fails: TypeError: 'NoneType' object is not subscriptable"
+
+    def extra(self, metadata: Any) -> Any:
+        return int(metadata._seq_lens_cpu[0])  # here
+
+
+class BoundForTruth(Builder):
+    """A kernel would read the bound where it should read the length."""
+
+    need, fault = Need.EXACT, "extra is"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens_cpu_upper_bound.to(self.device, non_blocking=True)
+
+
+class MaximumForTruth(Builder):
+    """Right only where the maximum is exact."""
+
+    need, fault = Need.EXACT, "extra is"
+
+    def extra(self, metadata: Any) -> Any:
+        return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32, device=self.device)
+
+
+class TooSmall(Builder):
+    """Reserves less the longer the bound."""
+
+    need, fault = Need.EXACT, "extra is"
+
+    def extra(self, metadata: Any) -> Any:
+        return 9000 - metadata.max_seq_len
+
+
+class ChangesTheBound(Builder):
+    need, fault = Need.PREFILL_ROWS, "it changes seq_lens_cpu_upper_bound"
+
+    def extra(self, metadata: Any) -> Any:
+        metadata.seq_lens_cpu_upper_bound.sub_(1)
+
+
+class ChangesTheLengths(Builder):
+    fault = "it changes seq_lens of"
+
+    def extra(self, metadata: Any) -> Any:
+        metadata.seq_lens.add_(1)
+
+
+class ReplacesAField(Builder):
+    fault = "it changes slot_mapping of"
+
+    def extra(self, metadata: Any) -> Any:
+        metadata.slot_mapping = metadata.slot_mapping[:1]
+
+
+class TrustsGivenLengths(Builder):
+    note = "needs no host lengths, but uses them where they are given"
+
+    def extra(self, metadata: Any) -> Any:
+        given = metadata._seq_lens_cpu
+        return metadata.seq_lens if given is None else given.to(self.device, non_blocking=True)
+
+
+class TrustsLengthsBesideTheBound(FromTheBound):
+    need = Need.UPPER_BOUND
+    note = "needs the upper bound only, but uses host lengths where they are given"
+
+    def extra(self, metadata: Any) -> Any:
+        given = metadata._seq_lens_cpu
+        return int((metadata.seq_lens_cpu_upper_bound if given is None else given).sum())
+
+
+class OnlyDrafting(Builder):
+    need, fault, case = Need.BLOCKING, "read (item)", "draft step 2"
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        return int(common_attn_metadata.seq_lens[0])  # here
+
+
+class OnlyCapture(Builder):
+    need, fault, case = Need.BLOCKING, "copy to host (cpu)", "capture, K + 1"
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        return common_attn_metadata.seq_lens.cpu()  # here
+
+
+class OnlyManyRequests(Builder):
+    need, fault, case = Need.BLOCKING, "read (item)", "256 requests"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens[-1].item() if metadata.num_reqs > 128 else 0  # here
+
+
+CLEAN = (Clean, FromTheBound, FromPrefills, TrustsGivenLengths, TrustsLengthsBesideTheBound)
+PLANTED = tuple(
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Builder) and kind not in (Builder, *CLEAN)
+)

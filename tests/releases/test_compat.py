@@ -1,0 +1,162 @@
+"""The verdicts of the release's own builders, held to what reading its source says of the same lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_async_spec.compat.backends import BACKENDS, backend_subject
+from vllm_async_spec.compat.cases import CASES
+from vllm_async_spec.compat.check import AbsentError, check
+from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.vllm_source import VllmSource
+
+# The verdict, and a line that is named: of 0.12.0, 0.18.1, 0.26.0 and 0.32.0.
+EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
+    "FLASH_ATTN": ((Need.NONE, None),) * 4,
+    "TRITON_ATTN": ((Need.NONE, None),) * 4,
+    "LINEAR": ((Need.NONE, None),) * 4,
+    "TRITON_MLA": (
+        (Need.EXACT, "mla/common.py:773"),
+        (Need.BLOCKING, "mla_attention.py:1735"),
+        (Need.EXACT, None),
+        (Need.EXACT, None),
+    ),
+    "MAMBA2": (
+        (Need.BLOCKING, "mamba2_attn.py:208"),
+        (Need.BLOCKING, "mamba2_attn.py:147"),
+        (Need.BLOCKING, "mamba2_attn.py:154"),
+        (Need.PREFILL_ROWS, None),
+    ),
+    "GDN": (
+        (Need.BLOCKING, "gdn_attn.py:146"),
+        (Need.BLOCKING, "gdn_attn.py:302"),
+        (Need.NONE, None),
+        (Need.PREFILL_ROWS, None),
+    ),
+    "CHUNKED_LOCAL": (
+        (Need.BLOCKING, "utils.py:571"),
+        (Need.BLOCKING, "utils.py:225"),
+        (Need.EXACT, "utils.py:283"),
+        (Need.BLOCKING, "utils.py:517"),
+    ),
+    "FAST_PREFILL": (
+        (Need.BLOCKING, "utils.py:745"),
+        (Need.BLOCKING, "utils.py:401"),
+        (Need.BLOCKING, "utils.py:471"),
+        (Need.NONE, None),
+    ),
+}
+RELEASES = ("0.12.0", "0.18.1", "0.26.0", "0.32.0")
+BATCHES = ("decode", "spec K + 1", "non-uniform spec", "prefill with context", "mixed")
+
+
+@pytest.fixture(scope="module")
+def device(loaded: VllmSource) -> Any:
+    simulated = SimulatedDevice()
+    loaded.on_kernel = simulated.kernel_did_not_run
+    yield simulated
+    loaded.on_kernel = None
+
+
+def checked(name: str, device: SimulatedDevice, *names: str) -> BackendResult:
+    subject = backend_subject(name, device)
+    return check(subject, device, cases=[case for case in CASES if case.name in (names or BATCHES)])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_verdict_is_what_the_source_says(name: str, device: SimulatedDevice, release: str):
+    if release not in RELEASES:
+        pytest.skip(f"what vLLM {release} does is not written down here")
+    need, site = EXPECTED[name][RELEASES.index(release)]
+    found = checked(name, device)
+    assert found.need is need, found.explain()
+    assert site is None or site in found.explain()
+
+
+def test_every_builder_of_the_table_is_made_or_absent(device: SimulatedDevice, release: str):
+    made, absent = [], []
+    for name in BACKENDS:
+        if "FLASHINFER" in name:
+            continue  # another test of this process puts its own stub there
+        try:
+            found = checked(name, device, "decode", "prefill")
+        except AbsentError:
+            absent.append(name)
+            continue
+        assert found.failure is None, f"{name}: {found.failure}"
+        assert found.ran, found.explain()
+        made.append(name)
+    assert len(made) >= 15, absent
+
+
+def test_decodes_that_mla_takes_for_prefills_get_the_bound_for_their_context(device: SimulatedDevice, release: str):
+    if release not in ("0.26.0", "0.32.0"):
+        pytest.skip(f"vLLM {release} has no upper bound to take")
+    found = checked("TRITON_MLA", device)
+    assert "chunked_context" in found.explain()
+    assert "cu_seq_lens is " in found.explain()
+    assert "non-uniform spec" in found.faults
+    assert "prefill with context" not in found.faults
+
+
+def test_what_a_stubbed_kernel_computes_is_not_validated(device: SimulatedDevice):
+    assert "scheduler_metadata" in checked("FLASH_ATTN", device).not_validated
+    assert checked("TRITON_ATTN", device).not_validated == ()
+
+
+def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, release: str):
+    name = "TURBOQUANT" if release in ("0.12.0", "0.18.1") else "TREE_ATTN"
+    with pytest.raises(AbsentError, match=f"vLLM {release} has no {name}"):
+        backend_subject(name, device)
+
+
+FLASHINFER = """
+import json, sys
+from pathlib import Path
+from vllm_async_spec.compat.suite import open_device, prepare, run
+way, source = sys.argv[1], Path(sys.argv[2])
+handle = prepare(source, plugin=way != "stock")
+device = open_device("cpu", handle)
+if way != "stock":
+    from vllm_async_spec.vllm_plugin import flashinfer_builder
+    from vllm_async_spec.vllm_plugin.plugin import load
+    load(report=False)
+    if way == "uncorrected":
+        flashinfer_builder.carry_lengths = lambda *arguments: None
+(found,) = run(["FLASHINFER"], device, source=handle).results
+print(json.dumps([found.verdict, found.passed, found.explain()]))
+"""
+
+
+def flashinfer(way: str, source: Path) -> tuple[str, bool, str]:
+    """In a process of its own: what stands for flashinfer-python there is not what other tests of this folder use."""
+    done = subprocess.run(
+        [sys.executable, "-c", FLASHINFER, way, str(source)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    verdict, passed, why = json.loads(done.stdout.splitlines()[-1])
+    return verdict, passed, why
+
+
+def test_flashinfer_waits_in_stock_and_not_with_the_plugin(vllm_source: Path, release: str):
+    verdict, passed, why = flashinfer("stock", vllm_source)
+    assert verdict in ("exact", "blocks")
+    assert not passed
+    assert "flashinfer.py:" in why
+    if release in ("0.26.0", "0.32.0"):
+        assert flashinfer("plugin", vllm_source)[:2] == ("prefill rows", True)
+
+
+def test_flashinfers_plans_are_wrong_without_the_plugins_correction(vllm_source: Path, release: str):
+    if release not in ("0.26.0", "0.32.0"):
+        pytest.skip(f"vLLM {release} gives no upper bound to plan from")
+    verdict, passed, why = flashinfer("uncorrected", vllm_source)
+    assert (verdict, passed) == ("exact", False)
+    assert "told upper bound, decode.wrapper.lengths is " in why

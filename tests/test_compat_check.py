@@ -1,0 +1,286 @@
+"""The suite's verdicts of builders with known faults, and that each detector is needed for its fault."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import compat_planted as planted
+import pytest
+import torch
+
+from vllm_async_spec.attention import adapters
+from vllm_async_spec.attention.base import HostNeed
+from vllm_async_spec.audit import host_reads
+from vllm_async_spec.compat import check as checking
+from vllm_async_spec.compat import compare, device
+from vllm_async_spec.compat.cases import CASES, Host, our_metadata
+from vllm_async_spec.compat.check import Subject, SubjectError, check
+from vllm_async_spec.compat.compare import Judgement
+from vllm_async_spec.compat.device import CudaDevice, SimulatedDevice
+from vllm_async_spec.compat.results import BackendResult, Need
+
+NAMED = {case.name: case for case in CASES}
+
+
+def subject(kind: Callable[[torch.device], Any], name: str = "planted") -> Subject:
+    return Subject(name, lambda device: kind(device.device), our_metadata(), "vllm-async-spec")
+
+
+def checked(kind: Callable[[torch.device], Any], *names: str) -> BackendResult:
+    return check(subject(kind), SimulatedDevice(), cases=[NAMED[name] for name in names or NAMED])
+
+
+def line_of(kind: type) -> str:
+    lines, first = inspect.getsourcelines(kind)
+    return f"compat_planted.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
+
+
+@pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
+def test_a_clean_builder_passes_with_every_batch(kind: type[planted.Builder]):
+    found = checked(kind)
+    assert found.faults == {}
+    assert found.passed
+    assert (found.need, found.waits, len(found.ran)) == (kind.need, (), len(CASES))
+    assert {note for case in found.cases for note in case.notes} == ({kind.note} if kind.note else set())
+    assert all(case.unsteady == () for case in found.cases)
+
+
+@pytest.mark.parametrize("kind", planted.PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_fault_is_caught(kind: type[planted.Builder]):
+    found = checked(kind, kind.case)
+    assert found.cases[0].need is kind.need
+    assert kind.fault is not None
+    faults = found.cases[0].faults
+    assert any(kind.fault in fault for fault in faults), faults
+    if "# here" in inspect.getsource(kind):
+        assert any(line_of(kind) in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("kind", [planted.OnlyDrafting, planted.OnlyManyRequests])
+def test_a_fault_in_one_batch_is_reported_there_and_the_worst_is_the_verdict(kind: type[planted.Builder]):
+    found = checked(kind)
+    assert {case.need for case in found.cases} == {Need.NONE, Need.BLOCKING}
+    assert kind.case in found.faults
+    assert "decode" not in found.faults
+    assert found.verdict == "blocks"
+
+
+def test_what_waits_at_capture_only_is_told_and_holds_up_no_step():
+    found = checked(planted.OnlyCapture)
+    assert (found.passed, found.need, found.faults) == (True, Need.NONE, {})
+    assert list(found.at_capture) == ["capture, one token", "capture, K + 1"]
+
+
+def without_operator(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    kept = {operator: what for operator, what in host_reads._OPERATORS.items() if what != name}
+    return lambda patch: patch.setattr(host_reads, "_OPERATORS", kept)
+
+
+def without_method(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    kept = {method: what for method, what in host_reads._READS.items() if what != name}
+    return lambda patch: patch.setattr(host_reads, "_READS", kept)
+
+
+def without(owner: Any, name: str, stands_there: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, stands_there)
+
+
+def deaf_to(*kinds: str) -> Callable[[pytest.MonkeyPatch], None]:
+    heard = SimulatedDevice.waited
+
+    def waited(self: SimulatedDevice, kind: Any, what: str) -> None:
+        if what not in kinds:
+            heard(self, kind, what)
+
+    return lambda patch: patch.setattr(SimulatedDevice, "waited", waited)
+
+
+def made_anywhere(self: Any, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
+    return func(*args, **kwargs | {"device": "cpu"})
+
+
+def never_wrong(one: Any, other: Any) -> Judgement:
+    return Judgement.BOUNDED
+
+
+# What is taken out, and the builder that then gets away with it.
+DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Builder]]] = {
+    "item": (without_operator("item"), planted.Item),
+    "nonzero": (without_operator("nonzero"), planted.Nonzero),
+    "bincount": (without_operator("bincount"), planted.Bincount),
+    "cpu": (without_method("cpu"), planted.CopiesToHost),
+    "to": (without_method("to"), planted.MovesToHost),
+    "tolist": (without_method("tolist"), planted.ToList),
+    "numpy": (without_method("numpy"), planted.Numpy),
+    "unfenced copies": (without_method("numpy"), planted.UnfencedCopy),
+    "masks": (without(host_reads, "_has_mask", lambda probe, indices: False), planted.Mask),
+    "dynamic shapes": (without(host_reads, "_REPEATS", set()), planted.DynamicShape),
+    "copies to the host": (deaf_to("copy_"), planted.CopiesIntoHostBuffer),
+    "copies to the device": (deaf_to("copy_"), planted.BlockingFill),
+    "to the device": (deaf_to("to"), planted.BlockingUpload),
+    "data on the device": (without(device, "_FROM_DATA", set()), planted.TensorOfList),
+    "indices on the host": (deaf_to("index on the host"), planted.HostIndex),
+    "the builder's memory": (without(device._Sides, "_make", made_anywhere), planted.OwnBuffer),
+    "the batch's memory": (without(SimulatedDevice, "place", lambda self, tensor: tensor), planted.Item),
+    "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
+    "maxima": (without(compare, "_judge", never_wrong), planted.MaximumForTruth),
+    "bounds": (without(compare, "_is_bounded", lambda exact, found: True), planted.TooSmall),
+    "changes": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheLengths),
+    "changes of host lengths": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheBound),
+}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+    take_out, kind = DETECTORS[name]
+    assert not checked(kind, kind.case).passed
+    take_out(monkeypatch)
+    assert checked(kind, kind.case).passed
+
+
+def test_every_operator_and_method_that_reads_has_a_planted_builder():
+    named = set(host_reads._OPERATORS.values()) | set(host_reads._READS.values())
+    assert {what for kind in planted.PLANTED for what in named if f"({what})" in str(kind.fault)} == named
+
+
+def test_what_two_exact_builds_disagree_on_is_not_judged():
+    class Random(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            return torch.rand(3)
+
+    found = checked(Random, "decode")
+    assert found.passed
+    assert found.cases[0].unsteady == ("extra",)
+
+
+def test_what_a_kernel_would_have_computed_is_not_validated():
+    simulated = SimulatedDevice()
+
+    class Kernel(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            plan = torch.zeros(4, dtype=torch.int32, device=self.device)
+            simulated.kernel_did_not_run("plan", {"out": plan, "lengths": metadata.seq_lens, "most": 7})
+            return plan + 1
+
+    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    assert found.not_validated == ("extra",)  # and not the lengths, which no kernel changes
+
+
+def test_a_kernel_that_is_given_something_else_is_wrong():
+    simulated = SimulatedDevice()
+
+    class Kernel(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            simulated.kernel_did_not_run("plan", {"longest": -metadata.max_seq_len})
+
+    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    assert "kernel 0 plan.longest is -144, not -141 (wrong)" in found.explain()
+
+
+def test_larger_device_memory_is_not_judged_and_host_numbers_may_be_bounds():
+    build = checked(planted.FromTheBound, "spec K + 1").cases[0].build(Host.BOUND)
+    assert build is not None
+    assert {d.field: d.judgement for d in build.differences} == {
+        "max_seq_len": Judgement.BOUNDED,
+        "extra.0": Judgement.BOUNDED,
+        "extra.1": Judgement.BOUNDED,
+        "extra.2": Judgement.LARGER,
+    }
+
+
+def test_a_builders_buffer_is_judged_by_the_part_in_use():
+    class Buffered(planted.Builder):
+        tail: int | None = None
+
+        def extra(self, metadata: Any) -> Any:
+            self.lengths[: metadata.num_reqs].copy_(metadata.seq_lens)
+            self.lengths[100:].fill_(metadata.max_seq_len)
+            return [self.lengths, self.lengths[: self.tail or metadata.num_reqs]]
+
+    found = checked(Buffered, "decode")
+    assert found.passed
+    assert found.cases[0].builds[0].skipped == ("extra.0 (a buffer, of which extra.1 is what is used)",)
+
+    class InUse(Buffered):
+        tail = 101
+
+    assert "extra.1 is" in checked(InUse, "decode").explain()
+
+
+def test_a_builder_can_not_live_on_what_an_earlier_batch_told_it():
+    class Remembers(planted.Builder):
+        known: Any = None
+
+        def extra(self, metadata: Any) -> Any:
+            self.known = self.known if metadata._seq_lens_cpu is None else metadata._seq_lens_cpu
+            return int(self.known.max())
+
+    assert checked(Remembers, "decode").need is Need.EXACT
+
+
+def test_a_builder_that_can_not_be_made_is_a_result():
+    def fails(device: torch.device) -> Any:
+        raise SubjectError("give it a factory")
+
+    found = check(subject(fails), SimulatedDevice())
+    assert (found.failure, found.verdict, found.passed) == ("give it a factory", "not constructed", False)
+
+    def breaks(device: torch.device) -> Any:
+        raise KeyError("heads")
+
+    found = check(subject(breaks), SimulatedDevice())
+    assert str(found.failure).startswith("can't be made: KeyError: 'heads' at ")
+    assert "test_compat_check.py:" in str(found.failure)
+
+
+def test_a_batch_that_fails_with_exact_lengths_is_not_run_and_says_why():
+    class Decodes(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            assert metadata.max_query_len == 1, "one token each"
+
+    found = checked(Decodes, "decode", "mixed")
+    assert [case.need for case in found.cases] == [Need.NONE, None]
+    assert "fails with exact lengths too: AssertionError: one token each" in str(found.cases[1].not_run)
+    assert found.passed
+
+
+def test_capture_is_asked_of_those_only_that_support_it():
+    class Never(planted.Clean):
+        build_for_cudagraph_capture = None  # type: ignore[assignment]
+        _cudagraph_support = type("Support", (), {"name": "NEVER"})()
+
+    found = checked(Never, "capture, K + 1")
+    assert found.cases[0].not_run == "it is never captured"
+
+
+@pytest.mark.parametrize("adapter", adapters(), ids=lambda adapter: adapter.name)
+def test_our_own_adapters_need_what_they_declare(adapter: Any):
+    needs = {HostNeed.NONE: Need.NONE, HostNeed.UPPER_BOUND: Need.UPPER_BOUND, HostNeed.EXACT: Need.EXACT}
+    found = checked(lambda device: adapter)
+    assert found.need is needs[adapter.host_need], found.explain()
+
+
+def test_plain_data_carries_the_evidence():
+    data = checked(planted.CopiesToHost, "decode").to_dict()
+    assert (data["verdict"], data["passed"]) == ("blocks", False)
+    realistic = next(build for build in data["cases"][0]["builds"] if build["realistic"])
+    assert realistic["host"] == "upper bound"
+    assert "return metadata.seq_lens.cpu()" in realistic["waits"][0]["stack"][0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits need a CUDA device")
+@pytest.mark.parametrize(
+    "kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED], ids=lambda kind: kind.__name__
+)
+def test_on_a_gpu_the_same_builders_are_found_to_be_the_same(kind: type[planted.Builder]):
+    found = check(subject(kind), CudaDevice(), cases=[NAMED[kind.case]], device_name="cuda")
+    if kind is planted.UnfencedCopy:
+        pytest.skip("an unfenced copy waits for nothing on a GPU: it reads garbage, now and then")
+    if kind is planted.Numpy:
+        assert "can't convert cuda" in str(found.cases[0].not_run)
+        return
+    assert found.cases[0].need is kind.need, found.explain()
+    assert bool(found.cases[0].faults) is (kind.fault is not None)

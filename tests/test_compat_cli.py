@@ -1,0 +1,121 @@
+"""`vllm-async-spec compat`: what it prints and writes, its exit codes, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from vllm_async_spec.cli import app
+
+HERE = Path(__file__).parent
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
+
+
+def compat(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["compat", *arguments])
+
+
+def one_line(result: Result) -> str:
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("vllm-async-spec: ")
+    return result.stderr
+
+
+def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
+    files = {name: tmp_path / f"found.{name}" for name in ("json", "markdown", "junit")}
+    options = [f"--{name}={path}" for name, path in files.items()]
+    result = compat("--backend", "compat_planted:Clean", "--backend", "compat_planted:OnlyDrafting", *options)
+    assert result.exit_code == 1, result.output
+    assert "1 of 2 builders run without a wait" in result.output
+    assert "draft step 2: told upper bound, it waits: read (item) at tests/compat_planted.py:" in result.output
+    data = json.loads(files["json"].read_text())
+    assert (data["schema"], data["vllm"], data["plugin"], data["device"]) == (1, data["vllm"], None, "cpu")
+    assert [(each["backend"], each["verdict"]) for each in data["backends"]] == [
+        ("compat_planted:Clean", "none"),
+        ("compat_planted:OnlyDrafting", "blocks"),
+    ]
+    page = files["markdown"].read_text()
+    assert "| compat_planted:Clean | none | 18 of 18 |  |" in page
+    assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `tests/comp" in page
+    assert "- draft step 2; draft step 3: told upper bound, it waits: read (item)" in page
+    clean, faulty = ET.fromstring(files["junit"].read_text())
+    counts = {"tests": "18", "errors": "0", "skipped": "0"}
+    assert clean.attrib == {"name": "compat_planted:Clean", "failures": "0"} | counts
+    assert faulty.attrib == {"name": "compat_planted:OnlyDrafting", "failures": "2"} | counts
+    failed = [test.get("name") for test in faulty if test.find("failure") is not None]
+    assert failed == ["draft step 2", "draft step 3"]
+
+
+@pytest.mark.parametrize("name", ["Backend", "factory", "adapter"])
+def test_what_may_be_named(name: str):
+    result = compat("--backend", f"compat_foreign:{name}")
+    assert result.exit_code == 0, result.output
+    assert "1 of 1 builders run without a wait" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "FLASH"], "there is no backend 'FLASH'; there are FLASH_ATTN, TRITON_ATTN, "),
+        (["--backend", "nowhere:Builder"], "nowhere:Builder: there is no module 'nowhere'; install it, or start where"),
+        (["--backend", "compat_foreign:Nothing"], "compat_foreign has no 'Nothing'; name a builder class or a factory"),
+        (["--backend", "compat_foreign:NoBuilder"], "NoBuilder has no build(); name a metadata builder, a backend"),
+        (["--backend", "compat_foreign:number"], "it is int, which makes no builder; name a class or a factory"),
+        (["--backend", "compat_foreign:broken_factory"], "the factory fails: KeyError: 'heads' at tests/compat_forei"),
+        (["--backend", "compat_foreign:empty_factory"], "the factory returned NoneType, which has no build()"),
+        (["--device", "tpu", "--backend", "compat_foreign:factory"], "--device is 'tpu'; it must be cpu or cuda"),
+        (["--vllm-source", "/nowhere"], "/nowhere contains no vllm/ with its vllm-*.dist-info beside it"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
+    result = compat(*arguments)
+    assert result.exit_code == 2, result.output
+    assert sentence in one_line(result)
+
+
+def test_a_file_in_a_directory_that_is_not_there():
+    result = compat("--backend", "compat_foreign:factory", "--json", "/nowhere/found.json")
+    assert result.exit_code == 1
+    assert "--json is '/nowhere/found.json', whose directory does not exist" in one_line(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("WantsMore", "its constructor also wants metadata_cls, table_width, which vLLM does not give; name a factory"),
+        ("AsksForMore", "its constructor asked device for 'number_of_heads', which it does not have (AttributeError"),
+        ("Breaks", "its constructor fails: ValueError: no heads at tests/compat_foreign.py:"),
+    ],
+)
+def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence: str):
+    result = compat("--backend", f"compat_foreign:{name}")
+    assert result.exit_code == 2
+    assert sentence in result.output
+    assert (
+        "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.setting.S" in result.output
+    )
+    assert "Traceback" not in result.output
+
+
+@needs_vllm
+def test_the_installed_vllms_own_builder():
+    """In a process of its own, since vLLM stays what it is imported as."""
+    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
+    command = [sys.executable, "-c", code, "compat", "--backend", "TRITON_ATTN"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 builders run without a wait" in done.stdout

@@ -1,0 +1,293 @@
+"""vLLM's own metadata builders by name, and how each is made without a model, for any release that has it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_async_spec.compat import flashinfer_stub
+from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Case, release_metadata
+from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.setting import LAYER, Setting
+
+__all__ = ["BACKENDS", "Backend", "backend_subject"]
+
+_IN = "vllm.v1.attention.backends."
+_LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
+"""Where attention layers live, in newer releases and in older ones."""
+_LOCAL_CHUNK = 64
+"""Tokens that a token of chunked local attention sees at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One builder of vLLM's.
+
+    Attributes:
+        name: What the tables call it; as vLLM spells the backend, where it has one name.
+        places: `module:name` of a backend class, or of what `make` wants, in one release or another; the first that
+            exists is taken.
+        make: Makes the builder from its class, or from what was found, and a setting.
+        block_size: Tokens in a block of its KV cache.
+        fields: Further fields of the common metadata.
+        arguments: Further arguments of `build`, of which the builder is given those that it takes.
+        layout: As `Subject.layout`.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    make: Callable[[Any, Setting], Any]
+    block_size: int = BLOCK_SIZE
+    fields: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
+    arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
+    layout: tuple[str, ...] = ()
+
+
+def _plain(cls: Any, setting: Setting) -> Any:
+    return setting.construct(cls, *setting.arguments())
+
+
+def _flex(cls: Any, setting: Setting) -> Any:
+    arguments = setting.arguments()
+    arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
+    return setting.construct(cls, *arguments)
+
+
+def _mamba(cls: Any, setting: Setting) -> Any:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    # As for a model of such layers only: no prefix caching, and one block for a request and each of its drafts.
+    _, layers, config, device = setting.arguments(enable_prefix_caching=False)
+    spec = MambaSpec(
+        block_size=BLOCK_SIZE,
+        shapes=((4, 4), (4, 4, 4)),
+        dtypes=(torch.bfloat16, torch.bfloat16),
+        num_speculative_blocks=DRAFT_TOKENS,
+    )
+    return setting.construct(cls, spec, layers, config, device)
+
+
+def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
+    """What vLLM's runner gives builders of state-space layers: accepted tokens, and drafts, -1 where there are none."""
+    drafts = [
+        query - 1 if query > 1 and not prefilling else -1
+        for query, prefilling in zip(case.query_lens, case.prefilling, strict=True)
+    ]
+    accepted = [max(1, query - row % 3) for row, query in enumerate(case.query_lens)]
+    return {
+        "num_accepted_tokens": device.place(torch.tensor(accepted, dtype=torch.int32)),
+        "num_decode_draft_tokens_cpu": torch.tensor(drafts, dtype=torch.int32),
+    }
+
+
+def _mla(block_size: int) -> Callable[[Any, Setting], Any]:
+    def make(cls: Any, setting: Setting) -> Any:
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+        # Latent and rotary parts, as DeepSeek V2 and V3 have them.
+        dims = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+        dims["v_head_dim"] = 128
+        _, layers, config, device = setting.arguments(block_size=block_size)
+        for name, size in dims.items():
+            setattr(config.model_config.hf_text_config, name, size)
+        object.__setattr__(config.model_config, "get_head_size", lambda: 576)
+        config.compilation_config.static_forward_context[LAYER] = _MlaLayer(**dims)
+        spec = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+        return setting.construct(cls, spec, layers, config, device)
+
+    return make
+
+
+class _MlaLayer(SimpleNamespace):
+    """What a builder asks of its layer: its dimensions, and the kernels of its prefills, which prepare nothing."""
+
+    num_heads = 8
+
+    @property
+    def prefill_backend(self) -> Any:
+        from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+        kernels: Any = type("NoPrefill", (MLAPrefillBackend,), {})
+        kernels.__abstractmethods__ = frozenset()  # none of them is called while metadata is built
+        sizes = {name: getattr(self, name) for name in vars(self) if name != "q_lora_rank"}
+        return kernels(num_heads=self.num_heads, scale=0.1, vllm_config=None, **sizes)
+
+
+def _chunked_local(found: Any, setting: Setting) -> Any:
+    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+    wanted = len(inspect.signature(found).parameters) - 1  # older releases want the block size too
+    return _plain(found(backend, *(_LOCAL_CHUNK, BLOCK_SIZE)[:wanted]).get_builder_cls(), setting)
+
+
+def _fast_prefill(found: Any, setting: Setting) -> Any:
+    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+    return _plain(found("FastPrefill", backend).get_builder_cls(), setting)
+
+
+def _logits(case: Case, device: Device) -> Mapping[str, Any]:
+    """The last token of each request, padded, as KV-sharing fast prefill is given them."""
+    ends = torch.tensor(case.query_lens).cumsum(0)[: case.live] - 1
+    indices: Any = device.place(ends.to(torch.int32))
+    # As the plugin's patches of vLLM's runners note it; nothing of stock vLLM looks at it.
+    indices.tokens_per_request = np.ones(case.live, dtype=np.int32)
+    return {
+        "logits_indices_padded": indices,
+        "num_logits_indices": case.live,
+        "max_logits_per_req": 1,
+    }
+
+
+def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
+    """Encoder outputs of 40 tokens for each request."""
+    lengths = torch.tensor([40 * (length > 0) for length in case.seq_lens], dtype=torch.int32)
+    return {"encoder_seq_lens": device.place(lengths.clone()), "encoder_seq_lens_cpu": lengths.numpy()}
+
+
+def _cross(found: Any, setting: Setting) -> Any:
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+    _, layers, config, device = setting.arguments()
+    spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
+
+
+def _know_one_layer() -> None:
+    """The layers' parameters, which it finds in the model, and the layout, which the engine settles at start-up."""
+    module = importlib.import_module(f"{_IN}flashinfer")
+    parameters = importlib.import_module(f"{_IN}utils").PerLayerParameters(-1, None, 0.125)
+    module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]
+    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
+        module.FlashInferMetadataBuilder.kv_cache_layout = None
+        module.get_flashinfer_layout_string = lambda layout: "NHD"  # type: ignore[attr-defined]
+
+
+def _flashinfer(trtllm: bool | None) -> Callable[[Any, Setting], Any]:
+    """With the native wrappers, or with what vLLM itself takes on an H200 that has FlashInfer's kernels."""
+
+    def make(cls: Any, setting: Setting) -> Any:
+        arguments = setting.arguments()
+        config: Any = arguments[2]
+        if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
+            config.attention_config.use_trtllm_attention = trtllm
+        _know_one_layer()
+        builder = setting.construct(cls, *arguments)
+        kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
+        if trtllm is None and getattr(kernel, "value", None) != "xqa":
+            raise AbsentError("this release decodes with FlashInfer's native wrappers on an H200")
+        return builder
+
+    return make
+
+
+_FLASHINFER = f"{_IN}flashinfer:FlashInferBackend"
+_PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
+"""Where pages lie among the indices. What masks is the length that the ends and the last page give together."""
+_TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("FLASH_ATTN", (f"{_IN}flash_attn:FlashAttentionBackend",), _plain),
+        Backend("TRITON_ATTN", (_TRITON,), _plain),
+        Backend("FLEX_ATTENTION", (f"{_IN}flex_attention:FlexAttentionBackend",), _flex),
+        Backend("TREE_ATTN", (f"{_IN}tree_attn:TreeAttentionBackend",), _plain),
+        Backend("TURBOQUANT", (f"{_IN}turboquant_attn:TurboQuantAttentionBackend",), _plain),
+        Backend("TRITON_MLA", (f"{_IN}mla.triton_mla:TritonMLABackend",), _mla(BLOCK_SIZE)),
+        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE)),
+        Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
+        Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
+        Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
+        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(False), layout=_PAGE_TABLE),
+        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(None), layout=_PAGE_TABLE),
+        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted),
+        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted),
+        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted),
+        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), _mamba, arguments=_accepted),
+        Backend("SHORT_CONV", (f"{_IN}short_conv_attn:ShortConvAttentionBackend",), _mamba, arguments=_accepted),
+        Backend(
+            "CHUNKED_LOCAL",
+            tuple(f"{layers}chunked_local_attention:create_chunked_local_attention_backend" for layers in _LAYERS),
+            _chunked_local,
+        ),
+        Backend(
+            "FAST_PREFILL",
+            (f"{_IN}utils:create_fast_prefill_custom_backend",),
+            _fast_prefill,
+            fields=_logits,
+        ),
+        Backend(
+            "CROSS_ATTENTION",
+            tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
+            _cross,
+            fields=_encoder,
+        ),
+    )
+}
+"""All, in the order of the tables."""
+
+
+def backend_subject(name: str, device: Device) -> Subject:
+    """The builder of vLLM's that `name` names, in the vLLM that is imported here.
+
+    Args:
+        name: A key of `BACKENDS`, in any case.
+        device: Where it will be made; some modules take device memory when they are imported.
+
+    Returns:
+        What `check` takes.
+
+    Raises:
+        SubjectError: There is none of this name, it can't be imported here, or there is no vLLM.
+        AbsentError: This release does not have it.
+    """
+    backend = BACKENDS.get(name.upper())
+    if backend is None:
+        known = ", ".join(BACKENDS)
+        raise SubjectError(f"there is no backend {name!r}; there are {known}, and module:Builder names one of your own")
+    try:
+        import vllm
+    except ImportError as error:
+        raise SubjectError(f"{backend.name} is vLLM's, and {error}; give --vllm-source DIR or install vLLM") from None
+    if "FLASHINFER" in backend.name:
+        flashinfer_stub.install()
+    with device.watching():
+        found = _find(backend, vllm.__version__)
+
+    def make(device: Device) -> Any:
+        cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
+        return backend.make(cls, Setting(device.device))
+
+    return Subject(
+        backend.name,
+        make,
+        release_metadata(),
+        f"vLLM {vllm.__version__}",
+        backend.block_size,
+        backend.fields,
+        backend.arguments,
+        layout=backend.layout,
+    )
+
+
+def _find(backend: Backend, release: str) -> Any:
+    for place in backend.places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise SubjectError(f"{backend.name} can't be imported here: {failure_sentence(error)}") from error
+        except AttributeError:
+            continue
+        except Exception as error:
+            raise SubjectError(f"{backend.name} can't be imported here: {failure_sentence(error)}") from error
+    raise AbsentError(f"vLLM {release} has no {backend.name}")

@@ -1,0 +1,252 @@
+"""Built metadata, field by field: taken down, and compared with what exact host lengths gave."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_async_spec.compat.device import Device
+
+__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
+
+_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value of a snapshot.
+
+    Attributes:
+        value: A tensor of its own memory on the CPU, or a plain value.
+        on_device: Whether kernels would read it, rather than the host.
+        validated: Whether no kernel that did not run had a hand in it.
+    """
+
+    value: Any
+    on_device: bool = False
+    validated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What was in an object.
+
+    Attributes:
+        leaves: By path, such as `decode.seq_lens`.
+        skipped: Paths to what can't be compared, such as functions, and what they are.
+    """
+
+    leaves: Mapping[str, Leaf]
+    skipped: Mapping[str, str]
+
+    @property
+    def not_validated(self) -> tuple[str, ...]:
+        """Paths to values that depend on a kernel that did not run."""
+        return tuple(path for path, leaf in self.leaves.items() if not leaf.validated)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What an object that has `compared` computes for it: as much the device's, and validated, as its `sources` are."""
+
+    value: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
+
+
+class Judgement(str, enum.Enum):
+    """What a difference from the exact metadata means."""
+
+    BOUNDED = "bounded"
+    """A number of the host's, nowhere less than the exact one: a size."""
+    LARGER = "larger"
+    """Device memory that is larger than the exact one, sized by a bound; what is in it is not judged."""
+    WRONG = "wrong"
+    """A kernel would read another value, or the host has too small a number, or something else."""
+    NOT_VALIDATED = "not validated"
+    """Of what a kernel would have computed that did not run, or that only it could judge."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field that is not as exact host lengths make it."""
+
+    field: str
+    judgement: Judgement
+    exact: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.found}, not {self.exact} ({self.judgement.value})"
+
+
+def take(built: object, device: Device, builder: object = None) -> Snapshot:
+    """Take down all of `built`: dataclasses, named tuples, containers and objects with attributes, tensors and numbers.
+
+    An object with a method `compared` is what that returns, by name.
+
+    Args:
+        built: What a builder made.
+        device: Where it was made.
+        builder: Who made it; what is in its own buffers beyond the part that is used is not compared.
+    """
+    leaves: dict[str, Leaf] = {}
+    skipped: dict[str, str] = {}
+    values = [(path or "it", value) for path, value in _walk("", built, _DEPTH, set())]
+    used = _parts_in_use(values, builder)
+    for path, value in values:
+        leaf = _leaf(value, device)
+        if leaf is None:
+            skipped[path] = type(value).__name__
+        elif isinstance(value, torch.Tensor) and _is_whole(value) and _storage(value) in used:
+            skipped[path] = f"a buffer, of which {used[_storage(value)]} is what is used"
+        else:
+            leaves[path] = leaf
+    return Snapshot(leaves, skipped)
+
+
+def differences(
+    exact: Snapshot, found: Snapshot, unsteady: frozenset[str] = frozenset(), layout: tuple[str, ...] = ()
+) -> tuple[Difference, ...]:
+    """Where `found` is not `exact`.
+
+    Args:
+        exact: Made with exact host lengths.
+        found: Made with something else.
+        unsteady: Paths that differ between two builds with exact lengths, and so say nothing.
+        layout: Parts of paths whose difference is not wrong by itself, and can't be judged without the kernel.
+    """
+    result = []
+    for path in dict.fromkeys([*exact.leaves, *found.leaves]):
+        one, other = exact.leaves.get(path), found.leaves.get(path)
+        if path in unsteady or (one is not None and other is not None and _same(one.value, other.value)):
+            continue
+        judgement = Judgement.NOT_VALIDATED if any(part in path for part in layout) else _judge(one, other)
+        result.append(Difference(path, judgement, _show(one), _show(other)))
+    return tuple(result)
+
+
+def _walk(path: str, value: object, depth: int, above: set[int]) -> Iterator[tuple[str, object]]:
+    if depth == 0 or id(value) in above or isinstance(value, torch.Tensor | Derived | np.ndarray | enum.Enum | type):
+        yield path, value
+        return
+    parts = _parts(value)
+    if parts is None:
+        yield path, value
+        return
+    for name, part in parts:
+        yield from _walk(f"{path}.{name}" if path else name, part, depth - 1, above | {id(value)})
+
+
+def _parts(value: object) -> list[tuple[str, object]] | None:
+    """What `value` is made of, by name; None if it is one thing."""
+    if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | torch.dtype | torch.device):
+        return None
+    if hasattr(type(value), "compared"):
+        return list(value.compared().items())  # type: ignore[attr-defined]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [(str(key), part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return list(value._asdict().items())
+    if isinstance(value, Sequence):
+        return [(str(at), part) for at, part in enumerate(value)]
+    if callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return [(name, part) for name, part in vars(value).items() if not callable(part)]
+
+
+def _parts_in_use(values: list[tuple[str, object]], builder: object) -> dict[int, str]:
+    """Of each buffer of the builder's that is there whole and in part, by its storage: the path of a part.
+
+    What a buffer holds beyond that part is of other batches.
+    """
+    own = {_storage(each) for each in vars(builder).values() if isinstance(each, torch.Tensor)} if builder else set()
+    tensors = [(path, value) for path, value in values if isinstance(value, torch.Tensor) and value.numel() > 0]
+    whole = {_storage(value) for _, value in tensors if _is_whole(value)} & own
+    return {_storage(value): path for path, value in tensors if not _is_whole(value) and _storage(value) in whole}
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _leaf(value: object, device: Device) -> Leaf | None:
+    if isinstance(value, Derived):
+        sources = value.sources
+        validated = all(device.is_validated(each) for each in sources)
+        return Leaf(value.value.cpu(), any(device.holds(each) for each in sources), validated)
+    if isinstance(value, torch.Tensor):
+        return Leaf(value.detach().cpu().clone(), device.holds(value), device.is_validated(value))
+    if isinstance(value, np.ndarray):
+        return Leaf(value.copy())
+    if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | enum.Enum | type):
+        return Leaf(value)
+    if isinstance(value, torch.dtype | torch.device):
+        return Leaf(str(value))
+    return None
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _judge(exact: Leaf | None, found: Leaf | None) -> Judgement:
+    if exact is None or found is None:
+        return Judgement.WRONG
+    if not (exact.validated and found.validated):
+        return Judgement.NOT_VALIDATED
+    if exact.on_device or found.on_device:
+        return Judgement.LARGER if _is_larger(exact.value, found.value) else Judgement.WRONG
+    return Judgement.BOUNDED if _is_bounded(exact.value, found.value) else Judgement.WRONG
+
+
+def _is_larger(exact: object, found: object) -> bool:
+    if not (isinstance(exact, torch.Tensor) and isinstance(found, torch.Tensor)):
+        return False
+    shapes = exact.shape, found.shape
+    same_kind = exact.dtype == found.dtype and len(exact.shape) == len(found.shape)
+    return same_kind and shapes[0] != shapes[1] and all(a <= b for a, b in zip(*shapes, strict=True))
+
+
+def _is_bounded(exact: object, found: object) -> bool:
+    numbers = _numbers(exact), _numbers(found)
+    if numbers[0] is None or numbers[1] is None or numbers[0].dtype.kind != numbers[1].dtype.kind:
+        return False
+    same_shape = numbers[0].shape == numbers[1].shape
+    return same_shape and bool((numbers[1] >= numbers[0]).all())
+
+
+def _numbers(value: object) -> np.ndarray[Any, Any] | None:
+    """As an array, if they are integers; of truth values and names none is a size."""
+    if isinstance(value, torch.Tensor):
+        value = value.numpy() if value.dtype is not torch.bfloat16 else None
+    if value is None or isinstance(value, bool):
+        return None
+    array = np.asarray(value)
+    return array if array.dtype.kind in "iu" else None
+
+
+def _show(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return "missing"
+    value = leaf.value
+    if isinstance(value, torch.Tensor | np.ndarray):
+        shape = tuple(value.shape)
+        few = value.reshape(-1)[:8].tolist()
+        return f"{few}" if value.ndim == 1 and shape[0] <= 8 else f"{few} ... {shape}"
+    return repr(value)

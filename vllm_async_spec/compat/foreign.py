@@ -1,0 +1,126 @@
+"""Builders named on the command line: `module:name`, of any backend in anybody's package.
+
+The name may be a builder class that takes some of vLLM's four arguments, a backend class with `get_builder_cls`, an
+adapter, or a factory: a function that is given a `Setting` and returns a builder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from vllm_async_spec.compat.cases import MetadataFactory, our_metadata, release_metadata
+from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.setting import Setting
+
+__all__ = ["foreign_subject", "is_foreign"]
+
+_FACTORY = "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.setting.Setting"
+_GIVEN = ("kv_cache_spec", "layer_names", "vllm_config", "device")
+"""What vLLM makes every builder from."""
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether `name` is `module:name`, rather than that of a backend of vLLM's."""
+    return ":" in name
+
+
+def foreign_subject(name: str, device: Device) -> Subject:
+    """The builder that `module:name` names.
+
+    Args:
+        name: Importable from the current directory or from where Python looks.
+        device: Where it will be made. A factory is called once to see what it makes.
+
+    Returns:
+        What `check` takes. The builder is given vLLM's metadata if it is a subclass of vLLM's, else ours.
+
+    Raises:
+        SubjectError: The module or the name does not exist, or is nothing that makes a builder.
+    """
+    target = _resolve(name)
+    make = _maker(name, target)
+    metadata, source = _metadata_for(target if inspect.isclass(target) else type(make(device)))
+    return Subject(name, make, metadata, source)
+
+
+def _resolve(name: str) -> Any:
+    module_name, _, qualname = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = f"there is no module {error.name!r}"
+        needed_by = "" if error.name == module_name else f", which {module_name} imports"
+        raise SubjectError(f"{name}: {missing}{needed_by}; install it, or start where it lies") from None
+    except Exception as error:
+        raise SubjectError(f"{name}: importing {module_name} fails: {failure_sentence(error)}") from None
+    for part in qualname.split("."):
+        if not hasattr(value, part):
+            raise SubjectError(f"{name}: {module_name} has no {qualname!r}; name a builder class or a factory of it")
+        value = getattr(value, part)
+    return value.get_builder_cls() if hasattr(value, "get_builder_cls") else value
+
+
+def _maker(name: str, target: Any) -> Callable[[Device], Any]:
+    if inspect.isclass(target):
+        if not hasattr(target, "build") and not hasattr(target, "arguments"):
+            raise SubjectError(
+                f"{name}: {target.__name__} has no build(); name a metadata builder, a backend or a factory"
+            )
+        return lambda device: _construct(target, Setting(device.device))
+    if hasattr(target, "arguments"):
+        return lambda device: target
+    if not callable(target):
+        raise SubjectError(f"{name}: it is {type(target).__name__}, which makes no builder; name a class or a factory")
+    return lambda device: _call_factory(name, target, Setting(device.device))
+
+
+def _call_factory(name: str, factory: Callable[[Setting], Any], setting: Setting) -> Any:
+    try:
+        builder = factory(setting)
+    except Exception as error:
+        raise SubjectError(f"{name}: the factory fails: {failure_sentence(error)}") from error
+    if not hasattr(builder, "build") and not hasattr(builder, "arguments"):
+        raise SubjectError(f"{name}: the factory returned {type(builder).__name__}, which has no build()")
+    return builder
+
+
+def _construct(cls: type[Any], setting: Setting) -> Any:
+    """Make it as vLLM does, and say what it asked for that is not there."""
+    parameters = list(inspect.signature(cls).parameters.values())
+    passes_on = any(each.kind in _VARIABLE for each in parameters)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]
+    more = [each for each in required if each not in _GIVEN]
+    if more:
+        wanted = ", ".join(more)
+        raise SubjectError(f"its constructor also wants {wanted}, which vLLM does not give; {_FACTORY}")
+    wanted_names = _GIVEN if passes_on else required
+    try:
+        given: dict[str, Any] = {"device": setting.device}
+        if set(wanted_names) - given.keys():
+            given = dict(zip(_GIVEN, setting.arguments(), strict=True))
+    except ImportError as error:
+        raise SubjectError(f"it is made from vLLM's configuration, and {error}; {_FACTORY}") from error
+    try:
+        return cls(**{each: given[each] for each in wanted_names})
+    except AttributeError as error:
+        asked = f"asked {type(error.obj).__name__} for {error.name!r}, which it does not have"
+        raise SubjectError(f"its constructor {asked} ({failure_sentence(error)}); {_FACTORY}") from error
+    except Exception as error:
+        raise SubjectError(f"its constructor fails: {failure_sentence(error)}; {_FACTORY}") from error
+
+
+def _metadata_for(cls: type[Any]) -> tuple[MetadataFactory, str]:
+    if all(base.__module__.partition(".")[0] != "vllm" for base in inspect.getmro(cls)):
+        return our_metadata(), "vllm-async-spec"
+    import vllm
+
+    return release_metadata(), f"vLLM {vllm.__version__}"

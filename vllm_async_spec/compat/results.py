@@ -1,0 +1,259 @@
+"""What a check found, as plain data: what the table, the JSON and the JUnit file are made from."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_async_spec.compat.cases import Host
+from vllm_async_spec.compat.compare import Difference, Judgement
+from vllm_async_spec.compat.device import Wait
+
+__all__ = ["BackendResult", "Build", "CaseResult", "Need"]
+
+
+class Need(enum.IntEnum):
+    """The least that the host must know for a builder to run without a wait and to be right; worse is greater."""
+
+    NONE = 0
+    """Nothing: device lengths and the scalar `max_seq_len`."""
+    PREFILL_ROWS = 1
+    """Lengths of prefills, which the host knows anyway; what it has for decodes does not matter."""
+    UPPER_BOUND = 2
+    """A bound by row."""
+    EXACT = 3
+    """Exact lengths of decodes."""
+    BLOCKING = 4
+    """It waits whatever the host knows."""
+
+    def __str__(self) -> str:
+        return {1: "prefill rows", 2: "upper bound", 4: "blocks"}.get(self, self.name.lower())
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One build of one batch.
+
+    Attributes:
+        host: What the host was told.
+        failure: The exception and where it was raised; None if the build finished.
+        waits: Where the host would wait, in the order of time.
+        changed: Fields of the common metadata that the builder changed under everybody's hands.
+        differences: Where the result is not what exact host lengths give.
+        not_validated: Fields that a kernel computes which did not run; they have not been judged.
+        skipped: Fields that can't be compared, such as functions.
+    """
+
+    host: Host
+    failure: str | None = None
+    waits: tuple[Wait, ...] = ()
+    changed: tuple[str, ...] = ()
+    differences: tuple[Difference, ...] = ()
+    not_validated: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """Differences that are no bound."""
+        return tuple(each for each in self.differences if each.judgement is Judgement.WRONG)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it finished without a wait, and nothing in the result is wrong."""
+        return self.failure is None and not self.waits and not self.wrong
+
+    @property
+    def equal(self) -> bool:
+        """Whether it finished, and the result is the exact one in all that was compared."""
+        return self.failure is None and not self.differences
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What keeps it from being clean, in a sentence each."""
+        told = f"told {self.host.value}"
+        found = [f"{told}, it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
+        if self.failure is not None:
+            found.append(f"{told}, it fails: {self.failure}")
+        found += [f"{told}, {difference}" for difference in self.wrong]
+        found += [f"{told}, it changes {name} of the common metadata in place" for name in self.changed]
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One batch under all that the host may be told.
+
+    Attributes:
+        case: The batch's name.
+        not_run: Why nothing is said of it: it does not apply to the builder, or fails even with exact lengths.
+        realistic: What an engine with asynchronous speculative decoding can tell without waiting.
+        need: None where it did not run.
+        builds: One for each that the host was told.
+        unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
+        capture: Whether it is built to record a CUDA graph, at start-up, and not in a step.
+    """
+
+    case: str
+    not_run: str | None
+    realistic: Host
+    capture: bool = False
+    need: Need | None = None
+    builds: tuple[Build, ...] = ()
+    unsteady: tuple[str, ...] = ()
+
+    def build(self, host: Host) -> Build | None:
+        """The build under `host`, if there was one."""
+        return next((build for build in self.builds if build.host is host), None)
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What goes wrong in an engine with asynchronous speculative decoding."""
+        build = self.build(self.realistic)
+        return () if build is None else build.faults
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is no fault there and may be one elsewhere."""
+        found = []
+        garbage, stale = self.build(Host.GARBAGE), self.build(Host.STALE)
+        if self.need is Need.NONE and garbage is not None and not garbage.serves:
+            found.append("needs no host lengths, but uses them where they are given")
+        elif self.need in (Need.PREFILL_ROWS, Need.UPPER_BOUND) and stale is not None and not stale.serves:
+            found.append("needs the upper bound only, but uses host lengths where they are given")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class BackendResult:
+    """What was found of one builder.
+
+    Attributes:
+        backend: Its name.
+        builder: `module:class` of what was made; what was asked for where nothing was.
+        metadata: Whose common metadata it was given: `vLLM 0.32.0`, or `vllm-async-spec`.
+        patched: Whether the plugin's patches were applied.
+        device: `cpu`, where device memory is simulated, or the GPU's name.
+        failure: Why there is no builder; None if there is one.
+        cases: All batches, in the order of `cases.CASES`.
+    """
+
+    backend: str
+    builder: str
+    metadata: str
+    patched: bool
+    device: str
+    failure: str | None = None
+    cases: tuple[CaseResult, ...] = ()
+
+    @property
+    def ran(self) -> tuple[CaseResult, ...]:
+        """The batches that ran."""
+        return tuple(case for case in self.cases if case.need is not None)
+
+    @property
+    def steps(self) -> tuple[CaseResult, ...]:
+        """The batches that ran and are built in a step."""
+        return tuple(case for case in self.ran if not case.capture)
+
+    @property
+    def need(self) -> Need | None:
+        """The worst of all batches of steps; None if none ran."""
+        return max((case.need for case in self.steps if case.need is not None), default=None)
+
+    @property
+    def verdict(self) -> str:
+        """The need in a word or two, or that nothing can be said."""
+        if self.failure is not None:
+            return "not constructed"
+        return "not run" if self.need is None else str(self.need)
+
+    @property
+    def faults(self) -> dict[str, tuple[str, ...]]:
+        """What goes wrong in a step of an engine with asynchronous speculative decoding, by batch."""
+        return {case.case: case.faults for case in self.steps if case.faults}
+
+    @property
+    def at_capture(self) -> dict[str, tuple[str, ...]]:
+        """The same where a CUDA graph is recorded, which holds up no step."""
+        return {case.case: case.faults for case in self.ran if case.capture and case.faults}
+
+    @property
+    def waits(self) -> tuple[Wait, ...]:
+        """Where such an engine would wait, each place once."""
+        builds = [case.build(case.realistic) for case in self.steps]
+        found = {str(wait): wait for build in builds if build is not None for wait in build.waits}
+        return tuple(found.values())
+
+    @property
+    def not_validated(self) -> tuple[str, ...]:
+        """Fields that depend on kernels that did not run, of all batches."""
+        return tuple(sorted({path for case in self.ran for build in case.builds for path in build.not_validated}))
+
+    @property
+    def passed(self) -> bool:
+        """Whether some batch of a step ran, and in none anything goes wrong in such an engine."""
+        return bool(self.steps) and not self.faults
+
+    def explain(self) -> str:
+        """The faults, a line each; or why there are none."""
+        if self.failure is not None:
+            return f"{self.backend}: {self.failure}"
+        if not self.steps:
+            return (
+                f"{self.backend}: no batch ran; {next((c.not_run for c in self.cases if c.not_run), 'there is none')}"
+            )
+        lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
+        return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON; all evidence is in it."""
+        return {
+            "backend": self.backend,
+            "builder": self.builder,
+            "metadata": self.metadata,
+            "patched": self.patched,
+            "device": self.device,
+            "failure": self.failure,
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "not_validated": list(self.not_validated),
+            "cases": [_case(case) for case in self.cases],
+        }
+
+
+def _case(case: CaseResult) -> dict[str, Any]:
+    return {
+        "case": case.case,
+        "capture": case.capture,
+        "not_run": case.not_run,
+        "need": None if case.need is None else str(case.need),
+        "faults": list(case.faults),
+        "notes": list(case.notes),
+        "unsteady": list(case.unsteady),
+        "builds": [_build(build, build.host is case.realistic) for build in case.builds],
+    }
+
+
+def _build(build: Build, realistic: bool) -> dict[str, Any]:
+    return {
+        "host": build.host.value,
+        "realistic": realistic,
+        "failure": build.failure,
+        "waits": [
+            {
+                "kind": wait.kind.value,
+                "what": wait.what,
+                "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
+            }
+            for wait in build.waits
+        ],
+        "changed": list(build.changed),
+        "differences": [
+            {"field": d.field, "judgement": d.judgement.value, "exact": d.exact, "found": d.found}
+            for d in build.differences
+        ],
+        "equal": build.equal,
+        "not_validated": list(build.not_validated),
+        "skipped": list(build.skipped),
+    }

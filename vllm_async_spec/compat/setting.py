@@ -1,0 +1,79 @@
+"""What a metadata builder is made from: vLLM's configuration of a tiny model, and the shape of its KV cache.
+
+A factory of a backend's own is given a `Setting`, and takes from it what its builder wants.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_async_spec.compat.builders import engine_config, write_llama
+from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = ["LAYER", "Setting"]
+
+LAYER = "model.layers.0.self_attn.attn"
+"""The name of the one layer that every builder is for."""
+
+_HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What there is to make a builder from.
+
+    Attributes:
+        device: Where its buffers belong: a GPU, or what passes for one. Pass it on as it is.
+    """
+
+    device: torch.device
+
+    def vllm_config(self, **engine_args: Any) -> VllmConfig:
+        """A new configuration of a Llama of two small layers with `DRAFT_TOKENS` n-gram drafts.
+
+        Args:
+            **engine_args: Further arguments of vLLM's `EngineArgs`, or other values for those above.
+        """
+        # n-gram drafts need no second model, and to a builder only their number matters.
+        drafts = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_max": 2}
+        wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts, "max_num_seqs": 256} | engine_args
+        with tempfile.TemporaryDirectory() as scratch:
+            model = write_llama(
+                Path(scratch),
+                num_heads=_HEADS,
+                num_kv_heads=_KV_HEADS,
+                head_size=_HEAD_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+            )
+            return engine_config(model, **wanted)
+
+    def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
+        """What vLLM makes every builder of full attention from: KV cache, layers' names, configuration, device.
+
+        Args:
+            **engine_args: As `vllm_config` takes them.
+        """
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        config = self.vllm_config(**engine_args)
+        block_size = config.cache_config.block_size
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=_KV_HEADS, head_size=_HEAD_SIZE, dtype=torch.bfloat16
+        )
+        return spec, [LAYER], config, self.device
+
+    @staticmethod
+    def construct(cls: Any, *arguments: Any) -> Any:
+        """A builder, made as in an engine: where its configuration, the third of `arguments`, is the current one."""
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(arguments[2]):
+            return cls(*arguments)

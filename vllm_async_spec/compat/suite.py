@@ -1,0 +1,122 @@
+"""A run of the suite: the builders by name, on one device, with one vLLM."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from vllm_async_spec._version import __version__
+from vllm_async_spec.compat import flashinfer_stub
+from vllm_async_spec.compat.backends import BACKENDS, backend_subject
+from vllm_async_spec.compat.check import AbsentError, SubjectError, check
+from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
+from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
+from vllm_async_spec.compat.report import Report
+from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
+
+__all__ = ["open_device", "prepare", "run"]
+
+
+def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
+    """Settle what `import vllm` means in this process, and that vLLM is quiet. Call it before vLLM is imported.
+
+    Args:
+        source: The directory that contains an unpacked release's `vllm/`; None for the vLLM that is installed.
+        plugin: Whether the caller will apply the plugin's patches.
+
+    Returns:
+        The release's handle; None for the installed vLLM.
+
+    Raises:
+        VllmSourceError: `source` holds no vLLM, or this process has one already.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if source is None:
+        if not plugin:
+            os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
+        return None
+    os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
+    handle = load_vllm(source)
+    if plugin:
+        flashinfer_stub.install()  # or its patches would find that there is nothing to patch
+    return handle
+
+
+def open_device(name: str, source: VllmSource | None) -> Device:
+    """The device of that name.
+
+    Args:
+        name: `cpu` or `cuda`.
+        source: An unpacked release, whose kernels do not run.
+
+    Raises:
+        SubjectError: There is no such device, or an unpacked release can't use it.
+    """
+    if name == "cpu":
+        device = SimulatedDevice()
+        if source is not None:
+            source.on_kernel = device.kernel_did_not_run
+        return device
+    if name != "cuda":
+        raise SubjectError(f"--device is {name!r}; it must be cpu or cuda")
+    if source is not None:
+        raise SubjectError("--device cuda needs an installed vLLM, since one that is only unpacked has no kernels")
+    if not torch.cuda.is_available():
+        raise SubjectError("--device cuda needs a CUDA device, and PyTorch finds none; --device cpu simulates one")
+    return CudaDevice()
+
+
+def run(
+    names: Sequence[str],
+    device: Device,
+    *,
+    source: VllmSource | None = None,
+    patches: Callable[[], Mapping[str, str]] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Check builders one after another.
+
+    Args:
+        names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
+        device: Where they are made and run.
+        source: The unpacked release, if that is what is imported.
+        patches: Tells what has become of each of the plugin's patches; None for stock vLLM.
+        progress: Told each name before it is tried.
+
+    Returns:
+        What was found. A builder of vLLM's that this release does not have is left out where all were asked for.
+
+    Raises:
+        SubjectError: A name that was given names nothing.
+    """
+    patched = patches is not None
+    device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
+    results = []
+    for name in names or BACKENDS:
+        progress(name)
+        try:
+            subject = foreign_subject(name, device) if is_foreign(name) else backend_subject(name, device)
+            results.append(check(subject, device, patched=patched, device_name=device_name))
+        except SubjectError as error:
+            if names:
+                raise
+            if not isinstance(error, AbsentError):
+                results.append(BackendResult(name, name, "", patched, device_name, failure=str(error)))
+    vllm = sys.modules.get("vllm")
+    return Report(
+        version=__version__,
+        release=None if vllm is None else vllm.__version__,
+        torch=torch.__version__,
+        device=device_name,
+        patches=None if patches is None else patches(),
+        date=datetime.date.today().isoformat(),
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
+        results=tuple(results),
+    )

@@ -1,0 +1,61 @@
+"""A run of the suite for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_async_spec.compat.report import Report, batches, cell, sites
+from vllm_async_spec.compat.results import BackendResult, Need
+
+__all__ = ["print_report"]
+
+_STYLE = {
+    None: "dim",
+    Need.NONE: "green",
+    Need.PREFILL_ROWS: "green",
+    Need.UPPER_BOUND: "green",
+    Need.EXACT: "bold red",
+    Need.BLOCKING: "bold red",
+}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table, and below it what is not in it.
+
+    Args:
+        report: The run.
+        console: Where to.
+    """
+    vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
+    plugin = " with the plugin" if report.patched else ""
+    table = Table(title=f"{vllm}{plugin}, PyTorch {report.torch}, {report.device}", title_justify="left")
+    for name in ("backend", "needs of the host", "batches", "waits or fails at"):
+        table.add_column(name, overflow="fold", no_wrap=name == "backend")
+    for result in report.results:
+        style = "bold red" if result.faults else _STYLE[result.need]
+        at = "\n".join(sites(result))
+        table.add_row(result.backend, f"[{style}]{escape(cell(result))}[/]", batches(result), escape(at))
+    console.print(table)
+    for result in report.results:
+        for line in _first_faults(result):
+            console.print(f"{result.backend}: {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print(report.summary, style="bold")
+    if report.device == "cpu":
+        console.print(
+            "A simulated device: what kernels compute, memory that is not pinned, and waits of a forward are not seen. "
+            "--json has every batch and every line.",
+            style="dim",
+        )
+
+
+def _first_faults(result: BackendResult) -> list[str]:
+    """Each kind of fault once, with the first batch that has it; or why nothing ran."""
+    if not result.steps:
+        return [result.explain().removeprefix(f"{result.backend}: ")]
+    found: dict[str, str] = {}
+    for case, faults in result.faults.items():
+        for fault in faults:
+            found.setdefault(fault.partition(" is ")[0], f"{case}: {fault}")
+    return list(found.values())
