@@ -151,7 +151,7 @@ def test_flashinfer_waits_in_stock_and_not_with_the_plugin(vllm_source: Path, re
     assert not passed
     assert "flashinfer.py:" in why
     if release in ("0.26.0", "0.32.0"):
-        assert flashinfer("plugin", vllm_source)[:2] == ("prefill rows", True)
+        assert flashinfer("plugin", vllm_source)[:2] == ("none", True)
 
 
 def test_flashinfers_plans_are_wrong_without_the_plugins_correction(vllm_source: Path, release: str):
