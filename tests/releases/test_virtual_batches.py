@@ -14,11 +14,14 @@ from undone import ledger_of, undone
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.local_attention import layer_module, local_attention_builder
+from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.vllm_plugin import virtual_batches
 from vllm_async_spec.vllm_plugin.ledger import State
 
-PAGE, CHUNK, DRAFTS = 16, 32, 3
+PAGE, CHUNK = 16, 32
+SETTING = Setting(torch.device("cpu"))
 BATCHES = {
     "one token each": ([1, 1, 1, 1], [33, 1, 32, 64]),
     "drafts": ([4, 4, 4], [33, 17, 50]),
@@ -50,7 +53,7 @@ def stock(release: str) -> Iterator[Any]:
 def builder(stock: Any, request: pytest.FixtureRequest) -> Any:
     module, _, backend = request.param.partition(":")
     backend = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), backend)
-    return local_attention_builder(backend, CHUNK, block_size=PAGE, spec_tokens=DRAFTS)
+    return local_attention_builder(backend, SETTING, CHUNK, PAGE)
 
 
 def metadata(query: list[int], exact: list[int]) -> Any:
@@ -174,9 +177,9 @@ def test_cuda_graphs_are_as_upstream_has_them(builder: Any) -> None:
 def test_the_class_of_a_backend_is_made_once(stock: Any) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    first = local_attention_builder(FlashAttentionBackend, CHUNK, block_size=PAGE)
-    assert type(local_attention_builder(FlashAttentionBackend, CHUNK, block_size=PAGE)) is type(first)
-    assert type(local_attention_builder(FlashAttentionBackend, 2 * CHUNK, block_size=PAGE)) is not type(first)
+    first = local_attention_builder(FlashAttentionBackend, SETTING, CHUNK, PAGE)
+    assert type(local_attention_builder(FlashAttentionBackend, SETTING, CHUNK, PAGE)) is type(first)
+    assert type(local_attention_builder(FlashAttentionBackend, SETTING, 2 * CHUNK, PAGE)) is not type(first)
 
 
 def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(stock: Any) -> None:
@@ -187,7 +190,7 @@ def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(sto
         def get_name() -> str:
             return "PLANNING"
 
-    planning = local_attention_builder(Planning, CHUNK, block_size=PAGE)
+    planning = local_attention_builder(Planning, SETTING, CHUNK, PAGE)
     query, exact = BATCHES["drafts around a chunk's end"]
     reset_sync_report()
     built = planning.build(0, metadata(query, exact))

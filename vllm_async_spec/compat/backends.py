@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,8 @@ from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Case, release_metadata
 from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.local_attention import local_attention_builder
+from vllm_async_spec.compat.mla import mla_builder
 from vllm_async_spec.compat.setting import LAYER, Setting
 
 __all__ = ["BACKENDS", "Backend", "backend_subject"]
@@ -89,42 +89,12 @@ def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
 
 
 def _mla(block_size: int) -> Callable[[Any, Setting], Any]:
-    def make(cls: Any, setting: Setting) -> Any:
-        from vllm.v1.kv_cache_interface import MLAAttentionSpec
-
-        # Latent and rotary parts, as DeepSeek V2 and V3 have them.
-        dims = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
-        dims["v_head_dim"] = 128
-        _, layers, config, device = setting.arguments(block_size=block_size)
-        for name, size in dims.items():
-            setattr(config.model_config.hf_text_config, name, size)
-        object.__setattr__(config.model_config, "get_head_size", lambda: 576)
-        config.compilation_config.static_forward_context[LAYER] = _MlaLayer(**dims)
-        spec = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-        return setting.construct(cls, spec, layers, config, device)
-
-    return make
-
-
-class _MlaLayer(SimpleNamespace):
-    """What a builder asks of its layer: its dimensions, and the kernels of its prefills, which prepare nothing."""
-
-    num_heads = 8
-
-    @property
-    def prefill_backend(self) -> Any:
-        from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-
-        kernels: Any = type("NoPrefill", (MLAPrefillBackend,), {})
-        kernels.__abstractmethods__ = frozenset()  # none of them is called while metadata is built
-        sizes = {name: getattr(self, name) for name in vars(self) if name != "q_lora_rank"}
-        return kernels(num_heads=self.num_heads, scale=0.1, vllm_config=None, **sizes)
+    return lambda cls, setting: mla_builder(cls, setting, block_size)
 
 
 def _chunked_local(found: Any, setting: Setting) -> Any:
     backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
-    wanted = len(inspect.signature(found).parameters) - 1  # older releases want the block size too
-    return _plain(found(backend, *(_LOCAL_CHUNK, BLOCK_SIZE)[:wanted]).get_builder_cls(), setting)
+    return local_attention_builder(backend, setting, _LOCAL_CHUNK, BLOCK_SIZE)
 
 
 def _fast_prefill(found: Any, setting: Setting) -> Any:
