@@ -22,7 +22,9 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
     monkeypatch.setenv("COLUMNS", "200")
+    # The command sets these for its process, which is this one.
     monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def compat(*arguments: str) -> Result:

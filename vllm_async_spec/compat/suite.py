@@ -41,8 +41,8 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
         if not plugin:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
         return None
-    os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
     handle = load_vllm(source)
+    os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
     if plugin:
         flashinfer_stub.install()  # or its patches would find that there is nothing to patch
     return handle

@@ -193,11 +193,11 @@ def load_vllm(source: Path) -> VllmSource:
         VllmSourceError: `source` holds no vLLM, or this process has already imported or loaded one.
     """
     source = source.resolve()
-    if "vllm" in sys.modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        raise VllmSourceError(f"this process has a vLLM already; load {source} in a fresh one")
     found = next(iter(importlib.metadata.distributions(name="vllm", path=[str(source)])), None)
     if found is None or not (source / "vllm" / "__init__.py").is_file():
         raise VllmSourceError(f"{source} contains no vllm/ with its vllm-*.dist-info beside it")
+    if "vllm" in sys.modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        raise VllmSourceError(f"this process has a vLLM already; load {source} in a fresh one")
     handle = VllmSource(source, found.version)
     sys.path.insert(0, str(source))
     sys.meta_path.insert(0, _Finder(handle))
