@@ -99,7 +99,9 @@ def test_metrics_page_has_the_plugins_state(server: Server) -> None:
     """The patches of the runner are applied in the worker, and of those of the scheduler some in the engine core."""
     states = server.series("async_spec_patches")
     assert states['state="applied"'] > 0
-    assert states['state="refused"'] == states['state="waiting"'] == 0
+    assert states['state="refused"'] == 0
+    # Nothing imports sparse MLA's layer for a model without it.
+    assert states['state="waiting"'] == 1
     assert sum(states.values()) == len(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS)
     assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
 
