@@ -28,6 +28,7 @@ __all__ = [
     "engine_config",
     "flash_attention_builder",
     "flashinfer_setting",
+    "ngram_drafts",
     "ubatch_function",
     "write_llama",
 ]
@@ -170,6 +171,18 @@ def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **engine_args).create_engine_config()
 
 
+def ngram_drafts(count: int) -> dict[str, Any] | None:
+    """The `speculative_config` that needs no second model: to a builder only the number of drafts matters.
+
+    Args:
+        count: Draft tokens of each step; 0 is no speculation.
+
+    Returns:
+        The configuration; None for no speculation.
+    """
+    return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2} if count else None
+
+
 def flash_attention_builder(
     *,
     block_size: int = 16,
@@ -242,8 +255,6 @@ def _arguments(
     """What every metadata builder is made from: the KV cache's shape, the layers' names, the configuration, the CPU."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    # n-gram drafts need no second model, and to a builder only their number matters.
-    drafts = {"method": "ngram", "num_speculative_tokens": spec_tokens, "prompt_lookup_max": 2} if spec_tokens else None
     with tempfile.TemporaryDirectory() as scratch:
         model = write_llama(
             Path(scratch),
@@ -252,7 +263,7 @@ def _arguments(
             head_size=head_size,
             max_model_len=max_model_len,
         )
-        config = engine_config(model, block_size=block_size, speculative_config=drafts)
+        config = engine_config(model, block_size=block_size, speculative_config=ngram_drafts(spec_tokens))
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_async_spec.compat.builders import engine_config, write_llama
+from vllm_async_spec.compat.builders import engine_config, ngram_drafts, write_llama
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class Setting:
         Args:
             **engine_args: Further arguments of vLLM's `EngineArgs`, or other values for those above.
         """
-        # n-gram drafts need no second model, and to a builder only their number matters.
-        drafts = {"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_max": 2}
+        drafts = ngram_drafts(DRAFT_TOKENS)
         wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts, "max_num_seqs": 256} | engine_args
         with tempfile.TemporaryDirectory() as scratch:
             model = write_llama(
