@@ -35,6 +35,16 @@ _PROJECTIONS = {"fc", "eh_proj"}
 """From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP."""
 
 
+def is_head(name: str) -> bool:
+    """Whether this, the last part of a parameter's name, is the head's."""
+    return name in _HEADS
+
+
+def is_projection(name: str) -> bool:
+    """Whether it is that of a drafter's input."""
+    return name in _PROJECTIONS
+
+
 class ArrangementError(ValueError):
     """These weights can't be arranged; the message says why and what to do."""
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plot | tables | host-time`."""
+"""The command line: `python -m benchmarks run | plot | tables | soak | host-time`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError
+from benchmarks.child import ChildError
 from benchmarks.loads import LoadError
-from benchmarks.plans import PLANS, find_plan
+from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, result_files
-from benchmarks.runner import Runner
+from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
+from benchmarks.soak import CONTROLS
+from benchmarks.soaking import run_soak
 from benchmarks.tables import TableError, documents, rewrite
 
 app = typer.Typer(
@@ -135,6 +138,58 @@ def host_time(
     console.print(table(found))
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@app.command()
+def soak(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(SOAKS)}.")],
+    seconds: Annotated[float, typer.Option(min=1, help="For how long requests arrive.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of arrivals and delays.")] = 0,
+    control: Annotated[
+        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(CONTROLS)}.")
+    ] = "",
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the result; none is written if unset.")] = None,
+    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+) -> None:
+    """Serve requests under random arrivals and, on a GPU, random delays, and hold each to stock's tokens.
+
+    Exit code 0: no token differs; 1: one does, or an engine died.
+    """
+    if control and control not in CONTROLS:
+        _fail(f"--control is {control!r}; it must be one of {', '.join(CONTROLS)}")
+    try:
+        chosen = find_soak(name)
+        if chosen.subject.release not in (None, installed_vllm(), *(each.partition("=")[0] for each in env or [])):
+            _fail(f"no environment has vLLM {chosen.subject.release}; give --env {chosen.subject.release}=FILE")
+        found = run_soak(
+            chosen,
+            seconds=seconds,
+            seed=seed,
+            control=control or None,
+            envs=_environments(env or []),
+            cache=cache,
+            report=_say,
+        )
+    except (PlanError, ChildError) as error:
+        _fail(str(error))
+    if out is not None:
+        path = out / f"soak-{name}{'-control-' + control if control else ''}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        typer.echo(f"written to {path}")
+    outcomes, delayed = found["outcomes"], sum(found["delays"].values())
+    typer.echo(
+        f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "
+        f"{outcomes['same']} as stock, {outcomes['swapped']} with a near tie swapped, "
+        f"{outcomes['different']} different; fallbacks {found['fallbacks']}"
+    )
+    for index, place in found["first_different"]:
+        typer.echo(f"  request {index} differs from its token {place} on")
+    raise typer.Exit(1 if outcomes["different"] else 0)
 
 
 def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:

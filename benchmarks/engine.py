@@ -6,6 +6,7 @@ standard error. The engine core and the worker are in this process, so that it c
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ from typing import Any
 
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
+from benchmarks.soak import CONTROLS, Expected, delays, expect, soak
 from benchmarks.timing import Driver, Timing
 
 _OURS = "async_spec"
@@ -61,16 +63,19 @@ class BenchEngine:
         start = time.perf_counter()
         self._llm = vllm.LLM(**options | self._model_options(Path(setup["models"])) | self._arm["engine"])
         self._start_seconds = time.perf_counter() - start
-        self._driver = Driver(
-            self._llm,
-            lambda max_tokens: vllm.SamplingParams(
+
+        def sampling(max_tokens: int, **more: Any) -> Any:
+            return vllm.SamplingParams(
                 temperature=0.0,
                 max_tokens=max_tokens,
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-            ),
-        )
+                **more,
+            )
+
+        self._sampling = sampling
+        self._driver = Driver(self._llm, sampling)
 
     def describe(self) -> dict[str, Any]:
         """What really runs.
@@ -130,6 +135,33 @@ class BenchEngine:
         report = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running).to_dict()
         return report | {"timeline": None}  # by far the largest part, and none of the figures
 
+    def expect(self, load: str, file: str) -> dict[str, Any]:
+        """Serve `load` and write what it says, with its second choices, to `file`, for the soak of another engine."""
+        _, requests = self._loads[load]
+        said = expect(self._llm, requests, self._sampling)
+        Path(file).write_text(json.dumps([asdict(each) for each in said]))
+        return {"requests": len(said)}
+
+    def soak(self, load: str, file: str, seconds: float, seed: int, control: str | None) -> dict[str, Any]:
+        """Serve `load` for `seconds` under random arrivals and, on a GPU, delays, against what `file` expects."""
+        which, requests = self._loads[load]
+        expected = [Expected(**each) for each in json.loads(Path(file).read_text())]
+        if control is not None:
+            CONTROLS[control](self._llm)
+        report = sys.modules.get("vllm_async_spec.sync_policy")
+        with contextlib.ExitStack() as stack:
+            delayed = stack.enter_context(delays(self._llm, seed)) if self._cuda else {}
+            start = time.perf_counter()
+            verdict = soak(
+                self._llm, requests, expected, self._sampling, running=which.running, seconds=seconds, seed=seed
+            )
+            spent = time.perf_counter() - start
+        return asdict(verdict) | {
+            "seconds": round(spent, 1),
+            "delays": dict(delayed),
+            "fallbacks": dict(report.sync_report().fallbacks) if report else {},
+        }
+
     def _model_options(self, folder: Path) -> dict[str, Any]:
         """Model, drafter, and how their weights are made up."""
         arm = self._arm
@@ -154,7 +186,9 @@ class BenchEngine:
 
             options["load_format"] = LOAD_FORMAT
             draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
-            options["model_loader_extra_config"] = {"share": acceptance["share"], "draft_model": draft_model}
+            stirred = acceptance["means"] == "stirred"
+            loading = {"share": acceptance["share"], "draft_model": draft_model, "stirred": stirred}
+            options["model_loader_extra_config"] = loading
         return options | {"speculative_config": drafting}
 
     def _synthetic(self, share: float) -> dict[str, Any]:
@@ -228,6 +262,8 @@ def main() -> None:
             "describe": engine.describe,
             "measure": engine.measure,
             "audit": engine.audit,
+            "expect": engine.expect,
+            "soak": engine.soak,
         }
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:

@@ -18,13 +18,15 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from benchmarks.acceptance import arrange
+from benchmarks.stir import stir
 
 LOAD_FORMAT = "arranged"
 
 
 @register_model_loader(LOAD_FORMAT)
 class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
-    """Takes `share`, the probability of acceptance, and `draft_model`, the directory of one, from the extra config."""
+    """Takes from the extra config `share`, the probability of acceptance, `draft_model`, the directory of one, and
+    `stirred`, whether attention decides too."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
@@ -35,3 +37,5 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         super().load_weights(model, model_config)
         votes = model_config.model == self._options["draft_model"]
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)
+        if self._options["stirred"]:
+            stir(model, model_config.get_vocab_size(), votes=votes)

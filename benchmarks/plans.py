@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from benchmarks.arms import Acceptance, Arm, Plan, PlanError, Plugin
-from benchmarks.loads import find_loads
+from benchmarks.arms import Acceptance, Arm, Means, Plan, PlanError, Plugin
+from benchmarks.loads import Load, find_loads
 from benchmarks.shapes import Method, find_shape
+from benchmarks.soaking import Soak
 
 GPU_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
@@ -21,6 +23,7 @@ CPU_ENVIRONMENT = {
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 ACCEPTANCE = Acceptance(0.7)
+STIRRED = Acceptance(0.9, Means.STIRRED)
 FLASHINFER = {"backend": "FLASHINFER"}
 NATIVE = {"use_trtllm_attention": False}
 
@@ -159,6 +162,39 @@ def baseline_tiny() -> Plan:
     )
 
 
+def find_soak(name: str) -> Soak:
+    """The soak of this name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name not in SOAKS:
+        raise PlanError(f"there is no soak {name!r}; there are {', '.join(SOAKS)}")
+    return SOAKS[name]
+
+
+def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native: bool = False) -> Soak:
+    attention = {"backend": backend} | (NATIVE if native else {})
+    # Stock is given the kernels that the plugin opens, or it would add up in another order.
+    opened = backend == "FLASHINFER" and not native
+    return Soak(
+        name="-".join([release, runner, backend, *(["native"] if native else [])]),
+        subject=Arm(
+            "subject",
+            shape,
+            plugin=Plugin.ON,
+            release=release,
+            runner=runner,
+            method=next(iter(find_shape(shape).drafters)),
+            acceptance=STIRRED,
+            # In float16 few roundings decide between two tokens.
+            engine=GPU_ENGINE | {"dtype": "float16", "attention_config": attention, "max_num_batched_tokens": 512},
+            environment={"VLLM_HAS_FLASHINFER_CUBIN": "1"} if opened else {},
+        ),
+        load=Load("soak", requests=96, running=16, prompt=(1, 700), output=(1, 120)),
+    )
+
+
 def find_plan(name: str) -> Plan:
     """The plan of this name.
 
@@ -197,4 +233,19 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
+}
+
+SOAKS: dict[str, Soak] = {
+    soak.name: soak
+    for soak in (
+        Soak(
+            name="tiny",
+            subject=replace(_tiny("subject", plugin=Plugin.ON), acceptance=STIRRED),
+            load=Load("soak-tiny", requests=16, running=4, prompt=(1, 64), output=(1, 48)),
+        ),
+        *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
+        *(_soak("0.32.0", runner, "FLASHINFER", native=True) for runner in ("V1", "V2")),
+        *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
+        *(_soak("0.32.0", "V2", backend, shape="mla") for backend in ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")),
+    )
 }

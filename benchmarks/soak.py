@@ -1,0 +1,219 @@
+"""Requests served over and over under random arrivals and random delays of the device, each held to stock's tokens.
+
+Delays put the device behind the host, where a buffer that is used again too early, or a length that is read too soon,
+does its harm. Stock served the same requests before, without delays, and said at each token how far the second choice
+was behind: kernels that add up in another order may swap two that are that close, and after such a swap a request has a
+course of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.loads import Request
+
+NEAR = 0.02
+"""Two choices this close in log-probability may be swapped by the order of additions, in float16."""
+
+_LONGEST_DELAY_MS = 6.0
+_DELAYED = 0.25
+"""Share of the places where a delay may be put that get one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What stock says to one request: at each place its token, the second choice, and how far that was behind."""
+
+    tokens: list[int]
+    second: list[int]
+    gap: list[float]
+
+    def compare(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """`same`, `swapped` or `different`, and the place where they part."""
+        if list(tokens) == self.tokens:
+            return "same", len(self.tokens)
+        place = next(
+            (i for i, (ours, theirs) in enumerate(zip(tokens, self.tokens, strict=False)) if ours != theirs),
+            min(len(tokens), len(self.tokens)),
+        )
+        if len(tokens) != len(self.tokens) or place >= len(tokens):
+            return "different", place
+        near = tokens[place] == self.second[place] and self.gap[place] <= NEAR
+        return "swapped" if near else "different", place
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What came of all requests so far."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("same", "swapped", "different"), 0))
+    tokens: int = 0
+    first_different: list[tuple[int, int]] = field(default_factory=list)
+    """Up to ten: the request's index, and the place."""
+
+    def add(self, index: int, expected: Expected, tokens: Sequence[int]) -> None:
+        """Judge one finished request."""
+        outcome, place = expected.compare(tokens)
+        self.outcomes[outcome] += 1
+        self.tokens += len(tokens)
+        if outcome == "different" and len(self.first_different) < 10:
+            self.first_different.append((index, place))
+
+
+def expect(llm: Any, requests: Sequence[Request], sampling: Callable[..., Any]) -> list[Expected]:
+    """What `llm`, a `vllm.LLM`, says to each request, with its second choices."""
+    prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+    outputs = llm.generate(prompts, [sampling(request.max_tokens, logprobs=2) for request in requests], use_tqdm=False)
+    return [_expected(output.outputs[0]) for output in outputs]
+
+
+def _expected(output: Any) -> Expected:
+    tokens, second, gap = [int(token) for token in output.token_ids], [], []
+    for token, choices in zip(tokens, output.logprobs, strict=True):
+        other = max((choice for choice in choices if choice != token), key=lambda choice: choices[choice].logprob)
+        second.append(int(other))
+        gap.append(float(choices[token].logprob - choices[other].logprob))
+    return Expected(tokens, second, gap)
+
+
+def soak(
+    llm: Any,
+    requests: Sequence[Request],
+    expected: Sequence[Expected],
+    sampling: Callable[..., Any],
+    *,
+    running: int,
+    seconds: float,
+    seed: int,
+) -> Verdict:
+    """Serve the requests in random order, arriving at random, until `seconds` have passed; finish what is in flight."""
+    source, engine, verdict = random.Random(seed), llm.llm_engine, Verdict()
+    in_flight: dict[str, int] = {}
+    begun, served, order = time.monotonic(), 0, list(range(len(requests)))
+    source.shuffle(order)
+    while True:
+        late = time.monotonic() - begun > seconds
+        # Between bursts the batch runs dry, so that every size of it is seen.
+        room = 0 if late else source.choice((0, 0, 0, 1, 1, 2, running))
+        while room and len(in_flight) < running:
+            index = order[served % len(order)]
+            name = f"soak-{served}"
+            engine.add_request(
+                name, {"prompt_token_ids": list(requests[index].prompt)}, sampling(requests[index].max_tokens)
+            )
+            in_flight[name], served, room = index, served + 1, room - 1
+        if not in_flight:
+            if late:
+                return verdict
+            continue
+        for output in engine.step():
+            if output.finished:
+                index = in_flight.pop(output.request_id)
+                verdict.add(index, expected[index], output.outputs[0].token_ids)
+
+
+@contextmanager
+def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
+    """Random work on the device before and after metadata is built and before each of the runner's steps.
+
+    Yields:
+        How many delays there were, by place.
+
+    Raises:
+        RuntimeError: there is no device to delay.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("there is no CUDA device to delay")
+    source, counted = random.Random(seed), Counter[str]()
+    cycles_per_ms = _cycles_per_ms(torch)
+    runner = _runner(llm)
+    builders = _builders(llm)
+
+    def maybe(place: str) -> None:
+        if not torch.cuda.is_current_stream_capturing() and source.random() < _DELAYED:
+            counted[place] += 1
+            torch.cuda._sleep(int(cycles_per_ms * _LONGEST_DELAY_MS * source.random() ** 4))
+
+    def around(owner: type[Any], name: str, *, after: bool) -> Callable[[], None]:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            maybe(f"before {name}")
+            answer = original(*args, **kwargs)
+            if after:
+                maybe(f"after {name}")
+            return answer
+
+        own = name in vars(owner)
+        setattr(owner, name, wrapped)
+        return lambda: setattr(owner, name, original) if own else delattr(owner, name)
+
+    with ExitStack() as undo:
+        for builder in builders:
+            undo.callback(around(builder, "build", after=True))
+        for name in ("execute_model", "sample_tokens"):
+            undo.callback(around(type(runner), name, after=False))
+        yield counted
+
+
+def _runner(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _builders(llm: Any) -> list[type[Any]]:
+    """The classes of the target's metadata builders, each once."""
+    groups = (group for groups in _runner(llm).attn_groups for group in groups)
+    return list(dict.fromkeys(type(group.get_metadata_builder(0)) for group in groups))
+
+
+def _cycles_per_ms(torch: Any) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(10_000_000)
+    end.record()
+    end.synchronize()
+    return 10_000_000 / float(start.elapsed_time(end))
+
+
+def _no_lengths(llm: Any) -> None:
+    """What FlashInfer planned from the bound is not corrected on the device."""
+    from vllm_async_spec.vllm_plugin import flashinfer_builder
+
+    flashinfer_builder.__dict__["carry_lengths"] = lambda *_: None
+
+
+def _no_fence(llm: Any) -> None:
+    """A plan's pinned buffer is filled again at once, whether or not its copy has run."""
+    from vllm_async_spec.attention.flashinfer import PlanBuffers
+
+    for name in ("lend", "planned"):
+        setattr(PlanBuffers, name, lambda *_: None)
+
+
+def _short(llm: Any) -> None:
+    """Each builder is told of one token less than each request has; what a CUDA graph reads stays as it is."""
+
+    def shortened(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *rest: Any, **more: Any) -> Any:
+            given = copy.copy(common_attn_metadata)
+            given.seq_lens = (given.seq_lens - 1).clamp(min=1)
+            return original(self, common_prefix_len, given, *rest, **more)
+
+        return build
+
+    for builder in _builders(llm):
+        builder.build = shortened(builder.build)
+
+
+CONTROLS: dict[str, Callable[[Any], None]] = {"lengths": _no_lengths, "fence": _no_fence, "short": _short}
+"""Ways to break an engine on purpose, each of which a soak must notice where the path uses it."""

@@ -1,0 +1,72 @@
+"""Dummy weights under which attention decides what is said next, so that a wrong length shows in the tokens.
+
+Arranged weights (`acceptance`) make the target say a token's successor whatever came before it: the speed of a step is
+right, and attention may be wrong without anybody noticing. Stirred ones keep the arrangement as a tendency. The layers'
+matrices are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head
+gets a random part, which that movement decides. The successor still wins more often than not, which is what the
+drafter goes by.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection
+
+_GAIN = 1.5
+"""Sharp enough that a token attends to a few others, and not to the mean of all."""
+_STIRRED = 1.25
+"""About how far all layers together move the residual stream, next to embeddings of 1."""
+_LEAD = 1.25
+"""How far the successor is ahead of the best of the others on average, in standard deviations of their logits."""
+_OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
+"""What writes into the residual stream."""
+
+
+@torch.no_grad()
+def stir(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = SEED + 1) -> None:
+    """Stir the arranged weights of a target, and the head of a drafter that may share the target's.
+
+    Args:
+        model: a causal language model that `acceptance.arrange` has arranged.
+        vocabulary: tokens of the model.
+        votes: whether it is a draft model, which has its own head and stays as it is.
+        seed: of the noise.
+    """
+    if votes:
+        return
+    weights = [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+    drafts = any(is_projection(name) for name, _ in weights)
+    layers = 1 + max((int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()))
+    for index, (name, weight) in enumerate(weights):
+        if is_head(name):
+            _stir_head(weight, vocabulary, seed)
+        elif drafts or name == "embed_tokens":
+            continue
+        elif weight.ndim == 1 and "norm" in name:
+            weight.fill_(1)
+        elif weight.ndim > 1:
+            scale = 1 / math.sqrt(2 * layers) if name in _OUTPUTS else 1.0
+            weight.copy_(_noise(weight, seed + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
+            if name in _OUTPUTS:
+                weight[..., [MARK, VOTE], :] = 0  # or a layer would vote
+
+
+def _stir_head(weight: Tensor, vocabulary: int, seed: int) -> None:
+    """The successor's part shrunk to what leads by `_LEAD`, and a random part beside it."""
+    hidden, stranger = weight.shape[1], vocabulary - 1
+    best = math.sqrt(2 * math.log(vocabulary))
+    share = min(1.0, (best + _LEAD) * math.sqrt(1 + _STIRRED**2) / math.sqrt(hidden))
+    others = _noise(weight[:stranger], seed)
+    others[:, [MARK, VOTE]] = 0
+    weight[:stranger] = weight[:stranger] * share + others
+    weight /= math.sqrt(hidden)  # logits of the others spread by 1, so that gaps between them have a unit
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """Standard normal, of the same shape, type and device."""
+    source = torch.Generator(like.device).manual_seed(seed)
+    return torch.randn(like.shape, generator=source, device=like.device).to(like.dtype)
