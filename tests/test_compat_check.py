@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +269,28 @@ def test_plain_data_carries_the_evidence():
     realistic = next(build for build in data["cases"][0]["builds"] if build["realistic"])
     assert realistic["host"] == "upper bound"
     assert "return metadata.seq_lens.cpu()" in realistic["waits"][0]["stack"][0]
+
+
+def test_what_pytorch_warns_of_is_heard_though_the_builders_own_warnings_are_not(monkeypatch: pytest.MonkeyPatch):
+    class Warns(planted.Clean):
+        def extra(self, metadata: Any) -> Any:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            warnings.warn("deprecated", stacklevel=1)
+
+    class PassesForCuda(CudaDevice):
+        def __init__(self) -> None:
+            self.device = torch.device("cpu")
+
+        def place(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    for name in ("synchronize", "set_sync_debug_mode", "get_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = check(subject(Warns), PassesForCuda(), cases=[NAMED["decode"]])
+    assert found.cases[0].need is Need.BLOCKING, found.explain()
+    assert "test_compat_check.py" in found.cases[0].builds[0].waits[0].site
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,8 +112,7 @@ def failure_sentence(error: BaseException) -> str:
 def _make(subject: Subject, device: Device) -> Any:
     """A new builder, whose buffers the device knows, on a device that knows nothing else."""
     device.clear()
-    with warnings.catch_warnings(), device.watching():
-        warnings.simplefilter("ignore")
+    with _without_warnings(), device.watching():
         return subject.make(device)
 
 
@@ -165,8 +164,7 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     before = _tensors(metadata)
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
-    with warnings.catch_warnings(), _configured(builder), device.watching() as waits:
-        warnings.simplefilter("ignore")  # vLLM's lazy properties warn that they wait, which is what we are here for
+    with _without_warnings(), _configured(builder), device.watching() as waits:
         try:
             built = _call(builder, case, metadata, arguments)
         except Exception as error:
@@ -179,6 +177,14 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     return Build(
         host, None, found, changed, (), snapshot.not_validated, tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
     ), snapshot
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """vLLM's lazy properties warn that they wait, which is what we are here for; whoever is watching hears it first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
