@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.arms import Plan, PlanError
+from benchmarks.arms import Plan, PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
@@ -145,6 +145,9 @@ def soak(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(SOAKS)}.")],
     seconds: Annotated[float, typer.Option(min=1, help="For how long requests arrive.")] = 600,
     seed: Annotated[int, typer.Option(help="Of arrivals and delays.")] = 0,
+    plugin: Annotated[
+        Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
+    ] = Plugin.ON,
     control: Annotated[
         str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(CONTROLS)}.")
     ] = "",
@@ -167,6 +170,7 @@ def soak(
             _fail(f"no environment has vLLM {chosen.subject.release}; give --env {chosen.subject.release}=FILE")
         found = run_soak(
             chosen,
+            plugin=plugin,
             seconds=seconds,
             seed=seed,
             control=control or None,
@@ -177,18 +181,21 @@ def soak(
     except (PlanError, ChildError) as error:
         _fail(str(error))
     if out is not None:
-        path = out / f"soak-{name}{'-control-' + control if control else ''}.json"
+        kind = f"-control-{control}" if control else "" if plugin is Plugin.ON else f"-{plugin.value}"
+        path = out / f"soak-{name}{kind}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
         typer.echo(f"written to {path}")
     outcomes, delayed = found["outcomes"], sum(found["delays"].values())
     typer.echo(
         f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "
-        f"{outcomes['same']} as stock, {outcomes['swapped']} with a near tie swapped, "
+        f"{outcomes['same']} as stock, {outcomes['swapped']} with a near tie swapped "
+        f"(at most {found['widest_swap']:.3f} apart), "
         f"{outcomes['different']} different; fallbacks {found['fallbacks']}"
     )
-    for index, place in found["first_different"]:
-        typer.echo(f"  request {index} differs from its token {place} on")
+    for index, place, behind in found["first_different"]:
+        choice = "none of its next four choices" if behind is None else f"a choice {behind:.3f} behind"
+        typer.echo(f"  request {index} differs from its token {place} on: {choice}")
     raise typer.Exit(1 if outcomes["different"] else 0)
 
 

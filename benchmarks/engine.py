@@ -136,7 +136,7 @@ class BenchEngine:
         return report | {"timeline": None}  # by far the largest part, and none of the figures
 
     def expect(self, load: str, file: str) -> dict[str, Any]:
-        """Serve `load` and write what it says, with its second choices, to `file`, for the soak of another engine."""
+        """Serve `load` and write what it says, with its other choices, to `file`, for the soak of another engine."""
         _, requests = self._loads[load]
         said = expect(self._llm, requests, self._sampling)
         Path(file).write_text(json.dumps([asdict(each) for each in said]))

@@ -26,6 +26,7 @@ class Soak:
 def run_soak(
     soak: Soak,
     *,
+    plugin: Plugin,
     seconds: float,
     seed: int,
     control: str | None,
@@ -37,6 +38,7 @@ def run_soak(
 
     Args:
         soak: what to run.
+        plugin: the plugin in the subject; stock, held to itself, shows what noise is.
         seconds: for how long requests arrive.
         seed: of arrivals and delays.
         control: how to break the plugin on purpose, a key of `soak.CONTROLS`; None: not at all.
@@ -53,6 +55,7 @@ def run_soak(
     env, models = envs.get(soak.subject.release or ""), cache / "models"
     with tempfile.TemporaryDirectory() as scratch:
         file = str(Path(scratch) / "expected.json")
+        subject = replace(soak.subject, plugin=plugin)
         oracle = replace(soak.subject, name="stock", plugin=Plugin.STOCK)
         log = cache / "logs" / f"soak-{soak.name}-stock.log"
         with child.start(oracle, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
@@ -60,9 +63,15 @@ def run_soak(
             count = engine.ask("expect", load=soak.load.name, file=file)["requests"]
             report(f"stock has said what {count} requests get")
         log = cache / "logs" / f"soak-{soak.name}.log"
-        with child.start(soak.subject, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
+        with child.start(subject, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()
             facts = engine.ask("describe")
             verdict = engine.ask("soak", load=soak.load.name, file=file, seconds=seconds, seed=seed, control=control)
-    found = {"soak": json.loads(json.dumps(asdict(soak))), "vllm": facts["vllm"], "facts": facts, "seed": seed}
+    found = {
+        "soak": json.loads(json.dumps(asdict(soak))),
+        "vllm": facts["vllm"],
+        "plugin": plugin.value,
+        "facts": facts,
+        "seed": seed,
+    }
     return found | {"control": control} | verdict

@@ -40,7 +40,8 @@ def stir(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = 
         return
     weights = [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
     drafts = any(is_projection(name) for name, _ in weights)
-    layers = 1 + max((int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()))
+    numbers = [int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()]
+    layers = max(numbers, default=0) + 1
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
             _stir_head(weight, vocabulary, seed)

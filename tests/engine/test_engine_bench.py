@@ -14,8 +14,9 @@ from benchmarks import child
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import Acceptance, Arm, Plugin, expected_length
 from benchmarks.loads import Load, make_requests
-from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, find_soak
 from benchmarks.shapes import Method, find_shape
+from benchmarks.soaking import run_soak
 from benchmarks.timing import time_run
 from vllm_async_spec.audit.report import Report
 
@@ -68,3 +69,27 @@ def test_drafts_are_accepted_as_often_as_asked(
     assert measured["acceptance_length"] == pytest.approx(expected_length(share, draft_tokens), rel=0.06)
     if report is not None:
         assert Report.from_dict(report).load.acceptance_length == pytest.approx(foreseen.acceptance_length)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.parametrize("control", [None, "short"])
+def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(tmp_path: Path, control: str | None):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
+    if torch.cuda.is_available():
+        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
+    found = run_soak(
+        find_soak("tiny"),
+        plugin=Plugin.ON,
+        seconds=5,
+        seed=3,
+        control=control,
+        envs={},
+        cache=tmp_path,
+        report=lambda line: None,
+    )
+    outcomes = found["outcomes"]
+    assert sum(outcomes.values()) > 16
+    assert found["facts"]["async_scheduling"]
+    assert outcomes["different"] == (0 if control is None else sum(outcomes.values())), found

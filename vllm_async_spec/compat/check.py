@@ -181,7 +181,7 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """vLLM's lazy properties warn that they wait, which is what we are here for; whoever is watching hears it first."""
+    """None are shown: lazy properties warn that they wait, which is what we are here for. Who watches hears first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,0 +1,174 @@
+"""Soaks: what is held to be the same, that every request is judged, and weights that show what attention does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
+from typer.testing import CliRunner
+
+from benchmarks.acceptance import arrange, make_orbit
+from benchmarks.cli import app
+from benchmarks.loads import Request
+from benchmarks.soak import NEAR, Expected, Verdict, delays, expect, soak
+from benchmarks.stir import stir
+from vllm_async_spec.demo.model import TinyLlama
+
+SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([5, 6, 7], ("same", 3, None)),
+        ([5, 9, 1], ("swapped", 1, NEAR / 2)),
+        ([5, 8, 7], ("different", 1, 2 * NEAR)),
+        ([5, 4, 7], ("different", 1, None)),
+        ([5, 6], ("different", 2, None)),
+        ([5, 9], ("different", 2, None)),
+        ([], ("different", 0, None)),
+    ],
+)
+def test_only_a_swap_of_near_choices_is_forgiven(tokens: list[int], found: tuple[str, int, float | None]):
+    assert SAID.compare(tokens) == found
+
+
+def test_a_verdict_keeps_the_widest_swap_and_the_first_differences():
+    verdict = Verdict()
+    for index, tokens in enumerate(([5, 6, 7], [5, 9, 1], [5, 8, 7])):
+        verdict.add(index, SAID, tokens)
+    assert verdict.outcomes == {"same": 1, "swapped": 1, "different": 1}
+    assert (verdict.tokens, verdict.widest_swap) == (9, NEAR / 2)
+    assert verdict.first_different == [(2, 1, 2 * NEAR)]
+
+
+class FakeEngine:
+    """Finishes the oldest request each step, with tokens that count from the prompt's last one."""
+
+    def __init__(self, wrong: Callable[[str], bool] = lambda name: False) -> None:
+        self.names: list[str] = []
+        self.most = 0
+        self._running: list[tuple[str, list[int]]] = []
+        self._wrong = wrong
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], max_tokens: int) -> None:
+        self.names.append(name)
+        start = prompt["prompt_token_ids"][-1] + self._wrong(name)
+        self._running.append((name, list(range(start + 1, start + 1 + max_tokens))))
+        self.most = max(self.most, len(self._running))
+
+    def step(self) -> list[Any]:
+        name, tokens = self._running.pop(0)
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[SimpleNamespace(token_ids=tokens)])]
+
+
+REQUESTS = [Request((1, number), max_tokens=3) for number in range(8)]
+EXPECTED = [Expected([number + 1, number + 2, number + 3], [{}] * 3) for number in range(8)]
+
+
+def soaked(engine: FakeEngine) -> Verdict:
+    llm = SimpleNamespace(llm_engine=engine)
+    return soak(llm, REQUESTS, EXPECTED, lambda max_tokens: max_tokens, running=4, seconds=0.2, seed=0)
+
+
+def test_every_request_that_arrived_is_judged():
+    engine = FakeEngine()
+    verdict = soaked(engine)
+    assert verdict.outcomes == {"same": len(engine.names), "swapped": 0, "different": 0}
+    assert len(engine.names) == len(set(engine.names)) > 3 * len(REQUESTS)
+    assert engine.most == 4
+
+
+def test_one_wrong_request_is_found():
+    verdict = soaked(FakeEngine(wrong=lambda name: name == "soak-11"))
+    assert verdict.outcomes["different"] == 1
+    assert verdict.first_different[0][1:] == (0, None)
+
+
+def test_what_stock_says_is_kept_with_the_choices_close_behind():
+    def choice(logprob: float) -> Any:
+        return SimpleNamespace(logprob=logprob)
+
+    output = SimpleNamespace(
+        token_ids=[7, 8],
+        logprobs=[{7: choice(-1.0), 3: choice(-1.1), 4: choice(-2.0)}, {8: choice(-0.5), 2: choice(-0.5)}],
+    )
+
+    def generate(prompts: Sequence[Any], sampling: Sequence[Any], use_tqdm: bool) -> list[Any]:
+        assert prompts == [{"prompt_token_ids": [1, 2]}]
+        assert sampling == [(2, 5)]
+        return [SimpleNamespace(outputs=[output])]
+
+    said = expect(SimpleNamespace(generate=generate), [Request((1, 2), 2)], lambda most, logprobs: (most, logprobs))
+    assert said == [Expected([7, 8], [{"3": 0.1}, {"2": 0.0}])]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to delay")
+def test_there_are_no_delays_without_a_device():
+    with pytest.raises(RuntimeError, match="no CUDA device"), delays(None, 0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("no-such",), "benchmarks: there is no soak 'no-such'; there are tiny, "),
+        (("tiny", "--control", "luck"), "benchmarks: --control is 'luck'; it must be one of lengths, fence, short"),
+        (("0.26.0-V1-FLASHINFER",), "benchmarks: no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
+    result = CliRunner().invoke(app, ["soak", *arguments])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(sentence)
+
+
+def stirred() -> TinyLlama:
+    model = TinyLlama(TARGET)
+    dummy(model)
+    arrange(model, VOCABULARY, 0.9)
+    stir(model, VOCABULARY)
+    return model
+
+
+def say(model: TinyLlama, tokens: torch.Tensor) -> torch.Tensor:
+    """What follows each row's last token."""
+    with torch.no_grad():
+        hidden = model.model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))[:, -1]
+        return model.lm_head(hidden).argmax(-1)
+
+
+def test_in_stirred_weights_the_successor_leads_and_earlier_tokens_decide():
+    model, orbit = stirred(), make_orbit(VOCABULARY, 0.9)
+    tokens = torch.randint(orbit.stranger, (256, 24), generator=torch.Generator().manual_seed(0))
+    said = say(model, tokens)
+    assert 0.35 < (said == orbit.successor[tokens[:, -1]]).float().mean() < 0.85
+    assert not (said == orbit.stranger).any()
+    assert (say(model, tokens[:, 1:]) != said).float().mean() > 0.02  # the first of 24 is missing
+    assert (say(model, tokens[:, -4:]) != said).float().mean() > 0.2
+
+
+def test_a_drafter_of_stirred_weights_still_says_the_successor():
+    model, drafter = stirred(), Eagle(TARGET)
+    dummy(drafter)
+    arrange(drafter, VOCABULARY, 0.9)
+    stir(drafter, VOCABULARY)
+    orbit = make_orbit(VOCABULARY, 0.9)
+    tokens = torch.arange(orbit.stranger)
+    with torch.no_grad():
+        said = model.lm_head(drafter(tokens[:, None], torch.zeros(len(tokens), 1, TARGET.hidden))[:, 0]).argmax(-1)
+    meant = torch.where(orbit.wrong, orbit.stranger, orbit.successor)
+    assert (said == meant).float().mean() > 0.95
+
+
+def test_a_draft_model_stays_as_it_is():
+    model = TinyLlama(TARGET)
+    dummy(model)
+    arrange(model, VOCABULARY, 0.9, votes=True)
+    before = [weight.clone() for weight in model.parameters()]
+    stir(model, VOCABULARY, votes=True)
+    assert all(map(torch.equal, before, model.parameters()))
