@@ -1,4 +1,4 @@
-"""Positions, lengths and slots corrected on the device: the kernel and its reference against a model in plain Python."""
+"""Positions, lengths and slots corrected on the device: kernel and reference against a model in plain Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Row:
 
 @st.composite
 def steps(draw: Any) -> list[Row]:
-    """Prefills, decodes and drafts; rows moved; rejections 0..K; lengths around the end of a page; tokens taken back."""
+    """Prefills, decodes and drafts; rows moved; rejections 0..K; lengths around a page's end; tokens taken back."""
     size = draw(st.integers(1, 9))
     places = draw(st.permutations(range(size + 3)))
     rows = []
