@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -14,7 +13,7 @@ from vllm_async_spec.sync_policy import ReadKind, host_read
 
 class _Staged(Protocol):
     cpu: torch.Tensor
-    np: npt.NDArray[np.int32]
+    np: npt.NDArray[Any]
 
 
 class TurningBuffer:

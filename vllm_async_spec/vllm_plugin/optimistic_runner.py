@@ -160,6 +160,8 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             """Set up what the first step needs, within its input preparation."""
             self._progress = DeviceProgress(self.max_num_reqs, self.device)
             self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
+            masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
+            self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
             self._paged = PagedGroups(
                 [
                     PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
@@ -193,6 +195,13 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             self._exact = needed_by(batch)
             if self._exact is not None:
                 progress.fetch(batch.num_reqs)
+
+        def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+            made = super()._gather_mm_embeddings(*args, **kwargs)
+            if self._progress is not None:
+                # vLLM has two masks by turns, one for the target and one for the drafter, which no wait fences.
+                self._embedding_masks[self.is_mm_embed_idx].turn()
+            return made
 
         def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
             made = super()._build_attention_metadata(*args, **kwargs)
