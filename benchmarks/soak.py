@@ -100,13 +100,13 @@ def soak(
     seconds: float,
     seed: int,
 ) -> Verdict:
-    """Serve the requests in random order, arriving at random, until `seconds` have passed; finish what is in flight."""
+    """Serve the requests in random order, arriving at random, until `seconds` have passed and each was there once."""
     source, engine, verdict = random.Random(seed), llm.llm_engine, Verdict()
     in_flight: dict[str, int] = {}
     begun, served, order = time.monotonic(), 0, list(range(len(requests)))
     source.shuffle(order)
     while True:
-        late = time.monotonic() - begun > seconds
+        late = time.monotonic() - begun > seconds and served >= len(requests)
         # Between bursts the batch runs dry, so that every size of it is seen.
         room = 0 if late else source.choice((0, 0, 0, 1, 1, 2, running))
         while room and len(in_flight) < running:

@@ -5,7 +5,7 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is `demo`, `host-time`, or the name of a plan's result file without `.json`.
+NAME is `demo`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,40 @@ def _host_time(results: Path) -> str:
     return Grid(("vLLM", "constructing the metadata", "`unpadded`, which constructs one"), rows).markdown()
 
 
-_MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {"demo": _demo, "host-time": _host_time}
+def _soak(results: Path) -> str:
+    rows = []
+    for found in _by_release(results, "soak-*.json"):
+        outcomes = found["outcomes"]
+        rows.append(
+            (
+                found["vllm"],
+                found["facts"]["runner"],
+                found["soak"]["name"].split("-", 2)[2],
+                f"{found['plugin']}, broken: {found['control']}" if found["control"] else found["plugin"],
+                f"{found['seconds']:.0f} s, {sum(found['delays'].values()):,}",
+                f"{sum(outcomes.values()):,}, {found['tokens']:,}",
+                f"{outcomes['same']:,}",
+                f"{outcomes['swapped']:,} ({found['widest_swap']:.3f})",
+                f"**{outcomes['different']:,}**",
+                ", ".join(f"{reason} {count}" for reason, count in found["fallbacks"].items()) or "none",
+            )
+        )
+    head = (
+        "vLLM",
+        "runner",
+        "backend",
+        "plugin",
+        "time, delays",
+        "requests, tokens",
+        "as stock",
+        "a near tie swapped (widest)",
+        "different",
+        "fallbacks",
+    )
+    return Grid(head, rows).markdown()
+
+
+_MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {"demo": _demo, "host-time": _host_time, "soak": _soak}
 
 
 def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:

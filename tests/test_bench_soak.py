@@ -72,19 +72,19 @@ EXPECTED = [Expected([number + 1, number + 2, number + 3], [{}] * 3) for number 
 
 def soaked(engine: FakeEngine) -> Verdict:
     llm = SimpleNamespace(llm_engine=engine)
-    return soak(llm, REQUESTS, EXPECTED, lambda max_tokens: max_tokens, running=4, seconds=0.2, seed=0)
+    return soak(llm, REQUESTS, EXPECTED, lambda max_tokens: max_tokens, running=4, seconds=0, seed=0)
 
 
 def test_every_request_that_arrived_is_judged():
     engine = FakeEngine()
     verdict = soaked(engine)
     assert verdict.outcomes == {"same": len(engine.names), "swapped": 0, "different": 0}
-    assert len(engine.names) == len(set(engine.names)) > 3 * len(REQUESTS)
+    assert len(engine.names) == len(set(engine.names)) >= len(REQUESTS)
     assert engine.most == 4
 
 
 def test_one_wrong_request_is_found():
-    verdict = soaked(FakeEngine(wrong=lambda name: name == "soak-11"))
+    verdict = soaked(FakeEngine(wrong=lambda name: name == "soak-5"))
     assert verdict.outcomes["different"] == 1
     assert verdict.first_different[0][1:] == (0, None)
 
