@@ -118,6 +118,65 @@ def flashinfer_audit(shape: str) -> Plan:
     )
 
 
+def optimistic(shape: str) -> Plan:
+    """vLLM 0.18.1 without its wait for accepted counts, and what later releases make of the same, and synchronous."""
+
+    def arm(name: str, plugin: Plugin, release: str, runner: str, **engine: Any) -> Arm:
+        return Arm(
+            name,
+            shape,
+            plugin=plugin,
+            release=release,
+            runner=runner,
+            acceptance=ACCEPTANCE,
+            engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"} | engine,
+        )
+
+    return Plan(
+        name=f"optimistic-{shape}",
+        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and its peers, {shape} shape",
+        arms=(
+            arm("stock", Plugin.STOCK, "0.18.1", "V1"),
+            arm("plugin", Plugin.ON, "0.18.1", "V1"),
+            arm("sham", Plugin.SHAM, "0.18.1", "V1"),
+            arm("synchronous", Plugin.STOCK, "0.18.1", "V1", async_scheduling=False),
+            arm("stock-0.26.0", Plugin.STOCK, "0.26.0", "V2"),
+            arm("stock-0.32.0", Plugin.STOCK, "0.32.0", "V2"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=4,
+        seconds=2.0,
+        reference="stock",
+        control="sham",
+    )
+
+
+def optimistic_audit(shape: str) -> Plan:
+    """Where the time of vLLM 0.18.1 goes with the plugin on and off."""
+    return Plan(
+        name=f"optimistic-audit-{shape}",
+        about=f"vLLM 0.18.1 with the plugin on and off, audited, {shape} shape",
+        arms=tuple(
+            Arm(
+                plugin.value,
+                shape,
+                plugin=plugin,
+                release="0.18.1",
+                runner="V1",
+                acceptance=ACCEPTANCE,
+                engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"},
+                labels={"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.SHAM else "on", "size": shape},
+            )
+            for plugin in (Plugin.ON, Plugin.SHAM)
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=1,
+        seconds=2.0,
+        repetitions=2,
+        audit_steps=64,
+    )
+
+
 def baseline() -> Plan:
     """vLLM in every combination of release, runner, attention backend and size that this project speaks of.
 
@@ -178,7 +237,7 @@ def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native:
     # Stock is given the kernels that the plugin opens, or it would add up in another order.
     opened = backend == "FLASHINFER" and not native
     return Soak(
-        name="-".join([release, runner, backend, *(["native"] if native else [])]),
+        name="-".join([release, runner, backend, *(["native"] if native else []), *([shape] if shape != "1b" else [])]),
         subject=Arm(
             "subject",
             shape,
@@ -231,6 +290,10 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
+    "optimistic-1b": lambda: optimistic("1b"),
+    "optimistic-8b": lambda: optimistic("8b"),
+    "optimistic-audit-1b": lambda: optimistic_audit("1b"),
+    "optimistic-audit-8b": lambda: optimistic_audit("8b"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
 }
@@ -246,6 +309,7 @@ SOAKS: dict[str, Soak] = {
         *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", native=True) for runner in ("V1", "V2")),
         *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
+        *(_soak("0.32.0", runner, "FLASH_ATTN", shape="local") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", backend, shape="mla") for backend in ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")),
     )
 }

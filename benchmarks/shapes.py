@@ -149,6 +149,28 @@ _QWEN3_MOE_EAGLE = _llama(
     hidden=2048, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocabulary=151_936
 )  # fmt: skip
 
+# Llama 4 without its experts: three layers of four attend within chunks, here short ones.
+_LOCAL = _COMMON | {
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "intermediate_size_mlp": 4096,
+    "num_local_experts": 1,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1000,
+    "moe_layers": [],
+    "no_rope_layers": [1, 1, 1, 0] * 2,
+    "attention_chunk_size": 128,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": False,
+    "vocab_size": 32_000,
+}
+
 # As DeepSeek-V3, of which vLLM knows the multi-token prediction layer, in the sizes of DeepSeek-V2-Lite.
 _DEEPSEEK_LITE = _COMMON | {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -222,6 +244,13 @@ SHAPES = {
             15.7e9,
             _DEEPSEEK_LITE,
             {Method.MTP: None},
+        ),
+        Shape(
+            "local",
+            "Llama 4's chunked local attention in a dense model of eight layers",
+            0.191e9,
+            _LOCAL,
+            {Method.DRAFT_MODEL: _small_llama(32_000)},
         ),
         Shape(
             "tiny",
