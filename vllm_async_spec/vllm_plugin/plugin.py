@@ -11,6 +11,7 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import (
     async_scheduling,
+    draft_lengths,
     fast_prefill,
     flashinfer_builder,
     flashinfer_xqa,
@@ -28,6 +29,7 @@ from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError
 
 IMPLEMENTATIONS = {
     **async_scheduling.IMPLEMENTATIONS,
+    **draft_lengths.IMPLEMENTATIONS,
     **fast_prefill.IMPLEMENTATIONS,
     **flashinfer_builder.IMPLEMENTATIONS,
     **flashinfer_xqa.IMPLEMENTATIONS,

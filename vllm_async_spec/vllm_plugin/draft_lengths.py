@@ -1,0 +1,92 @@
+"""Draft steps of vLLM 0.12 and 0.13 that attend to nothing rejected.
+
+With padded drafter batches the drafter's first pass runs over all tokens that were verified, and samples from the last
+one that was accepted. The steps after it go on from there with the right positions and slots, but with lengths that
+still count what was rejected: the draft attends to keys of tokens that don't exist, and is accepted less often. Later
+releases take the rejected tokens off before the second step; this does the same, on the device and on a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_HOST_SHADOWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu")
+
+
+class _Builder:
+    """The drafter's metadata builder during one call of `propose`."""
+
+    def __init__(self, builder: Any, rejected: Any) -> None:
+        self._builder = builder
+        self._rejected = rejected
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._builder, name)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        if draft_index == 0:
+            for name in _HOST_SHADOWS:
+                # 0.13 adds to these in place: the runner's own, whose copies to the device may not have run yet.
+                if (host := getattr(common_attn_metadata, name, None)) is not None:
+                    setattr(common_attn_metadata, name, host.clone())
+        elif draft_index == 1:
+            # A request beyond the longest length has one token here, whatever was rejected.
+            common_attn_metadata.seq_lens = (common_attn_metadata.seq_lens - self._rejected).clamp_(min=1)
+        return self._builder.build_for_drafting(common_attn_metadata=common_attn_metadata, draft_index=draft_index)
+
+
+def _unneeded(propose: Any) -> str | None:
+    names = propose.__code__.co_varnames
+    if "num_rejected_tokens_gpu" in names or "last_token_indices" not in names:
+        return "draft steps take rejected tokens off here"
+    return None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    proposer = module.EagleProposer
+    original = proposer.propose
+
+    @functools.wraps(original)
+    def propose(
+        self: Any,
+        target_token_ids: Any,
+        target_positions: Any,
+        target_hidden_states: Any,
+        next_token_ids: Any,
+        last_token_indices: Any,
+        common_attn_metadata: Any,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        def proposed() -> Any:
+            return original(
+                self,
+                target_token_ids,
+                target_positions,
+                target_hidden_states,
+                next_token_ids,
+                last_token_indices,
+                common_attn_metadata,
+                *rest,
+                **more,
+            )
+
+        if last_token_indices is None or self.num_speculative_tokens == 1:
+            return proposed()
+        given = self.attn_metadata_builder
+        rejected = common_attn_metadata.query_start_loc[1:] - 1 - last_token_indices
+        self.attn_metadata_builder = _Builder(given or self._get_attention_metadata_builder(), rejected)
+        try:
+            return proposed()
+        finally:
+            self.attn_metadata_builder = given
+
+    transaction.set(proposer, "propose", propose)
+
+
+IMPLEMENTATIONS = {"draft-lengths": Implementation(_unneeded, _apply)}
