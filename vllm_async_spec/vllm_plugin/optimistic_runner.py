@@ -26,7 +26,7 @@ from vllm_async_spec.kernels import PagedGroup, PagedGroups
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
-from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _CLASS = "GPUModelRunner"
@@ -46,6 +46,9 @@ def _unneeded(update_states: Any) -> str | None:
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
+    if "prev_req_id_to_index" not in module.InputBatch.remove_request.__code__.co_names:
+        # Else a request that left the batch and came back would be taken for one that stayed.
+        raise PatchError("a request that leaves the batch keeps its row of the step before")
     transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
 
 
