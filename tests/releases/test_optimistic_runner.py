@@ -219,6 +219,19 @@ def test_the_next_step_is_corrected_on_the_device(runner, monkeypatch):
     assert table.slot_mapping.gpu[1:5].tolist() == [(16 + 2) * 16 + at for at in (2, 3, 4, 5)]
 
 
+def test_block_tables_that_are_made_anew_are_taken(runner, monkeypatch):
+    """The kernel is given addresses, so one of a table that is gone would be written to."""
+    prepare(runner, ["a"], [32], [4], [3])
+    sample(runner, [2], monkeypatch)
+    old = runner.input_batch.block_table.block_tables[0].slot_mapping.gpu
+    runner.input_batch.block_table = make_input_batch().block_table
+    table = runner.input_batch.block_table.block_tables[0]
+    table.block_table.gpu[:] = 7
+    prepare(runner, ["a"], [36], [1], [0])
+    assert table.slot_mapping.gpu[0] == 7 * 16 + 2
+    assert old.tolist() == [0] * TOKENS
+
+
 def test_the_drafters_pinned_buffer_is_another_each_step(runner, monkeypatch):
     seen = set()
     for _ in range(3):

@@ -67,6 +67,16 @@ class _Indices:
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
 
 
+def _paged_groups(block_table: Any) -> PagedGroups:
+    """The KV cache groups of a `MultiGroupBlockTable`."""
+    return PagedGroups(
+        [
+            PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
+            for table in block_table.block_tables
+        ]
+    )
+
+
 def _optimistic(upstream: type[Any]) -> type[Any]:
     """The subclass of vLLM's runner."""
 
@@ -165,12 +175,7 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
             masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
             self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
-            self._paged = PagedGroups(
-                [
-                    PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
-                    for table in self.input_batch.block_table.block_tables
-                ]
-            )
+            self._paged_of: Any = None
             # The prefix that all rows share is taken from the host's number of computed tokens.
             self.cascade_attn_enabled = False
             self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
@@ -179,6 +184,8 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             """Write the device's positions over the host's, and take note of what the next step has to know."""
             progress, batch = self._progress, self.input_batch
             assert progress is not None
+            if self._paged_of is not batch.block_table:  # the first step, or vLLM has made its input batch anew
+                self._paged_of, self._paged = batch.block_table, _paged_groups(batch.block_table)
             axes = None
             if self.uses_mrope:
                 axes = self.mrope_positions.gpu
