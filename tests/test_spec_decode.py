@@ -116,6 +116,23 @@ def test_progress_is_exact_over_many_steps(seed: int) -> None:
     batches.check()
 
 
+def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the kernel may write a row's carry before another has read what was there."""
+    steps: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "vllm_async_spec.spec_decode.progress.correct_positions",
+        lambda carry, counts, previous, computed, starts, next_carry, *sent: steps.append(
+            (carry.data_ptr(), next_carry.data_ptr())
+        ),
+    )
+    batches = Batches(1, "cpu")
+    for _ in range(3):
+        batches.step()
+    (first, second), *_ = steps
+    assert first != second
+    assert steps == [(first, second), (second, first), (first, second)]
+
+
 def test_most_counts_are_those_of_the_last_step() -> None:
     progress = DeviceProgress(4, torch.device("cpu"))
     assert not progress.drafted

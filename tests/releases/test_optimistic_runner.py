@@ -14,7 +14,11 @@ import torch
 from undone import ledger_of, undone
 
 from vllm_async_spec import reset_sync_report, sync_report
-from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
+from vllm_async_spec.compat.backends import backend_subject
+from vllm_async_spec.compat.cases import CASES, Host
+from vllm_async_spec.compat.check import AbsentError, check
+from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.vllm_plugin.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
@@ -215,6 +219,19 @@ def test_the_next_step_is_corrected_on_the_device(runner, monkeypatch):
     assert table.slot_mapping.gpu[1:5].tolist() == [(16 + 2) * 16 + at for at in (2, 3, 4, 5)]
 
 
+def test_block_tables_that_are_made_anew_are_taken(runner, monkeypatch):
+    """The kernel is given addresses, so one of a table that is gone would be written to."""
+    prepare(runner, ["a"], [32], [4], [3])
+    sample(runner, [2], monkeypatch)
+    old = runner.input_batch.block_table.block_tables[0].slot_mapping.gpu
+    runner.input_batch.block_table = make_input_batch().block_table
+    table = runner.input_batch.block_table.block_tables[0]
+    table.block_table.gpu[:] = 7
+    prepare(runner, ["a"], [36], [1], [0])
+    assert table.slot_mapping.gpu[0] == 7 * 16 + 2
+    assert old.tolist() == [0] * TOKENS
+
+
 def test_the_drafters_pinned_buffer_is_another_each_step(runner, monkeypatch):
     seen = set()
     for _ in range(3):
@@ -296,6 +313,25 @@ def test_draft_steps_do_not_count_in_the_runners_own_lengths(runner, upstream, m
     drafting._num_computed_tokens_cpu += 1
     assert runner.seq_lens.cpu[:2].tolist() == [int(drafted)] * 2
     assert runner.positions.cpu[:2].tolist() == [int(drafted)] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_late_device_gets_the_lengths_that_were_sent(runner, upstream, monkeypatch, guarded):
+    """Draft steps add to the pinned lengths while a late device has yet to copy them, unless they have their own."""
+    from vllm.v1.utils import CpuGpuBuffer
+
+    lengths = CpuGpuBuffer(ROWS, dtype=torch.int32, device=torch.device("cuda"), pin_memory=True)
+    made = SimpleNamespace(_seq_lens_cpu=lengths.cpu[:2], _num_computed_tokens_cpu=None)
+    monkeypatch.setattr(upstream, "_build_attention_metadata", lambda self, **given: ({}, made))
+    lengths.np[:2] = 40, 50
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    lengths.copy_to_gpu()
+    _, drafting = (runner if guarded else super(type(runner), runner))._build_attention_metadata(use_spec_decode=False)
+    drafting._seq_lens_cpu += 1
+    assert (lengths.gpu[:2].tolist() == [40, 50]) is guarded
 
 
 def test_indices_of_drafts_are_made_once_for_equal_batches(runner, upstream, monkeypatch):
@@ -380,3 +416,34 @@ def test_the_names_that_decide_are_those_of_this_release(upstream):
     assert "min_toks" in MinTokensLogitsProcessor.__init__.__code__.co_names
     eagle = importlib.import_module("vllm.v1.spec_decode.eagle")
     assert "self.backup_next_token_ids" in inspect.getsource(eagle.EagleProposer.__mro__[-2].__init__)
+
+
+BATCHES = ("spec K + 1", "non-uniform spec", "mixed", "page boundary", "draft step 2", "draft step 3")
+
+
+@pytest.fixture(scope="module")
+def simulated(loaded):
+    device = SimulatedDevice()
+    loaded.on_kernel = device.kernel_did_not_run
+    yield device
+    loaded.on_kernel = None
+
+
+@pytest.mark.parametrize("name", [*sorted(DEVICE_LENGTHS), "FLASHINFER"])
+def test_a_backend_that_is_named_builds_the_same_from_a_bound_and_drafts_without_a_wait(upstream, simulated, name):
+    """Its builder is told a bound where it is used to exact lengths, and in draft steps nothing. FlashInfer's fails."""
+    try:
+        result = check(backend_subject(name, simulated), simulated, cases=[c for c in CASES if c.name in BATCHES])
+    except AbsentError as error:
+        pytest.skip(str(error))
+    if result.failure is not None:
+        pytest.skip(f"{name} can't be made here: {result.failure}")
+    ran = [case for case in result.cases if case.not_run is None]
+    right = all(not case.build(Host.BOUND).wrong and case.build(Host.BOUND).failure is None for case in ran)
+    drafting = [case for case in ran if case.case.startswith("draft step")]
+    waits = [wait for case in drafting for wait in case.build(Host.ABSENT).waits]
+    assert len(drafting) == 2
+    if name == "FLASHINFER":
+        assert waits
+    else:
+        assert (right, waits) == (True, [])

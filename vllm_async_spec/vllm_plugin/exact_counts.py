@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_DEVICE_LENGTHS = frozenset(
+DEVICE_LENGTHS = frozenset(
     {
         "FLASH_ATTN",
         "TRITON_ATTN",
@@ -50,7 +50,7 @@ def _backend(runner: Any) -> str | None:
             name = group.backend.get_name()
             cut = any(getattr(builder, "cuts_on_device", False) for builder in group.metadata_builders)
             plain = type(group.kv_cache_spec).__name__ in _PLAIN_SPECS
-            if name not in _DEVICE_LENGTHS or not (plain or cut):
+            if name not in DEVICE_LENGTHS or not (plain or cut):
                 return f"attention backend {name}" + ("" if plain else f" with {type(group.kv_cache_spec).__name__}")
     return None
 

@@ -26,7 +26,7 @@ from vllm_async_spec.kernels import PagedGroup, PagedGroups
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
-from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _CLASS = "GPUModelRunner"
@@ -46,6 +46,9 @@ def _unneeded(update_states: Any) -> str | None:
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
+    if "prev_req_id_to_index" not in module.InputBatch.remove_request.__code__.co_names:
+        # Else a request that left the batch and came back would be taken for one that stayed.
+        raise PatchError("a request that leaves the batch keeps its row of the step before")
     transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
 
 
@@ -62,6 +65,16 @@ class _Indices:
     def are_of(self, drafts: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> bool:
         """Whether they were made of these numbers."""
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
+
+
+def _paged_groups(block_table: Any) -> PagedGroups:
+    """The KV cache groups of a `MultiGroupBlockTable`."""
+    return PagedGroups(
+        [
+            PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
+            for table in block_table.block_tables
+        ]
+    )
 
 
 def _optimistic(upstream: type[Any]) -> type[Any]:
@@ -162,12 +175,7 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
             masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
             self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
-            self._paged = PagedGroups(
-                [
-                    PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
-                    for table in self.input_batch.block_table.block_tables
-                ]
-            )
+            self._paged_of: Any = None
             # The prefix that all rows share is taken from the host's number of computed tokens.
             self.cascade_attn_enabled = False
             self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
@@ -176,6 +184,8 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             """Write the device's positions over the host's, and take note of what the next step has to know."""
             progress, batch = self._progress, self.input_batch
             assert progress is not None
+            if self._paged_of is not batch.block_table:  # the first step, or vLLM has made its input batch anew
+                self._paged_of, self._paged = batch.block_table, _paged_groups(batch.block_table)
             axes = None
             if self.uses_mrope:
                 axes = self.mrope_positions.gpu
