@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_async_spec.kernels import PagedGroup, PagedGroups, correct_positions, correct_positions_reference
-from vllm_async_spec.kernels.device_positions import _kernels
+from vllm_async_spec.kernels.triton_kernels import kernels_of
 
 ROWS, TOKENS, WIDTH = 40, 400, 24
 UNWRITTEN = -99
@@ -168,7 +168,10 @@ def random_rows(choose: random.Random, batch: int) -> list[Row]:
 
 def compare_kernel(device: str) -> None:
     if device == "cpu":
-        assert _kernels().correct_positions.__class__.__name__ == "InterpretedFunction"
+        assert (
+            kernels_of("vllm_async_spec.kernels.device_positions").correct_positions.__class__.__name__
+            == "InterpretedFunction"
+        )
     choose = random.Random(7)
     for pages in [(16,), (16, 32), (48, 16, 32)]:
         for batch, axes in [(1, 0), (4, 3), (9, 0)]:

@@ -32,6 +32,7 @@ from vllm_async_spec.kernels import (
     set_work_lens,
     set_work_lens_reference,
 )
+from vllm_async_spec.kernels.triton_kernels import kernels_of
 
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 32, 8, 128
 gpu = pytest.mark.gpu
@@ -51,10 +52,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if not isinstance(triton.language.sum, interpreted):
         monkeypatch.setattr(triton.language, "sum", interpreted(triton.language.sum.fn))
     sys.modules.pop("vllm_async_spec.kernels.paged_lengths_triton", None)
-    paged_lengths._kernels.cache_clear()
-    assert paged_lengths._kernels().work_lens.__class__.__name__ == "InterpretedFunction"
+    kernels_of.cache_clear()
+    assert kernels_of(paged_lengths.__name__).work_lens.__class__.__name__ == "InterpretedFunction"
     yield "cpu"
-    paged_lengths._kernels.cache_clear()
+    kernels_of.cache_clear()
     del sys.modules["vllm_async_spec.kernels.paged_lengths_triton"]
 
 

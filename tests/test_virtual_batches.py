@@ -23,7 +23,7 @@ from vllm_async_spec.kernels import (
     split_by_chunks_reference,
     virtual_batches,
 )
-from vllm_async_spec.kernels.virtual_batches import _kernels
+from vllm_async_spec.kernels.triton_kernels import kernels_of
 
 PAGE = 16
 
@@ -100,7 +100,10 @@ def test_the_kernels_equal_their_references() -> None:
 
 def compare_kernels(device: str) -> None:
     if device == "cpu":
-        assert _kernels().split_by_chunks.__class__.__name__ == "InterpretedFunction"
+        assert (
+            kernels_of("vllm_async_spec.kernels.virtual_batches").split_by_chunks.__class__.__name__
+            == "InterpretedFunction"
+        )
     for batch, chunk in itertools.product([1, 3, 150], [16, 48]):
         starts, lengths = random_batch(batch, chunk, batch)
         lengths[0] = 0 if batch == 3 else lengths[0]  # as a row of padding that is shorter than its query

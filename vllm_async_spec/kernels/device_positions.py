@@ -10,14 +10,12 @@ Importing this imports no Triton; the first call on a CUDA tensor does.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +82,12 @@ def correct_positions(
         paged: the KV cache groups, whose slot mappings are written.
     """
     batch = previous.shape[0]
-    if not carry.is_cuda and not _interpreted():
+    if not runs_as_triton(carry):
         correct_positions_reference(
             carry, counts, previous, computed, query_start_loc, next_carry, seq_lens, positions, axes, paged
         )
         return
-    _kernels().correct_positions[(batch,)](
+    kernels_of(__name__).correct_positions[(batch,)](
         carry,
         counts,
         previous,
@@ -143,12 +141,3 @@ def correct_positions_reference(
 
 _BLOCK = 16
 """Query tokens handled at once: a request with drafts has one more than those."""
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("vllm_async_spec.kernels.device_positions_triton")

@@ -10,11 +10,10 @@ Importing this imports no Triton; the first call on a CUDA tensor does.
 from __future__ import annotations
 
 import functools
-import importlib
-import os
-from typing import Any
 
 import torch
+
+from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 
 
 def set_last_page_lens(
@@ -32,11 +31,11 @@ def set_last_page_lens(
         page_size: tokens in a page.
         last_page_lens: (batch,) int32, device; written.
     """
-    if not seq_lens.is_cuda and not _interpreted():
+    if not runs_as_triton(seq_lens):
         set_last_page_lens_reference(seq_lens, page_indptr, page_size, last_page_lens)
         return
     batch = last_page_lens.shape[0]
-    _kernels().last_page_lens[(-(-batch // _BLOCK),)](
+    kernels_of(__name__).last_page_lens[(-(-batch // _BLOCK),)](
         seq_lens, page_indptr, last_page_lens, page_size, batch, BLOCK=_BLOCK
     )
 
@@ -57,11 +56,11 @@ def set_work_lens(seq_lens: torch.Tensor, requests: torch.Tensor, count: torch.T
         count: (1,) int32, device: how many pieces there are; what follows them in the other two is left alone.
         work_lens: (works,) int32, device; written.
     """
-    if not seq_lens.is_cuda and not _interpreted():
+    if not runs_as_triton(seq_lens):
         set_work_lens_reference(seq_lens, requests, count, work_lens)
         return
     works = work_lens.shape[0]
-    _kernels().work_lens[(-(-works // _BLOCK),)](seq_lens, requests, count, work_lens, works, BLOCK=_BLOCK)
+    kernels_of(__name__).work_lens[(-(-works // _BLOCK),)](seq_lens, requests, count, work_lens, works, BLOCK=_BLOCK)
 
 
 def set_work_lens_reference(
@@ -99,11 +98,11 @@ def set_chunks(
         output_indptr: (batch + 1,) int32, device: cumulative partial results of the requests; written.
         merge_indptr: (query tokens + 1,) int32, device: cumulative partial results of the query tokens; written.
     """
-    if not seq_lens.is_cuda and not _interpreted():
+    if not runs_as_triton(seq_lens):
         set_chunks_reference(seq_lens, query_indptr, limit, chunk_size, requests, chunks, output_indptr, merge_indptr)
         return
     batch, works = seq_lens.shape[0], requests.shape[0]
-    _kernels().chunks[(max(batch, -(-works // _BLOCK)),)](
+    kernels_of(__name__).chunks[(max(batch, -(-works // _BLOCK)),)](
         seq_lens,
         query_indptr,
         limit,
@@ -156,12 +155,3 @@ def compile_kernels(device: torch.device) -> None:
 
 
 _BLOCK = 256
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("vllm_async_spec.kernels.paged_lengths_triton")

@@ -11,12 +11,9 @@ Importing this imports no Triton; the first call on a CUDA tensor does.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import os
-from typing import Any
-
 import torch
+
+from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 
 
 def virtual_batches(query_lens: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -53,10 +50,10 @@ def split_by_chunks(
         chunks: (rows,) int32, device; written: which chunk of the request's sequence each row is.
     """
     out = virtual_start_loc, virtual_seq_lens, requests, chunks
-    if not seq_lens.is_cuda and not _interpreted():
+    if not runs_as_triton(seq_lens):
         split_by_chunks_reference(query_start_loc, seq_lens, chunk, *out)
         return
-    _kernels().split_by_chunks[(seq_lens.shape[0],)](
+    kernels_of(__name__).split_by_chunks[(seq_lens.shape[0],)](
         query_start_loc, seq_lens, *out, virtual_seq_lens.shape[0], CHUNK=chunk, BLOCK=_BLOCK
     )
 
@@ -103,10 +100,10 @@ def gather_pages(block_table: torch.Tensor, requests: torch.Tensor, chunks: torc
     Returns:
         (rows, pages) int32, device. Beyond the block table's width its last column is repeated.
     """
-    if not block_table.is_cuda and not _interpreted():
+    if not runs_as_triton(block_table):
         return gather_pages_reference(block_table, requests, chunks, pages)
     out = block_table.new_empty(requests.shape[0], pages)
-    _kernels().gather_pages[(requests.shape[0],)](
+    kernels_of(__name__).gather_pages[(requests.shape[0],)](
         block_table,
         requests,
         chunks,
@@ -129,12 +126,3 @@ def gather_pages_reference(
 
 
 _BLOCK = 128
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@functools.cache
-def _kernels() -> Any:
-    return importlib.import_module("vllm_async_spec.kernels.virtual_batches_triton")
