@@ -10,7 +10,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
-RELEASES := 0.12.0 0.18.1 0.26.0 0.32.0
+RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 
 .PHONY: demo bench test test-slow test-releases docs wheel lint clean
 
@@ -32,7 +32,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-releases: $(VENV)/.ready  ## the plugin against the real Python of four vLLM releases, fetched once
+test-releases: $(VENV)/.ready  ## the plugin against the real Python of five vLLM releases, fetched once
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
 	@for release in $(RELEASES); do \
 		echo "vLLM $$release"; \

@@ -17,24 +17,27 @@ from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.vllm_source import VllmSource
 
-# The verdict, and a line that is named: of 0.12.0, 0.18.1, 0.26.0 and 0.32.0.
+# The verdict, and a line that is named: of 0.12.0, 0.13.0, 0.18.1, 0.26.0 and 0.32.0.
 EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
-    "FLASH_ATTN": ((Need.NONE, None),) * 4,
-    "TRITON_ATTN": ((Need.NONE, None),) * 4,
-    "LINEAR": ((Need.NONE, None),) * 4,
+    "FLASH_ATTN": ((Need.NONE, None),) * 5,
+    "TRITON_ATTN": ((Need.NONE, None),) * 5,
+    "LINEAR": ((Need.NONE, None),) * 5,
     "TRITON_MLA": (
         (Need.EXACT, "mla/common.py:773"),
+        (Need.EXACT, "mla/common.py:776"),
         (Need.BLOCKING, "mla_attention.py:1735"),
         (Need.EXACT, None),
         (Need.EXACT, None),
     ),
     "MAMBA2": (
         (Need.BLOCKING, "mamba2_attn.py:208"),
+        (Need.BLOCKING, "mamba2_attn.py:207"),
         (Need.BLOCKING, "mamba2_attn.py:147"),
         (Need.BLOCKING, "mamba2_attn.py:154"),
         (Need.PREFILL_ROWS, None),
     ),
     "GDN": (
+        (Need.BLOCKING, "gdn_attn.py:146"),
         (Need.BLOCKING, "gdn_attn.py:146"),
         (Need.BLOCKING, "gdn_attn.py:302"),
         (Need.NONE, None),
@@ -42,18 +45,20 @@ EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
     ),
     "CHUNKED_LOCAL": (
         (Need.BLOCKING, "utils.py:571"),
+        (Need.BLOCKING, "utils.py:604"),
         (Need.BLOCKING, "utils.py:225"),
         (Need.EXACT, "utils.py:283"),
         (Need.BLOCKING, "utils.py:517"),
     ),
     "FAST_PREFILL": (
         (Need.BLOCKING, "utils.py:745"),
+        (Need.BLOCKING, "utils.py:777"),
         (Need.BLOCKING, "utils.py:401"),
         (Need.BLOCKING, "utils.py:471"),
         (Need.NONE, None),
     ),
 }
-RELEASES = ("0.12.0", "0.18.1", "0.26.0", "0.32.0")
+RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 BATCHES = ("decode", "spec K + 1", "non-uniform spec", "prefill with context", "mixed")
 
 
@@ -112,7 +117,7 @@ def test_what_a_stubbed_kernel_computes_is_not_validated(device: SimulatedDevice
 
 
 def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, release: str):
-    name = "TURBOQUANT" if release in ("0.12.0", "0.18.1") else "TREE_ATTN"
+    name = "TURBOQUANT" if release in RELEASES[:3] else "TREE_ATTN"
     with pytest.raises(AbsentError, match=f"vLLM {release} has no {name}"):
         backend_subject(name, device)
 

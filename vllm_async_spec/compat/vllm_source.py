@@ -49,11 +49,11 @@ class Stub:
 _COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
 
 STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", _ALL[:2], _COMPILED),
-    Stub("vllm._C_stable_libtorch", _ALL[2:], _COMPILED),
+    Stub("vllm._C", _ALL[:3], _COMPILED),
+    Stub("vllm._C_stable_libtorch", _ALL[3:], _COMPILED),
     Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
-    Stub("gguf", _ALL[:2], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
-    Stub("diskcache", _ALL[:2], "a dependency that later releases dropped, imported by the runner; empty classes"),
+    Stub("gguf", _ALL[:3], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
+    Stub("diskcache", _ALL[:3], "a dependency that later releases dropped, imported by the runner; empty classes"),
     Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
     Stub(
         "vllm.platforms.cuda:CudaPlatform",
@@ -66,11 +66,13 @@ STUBS: tuple[Stub, ...] = (
         "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
     ),
     Stub(
-        "torch.cuda:get_device_capability", _ALL[:1], "0.12 asks torch, not its platform, whether FA3 can run; (9, 0)"
+        "torch.cuda:get_device_capability",
+        _ALL[:2],
+        "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        _ALL[:3],
+        _ALL[:4],
         "called while fused MoE is imported; answers that there is no such kernel",
     ),
     Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
