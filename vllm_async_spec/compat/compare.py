@@ -149,6 +149,8 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
         return None
     if hasattr(type(value), "compared"):
         return list(value.compared().items())  # type: ignore[attr-defined]
+    if type(value).__name__ == "VllmConfig":  # what kernels carry beside the metadata is none
+        return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     if isinstance(value, Mapping):
