@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
@@ -118,11 +119,24 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
     assert "Traceback" not in result.output
 
 
-@needs_vllm
-def test_the_installed_vllms_own_builder():
+def installed(backend: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since vLLM stays what it is imported as."""
     code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    command = [sys.executable, "-c", code, "compat", "--backend", "TRITON_ATTN"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, "compat", "--backend", backend], capture_output=True, text=True)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "CPU_ATTN"])
+def test_the_installed_vllms_own_builder(backend: str):
+    done = installed(backend)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 builders run without a wait" in done.stdout
+    assert "async-spec: none" in done.stdout
+
+
+@needs_vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be such a GPU")
+def test_a_builder_for_another_gpu_than_there_is():
+    done = installed("FLASHINFER_TRTLLM")
+    assert done.returncode == 2
+    assert "FLASHINFER_TRTLLM needs compute capability 10.0, and this machine has none\n" in done.stderr

@@ -281,7 +281,10 @@ BACKENDS: dict[str, Backend] = {
             _encoder_only,
             not_for=_no_encoder_batch,
         ),
-        Backend("CPU_ATTN", (f"{_IN}cpu_attn:CPUAttentionBackend",), _cpu, on_host=True),
+        # Its plan is bytes, not all of which its kernel writes.
+        Backend(
+            "CPU_ATTN", (f"{_IN}cpu_attn:CPUAttentionBackend",), _cpu, layout=("scheduler_metadata",), on_host=True
+        ),
     )
 }
 """All, in the order of the tables."""

@@ -22,6 +22,10 @@ class HostDevice(SimulatedDevice):
         """The tensor itself."""
         return tensor
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Always: kernels read any tensor where it is."""
+        return True
+
     def on_device(self, device: Any) -> bool:
         """Never: the CPU with a number is the host too."""
         return False
