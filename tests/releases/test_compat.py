@@ -28,7 +28,7 @@ EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
         (Need.BLOCKING, "utils.py:1193"),
         (Need.BLOCKING, "utils.py:805"),
         (Need.BLOCKING, "utils.py:909"),
-        (Need.PREFILL_ROWS, None),
+        (Need.NONE, None),
     ),
     "INDEXER": (
         (Need.BLOCKING, "mla/indexer.py:202"),

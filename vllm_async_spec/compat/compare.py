@@ -16,6 +16,8 @@ from vllm_async_spec.compat.device import Device
 __all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
 
 _DEPTH = 8
+_SCRATCH = 16 << 20
+"""Bytes that no batch of the suite fills with lengths or tables; a tensor that is larger is where kernels work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,9 @@ def take(built: object, device: Device, builder: object = None) -> Snapshot:
     values = [(path or "it", value) for path, value in _walk("", built, _DEPTH, set())]
     used = _parts_in_use(values, builder)
     for path, value in values:
+        if isinstance(value, torch.Tensor) and value.nbytes > _SCRATCH:
+            skipped[path] = f"scratch of {value.nbytes >> 20} MiB"
+            continue
         leaf = _leaf(value, device)
         if leaf is None:
             skipped[path] = type(value).__name__
