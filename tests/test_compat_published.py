@@ -46,7 +46,7 @@ def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0
 
 @pytest.fixture(scope="module")
 def full() -> Report:
-    return report(planted.Clean, planted.OnlyDrafting, planted.OnlyCapture)
+    return report(planted.Clean, planted.OnlyDrafting, planted.OnlyCapture, planted.NoLengths)
 
 
 def test_every_verdict_has_its_class():
@@ -61,13 +61,16 @@ def test_a_full_result_and_what_is_kept_of_it_are_the_same_run(full: Report, tmp
 
 
 def test_a_row_says_what_was_found(full: Report):
-    clean, drafting, capture = full.published.rows
+    clean, drafting, capture, failing = full.published.rows
     assert (clean.verdict, clean.passed, clean.ran, clean.evidence) == ("none", True, len(CASES), [])
     assert (drafting.verdict, drafting.passed) == ("blocks", False)
     assert list(drafting.faults.values()) == [["draft step 2", "draft step 3"]]
     assert re.fullmatch(r"tests/compat_planted.py:\d+", drafting.sites[0])
     assert (capture.verdict, capture.faults, capture.sites) == ("none", {}, [])
     assert list(capture.at_capture.values()) == [["capture, one token", "capture, K + 1"]]
+    assert (clean.at_capture, drafting.at_capture) == ({}, {})
+    assert (failing.verdict, len(failing.sites)) == ("exact", 1)
+    assert re.fullmatch(r"tests/compat_planted.py:\d+", failing.sites[0])
 
 
 def test_its_name_says_release_way_and_machine(full: Report):
@@ -119,7 +122,7 @@ def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
 
 
 def test_a_badge_is_one_line_of_the_run(full: Report):
-    assert full.published.line == "async-spec: 2 of 3 builders build from device seq_lens"
+    assert full.published.line == "async-spec: 2 of 4 builders build from device seq_lens"
     assert report(planted.OnlyDrafting).published.line == "async-spec: blocks"
     image = ET.fromstring(badge(full.published))
     assert image.get("aria-label") == full.published.line

@@ -154,6 +154,7 @@ def _cpu(cls: Any, setting: Setting) -> Any:
             source.kernel("cpu_attn_get_scheduler_metadata", given, result)
             return result
 
+        source.stands_in("vllm._custom_ops:cpu_attn_get_scheduler_metadata")
         module.ops.cpu_attn_get_scheduler_metadata = scheduled
     return _plain(cls, setting)
 

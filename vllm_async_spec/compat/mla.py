@@ -168,7 +168,8 @@ def indexer_builder(builder_class: Any, setting: Setting) -> Any:
         The builder. DeepGEMM's scheduler is there, and where nothing is compiled its arguments are recorded.
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
-    if loaded_source() is not None:
+    if (source := loaded_source()) is not None:
+        source.stands_in("vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata")
         module: Any = importlib.import_module(builder_class.__module__)
         with contextlib.suppress(AttributeError):
             module.get_paged_mqa_logits_metadata = _scheduled

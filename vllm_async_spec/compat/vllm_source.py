@@ -96,6 +96,19 @@ STUBS: tuple[Stub, ...] = (
         True,
     ),
     Stub(
+        "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
+        _ALL,
+        "DeepGEMM's scheduler of the sparse indexer's decodes, which is not installed; records its arguments, returns"
+        " zeros",
+        True,
+    ),
+    Stub(
+        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
+        _ALL,
+        "the CPU backend's scheduler, which is compiled; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
         "torch.cuda:get_device_properties",
         _ALL,
         "some MLA builders size their tables by the processors of the device; 132, an H200's",
@@ -181,6 +194,14 @@ class VllmSource:
     def stubbed(self) -> tuple[Stub, ...]:
         """The stubs that have been used in this process so far, in the order of `STUBS`."""
         return tuple(stub for stub in STUBS if stub.name in self._used)
+
+    def stands_in(self, stub: str) -> None:
+        """Note that a stub has been used.
+
+        Args:
+            stub: The name of one of `STUBS`.
+        """
+        self._used.add(_BY_NAME[stub].name)
 
     def kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
         """Note a kernel that does not run here.
