@@ -65,7 +65,7 @@ def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()
         slug=_slug,
         releases=list(dict.fromkeys(label[0] for label, _ in columns)),
         ways=list(dict.fromkeys(label[1] for label, _ in columns)),
-        machines=list(dict.fromkeys(label[2] for label, _ in columns)),
+        machines=sorted({label[2] for label, _ in columns}, key=lambda machine: (machine != "cpu", machine)),
     )
 
 
