@@ -10,9 +10,9 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
-RELEASES := 0.12.0 0.18.1 0.26.0 0.32.0
+RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 
-.PHONY: demo bench test test-slow test-releases docs wheel lint clean
+.PHONY: demo bench test test-slow test-releases compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -32,12 +32,22 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-releases: $(VENV)/.ready  ## the plugin against the real Python of four vLLM releases, fetched once
+test-releases: $(VENV)/.ready  ## the plugin against the real Python of five vLLM releases, fetched once
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
 	@for release in $(RELEASES); do \
 		echo "vLLM $$release"; \
 		$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$$release || exit 1; \
 	done
+
+compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and with the plugin, into the documentation
+	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
+	mkdir -p $(CACHE)/compat
+	@for release in $(RELEASES); do for way in stock plugin; do \
+		echo "vLLM $$release, $$way"; \
+		$(BIN)/vllm-async-spec compat $$([ $$way = stock ] || echo --plugin) --vllm-source $(CACHE)/releases/$$release \
+			--json $(CACHE)/compat/$$release-$$way.json > $(CACHE)/compat/$$release-$$way.txt || [ $$? = 1 ] || exit 2; \
+	done; done
+	$(PYTHON) -m vllm_async_spec.compat.publish $(CACHE)/compat/*.json
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -5,7 +5,7 @@ A page asks with a comment on a line of its own:
     <!-- ledger: patches -->                      the table of the patches
     <!-- ledger: releases -->                     the releases that the ledger names, in one sentence
     <!-- reference: host_copy HostCopy Upkeep --> signatures and docstrings of a module's public names
-    <!-- compat: table -->                        the verdicts of all pages in compat/, a row for each backend
+    <!-- compat: table cpu -->                    the verdicts of all runs in compat/ on one machine, by backend
 
 Sources are parsed, never imported, so the site builds without PyTorch and without vLLM.
 """
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +67,50 @@ def _ledger(what: str) -> str:
     return "\n".join(rows)
 
 
-def _compat(what: str) -> str:
-    """The pages that `vllm-async-spec compat --markdown` wrote, side by side: a row for each backend."""
-    pages = sorted(COMPAT.glob("*.md"), key=lambda page: (_order(page.stem.partition("-")[0]), "plugin" in page.stem))
-    found = {page: dict(_VERDICT.findall(page.read_text(encoding="utf-8"))) for page in pages}
-    names = dict.fromkeys(name for verdicts in found.values() for name in verdicts)
-    heads = [page.stem.replace("-", " ") for page in pages]
-    rows = ["| backend | " + " | ".join(heads) + " |", "|---" * len(heads) + "|---|"]
+def _compat(what: str, machine: str) -> str:
+    """The runs that `vllm_async_spec.compat.publish` put there, side by side: a row for each backend."""
+    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in COMPAT.glob("*.json")}
+    stems = {stem for stem in runs if (stem.count("-") > 1) is (machine != "cpu")}
+    if machine != "cpu":
+        stems = {stem for stem in stems if stem.endswith(f"-{machine}")}
+        stems |= {f"{release}-{way}-{machine}" for release in _ON_GPU for way in ("stock", "plugin")}
+    heads = sorted(stems, key=lambda stem: (_order(stem.partition("-")[0]), "-plugin" in stem))
+    found = {stem: {row["backend"]: row for row in runs.get(stem, {"rows": []})["rows"]} for stem in heads}
+    names = _ranked(runs.values())
+    rows = ["| backend | " + " | ".join(head.replace("-", " ") for head in heads) + " |", "|---" * len(heads) + "|---|"]
     for name in names:
-        cells = [
-            f"[{verdicts[name]}](compat/{page.name})" if name in verdicts else "-" for page, verdicts in found.items()
-        ]
+        cells = []
+        for stem in heads:
+            row = found[stem].get(name)
+            if row is None:
+                cells.append(runs[stem]["absent"].get(name, "not run") if stem in runs else "not run")
+            else:
+                target = f"#{name.lower()}" if _has_details(row) else ""
+                cells.append(f"[{', '.join([row['verdict'], *row['limits']])}](compat/{stem}.md{target})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-# A row of the table of such a page: the name, with or without a link, and the verdict.
-_VERDICT = re.compile(r"^\| \[?([A-Z0-9_]+)(?:\]\([^)]*\))? \| ([^|]+?) \| \d", re.MULTILINE)
+_ON_GPU = ("0.18.1", "0.26.0", "0.32.0")
+"""Releases that are to be run on a GPU: their columns are there before their runs."""
+
+
+def _ranked(runs: Iterable[dict[str, Any]]) -> list[str]:
+    """All builders of these runs, in the order of `BACKENDS`."""
+    named = [[*(row["backend"] for row in run["rows"]), *run["absent"]] for run in runs]
+    order = _backends()
+    return sorted({name for names in named for name in names}, key=lambda name: order.get(name, len(order)))
+
+
+def _backends() -> dict[str, int]:
+    """The names of `BACKENDS`, in the order of its source."""
+    text = (PACKAGE / "compat" / "backends.py").read_text(encoding="utf-8")
+    return {name: at for at, name in enumerate(re.findall(r'Backend\(\s*"([A-Z0-9_]+)"', text))}
+
+
+def _has_details(row: dict[str, Any]) -> bool:
+    """Whether its page has a section on the builder."""
+    return any(row[part] for part in ("failure", "faults", "at_capture", "not_run", "notes", "not_validated"))
 
 
 def _releases(entry: dict[str, Any]) -> set[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import compat_planted as planted
@@ -20,6 +21,7 @@ from vllm_async_spec.compat.cases import CASES, Host, our_metadata
 from vllm_async_spec.compat.check import Subject, SubjectError, check
 from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice, SimulatedDevice
+from vllm_async_spec.compat.host_device import HostDevice
 from vllm_async_spec.compat.results import BackendResult, Need
 
 NAMED = {case.name: case for case in CASES}
@@ -245,6 +247,29 @@ def test_a_batch_that_fails_with_exact_lengths_is_not_run_and_says_why():
     assert [case.need for case in found.cases] == [Need.NONE, None]
     assert "fails with exact lengths too: AssertionError: one token each" in str(found.cases[1].not_run)
     assert found.passed
+
+
+def test_a_builder_is_told_of_the_common_prefix_of_its_batch():
+    class Told(planted.Builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return common_prefix_len, *vars(super().build(0, common_attn_metadata)).values()
+
+    builder = subject(Told)
+    found = []
+    for prefix in (0, 32):
+        told = replace(builder, common_prefix=lambda case, prefix=prefix: prefix)
+        _, snapshot = checking._build(told, NAMED["decode"], Host.EXACT, SimulatedDevice())
+        assert snapshot is not None
+        found.append(snapshot.leaves["0"].value)
+    assert found == [0, 32]
+
+
+def test_where_the_device_is_the_host_nothing_waits_and_wrong_values_are_still_seen():
+    device = HostDevice()
+    assert check(subject(planted.CopiesToHost), device, cases=[NAMED["decode"]]).passed
+    wrong = check(subject(planted.BoundForTruth), device, cases=[NAMED["spec K + 1"]])
+    assert wrong.need is Need.EXACT, wrong.explain()
+    assert wrong.faults
 
 
 def test_capture_is_asked_of_those_only_that_support_it():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
@@ -38,7 +40,7 @@ def one_line(result: Result) -> str:
 
 
 def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
-    files = {name: tmp_path / f"found.{name}" for name in ("json", "markdown", "junit")}
+    files = {name: tmp_path / f"found.{name}" for name in ("json", "markdown", "junit", "html", "badge")}
     options = [f"--{name}={path}" for name, path in files.items()]
     result = compat("--backend", "compat_planted:Clean", "--backend", "compat_planted:OnlyDrafting", *options)
     assert result.exit_code == 1, result.output
@@ -53,7 +55,11 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     page = files["markdown"].read_text()
     assert "| compat_planted:Clean | none | 18 of 18 |  |" in page
     assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `tests/comp" in page
-    assert "- draft step 2; draft step 3: told upper bound, it waits: read (item)" in page
+    assert re.search(
+        r"^- told upper bound, it waits: read \(item\) .*\(draft step 2; draft step 3\)$", page, re.MULTILINE
+    )
+    assert "1 of 2 builders build from device seq_lens" in files["badge"].read_text()
+    assert 'href="#compat-planted-onlydrafting-' in files["html"].read_text()
     clean, faulty = ET.fromstring(files["junit"].read_text())
     counts = {"tests": "18", "errors": "0", "skipped": "0"}
     assert clean.attrib == {"name": "compat_planted:Clean", "failures": "0"} | counts
@@ -72,7 +78,7 @@ def test_what_may_be_named(name: str):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--backend", "FLASH"], "there is no backend 'FLASH'; there are FLASH_ATTN, TRITON_ATTN, "),
+        (["--backend", "FLASH"], "there is no backend 'FLASH'; there are FLASH_ATTN, FLASH_ATTN_FA2, "),
         (["--backend", "nowhere:Builder"], "nowhere:Builder: there is no module 'nowhere'; install it, or start where"),
         (["--backend", "compat_foreign:Nothing"], "compat_foreign has no 'Nothing'; name a builder class or a factory"),
         (["--backend", "compat_foreign:NoBuilder"], "NoBuilder has no build(); name a metadata builder, a backend"),
@@ -113,11 +119,24 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
     assert "Traceback" not in result.output
 
 
-@needs_vllm
-def test_the_installed_vllms_own_builder():
+def installed(backend: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since vLLM stays what it is imported as."""
     code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    command = [sys.executable, "-c", code, "compat", "--backend", "TRITON_ATTN"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, "compat", "--backend", backend], capture_output=True, text=True)
+
+
+@needs_vllm
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "CPU_ATTN"])
+def test_the_installed_vllms_own_builder(backend: str):
+    done = installed(backend)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 builders run without a wait" in done.stdout
+    assert "async-spec: none" in done.stdout
+
+
+@needs_vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be such a GPU")
+def test_a_builder_for_another_gpu_than_there_is():
+    done = installed("FLASHINFER_TRTLLM")
+    assert done.returncode == 2
+    assert "FLASHINFER_TRTLLM needs compute capability 10.0, and this machine has none\n" in done.stderr

@@ -1,51 +1,72 @@
-"""The table of vLLM's builders, which the site makes from the pages of the suite's runs."""
+"""The tables of vLLM's builders, which the site makes from the published runs."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_async_spec.compat.backends import BACKENDS
+from vllm_async_spec.compat.publish import WANTED
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted((DOCS / "compat").glob("*.md"))
+RUNS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "compat").glob("*.json")}
 
 
 @pytest.fixture(scope="module")
-def table() -> list[list[str]]:
+def hooks() -> Any:
     spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     assert spec is not None
     assert spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    made = hooks.on_page_markdown("<!-- compat: table -->")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(hooks: Any, machine: str) -> list[list[str]]:
+    made = hooks.on_page_markdown(f"<!-- compat: table {machine} -->")
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines()]
 
 
-def test_each_run_is_a_column_and_each_backend_a_row(table: list[list[str]]):
-    assert len(table[0]) == len(PAGES) + 1 == len(table[1])
-    assert {row[0] for row in table[2:]} <= BACKENDS.keys()
-    rows = re.findall(r"^\| \[?[A-Z]", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)
-    assert len(rows) == sum(cell != "-" for row in table[2:] for cell in row[1:])
+def test_each_run_is_a_column_and_each_backend_a_row(hooks: Any):
+    rows = table(hooks, "cpu")
+    simulated = [name for name, run in RUNS.items() if run["device"] == "cpu"]
+    assert len(rows[0]) == len(simulated) + 1 == len(rows[1])
+    assert [row[0] for row in rows[2:]] == list(BACKENDS)
+    assert {cell for row in rows[2:] for cell in row[1:] if not cell.startswith("[")} <= {
+        why for run in RUNS.values() for why in run["absent"].values()
+    }
 
 
-def test_a_cell_is_the_verdict_of_its_run_and_leads_there(table: list[list[str]]):
-    column = table[0].index("0.32.0 stock")
-    verdicts = {row[0]: row[column] for row in table[2:]}
-    assert verdicts["FLASH_ATTN"] == "[none, kernels not validated](compat/0.32.0-stock.md)"
-    assert verdicts["CHUNKED_LOCAL"] == "[blocks](compat/0.32.0-stock.md)"
-    assert verdicts["TREE_ATTN"] == "-"
+def test_a_cell_is_the_verdict_of_its_run_and_leads_there(hooks: Any):
+    rows = table(hooks, "cpu")
+    column = rows[0].index("0.32.0 stock")
+    verdicts = {row[0]: row[column] for row in rows[2:]}
+    assert verdicts["FLASH_ATTN"] == "[none, kernels not validated](compat/0.32.0-stock.md#flash_attn)"
+    assert verdicts["CHUNKED_LOCAL"] == "[blocks](compat/0.32.0-stock.md#chunked_local)"
+    assert verdicts["TREE_ATTN"] == "this release has none"
+    assert all(f"](compat/{stem}.md" in cell for cell, stem in zip(rows[2][1:], map(_stem, rows[0][1:]), strict=True))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_says_how_it_was_made(page: Path):
-    release, _, way = page.stem.partition("-")
-    text = page.read_text()
-    assert f"# vLLM {release}, {'with the plugin' if way == 'plugin' else 'stock'}" in text
-    plugin = "--plugin " if way == "plugin" else ""
-    source = f"--vllm-source .cache/releases/{release}"
-    assert f"vllm-async-spec compat {plugin}{source} --markdown docs/compat/{page.name}" in text
-    assert re.search(r", a simulated device, 20\d\d-\d\d-\d\d\. ", text)
+def _stem(head: str) -> str:
+    return head.replace(" ", "-")
+
+
+def test_a_link_leads_to_a_heading_or_to_the_whole_page(hooks: Any):
+    for row in table(hooks, "cpu")[2:]:
+        for cell in row[1:]:
+            if cell.startswith("["):
+                page, _, heading = cell.partition("](")[2].removesuffix(")").partition("#")
+                text = (DOCS / page).read_text()
+                assert (f"## {row[0]}\n" in text) is (heading == row[0].lower())
+
+
+def test_what_nobody_ran_on_a_gpu_says_so(hooks: Any):
+    rows = table(hooks, "h200")
+    assert rows[0][1:] == [f"{release} {way} {machine}" for release, way, machine in WANTED]
+    for column, stem in enumerate(map(_stem, rows[0][1:]), 1):
+        cells = {row[column] for row in rows[2:]}
+        assert (cells == {"not run"}) is (stem not in RUNS)

@@ -288,6 +288,8 @@ def compat(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence as data.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table as a page.")] = None,
     junit_file: Annotated[Path | None, typer.Option("--junit", help="Write a test for each batch, for CI.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table as one HTML file.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line as an SVG badge.")] = None,
 ) -> None:
     """Does yours sync? Try metadata builders with no host lengths, with bounds and with garbage for them.
 
@@ -295,13 +297,20 @@ def compat(
     2: one could not be tried.
     """
     from vllm_async_spec.compat.check import SubjectError
-    from vllm_async_spec.compat.report import junit, markdown
+    from vllm_async_spec.compat.html import badge, render_html
+    from vllm_async_spec.compat.report import Report, junit, markdown
     from vllm_async_spec.compat.suite import open_device, prepare, run
     from vllm_async_spec.compat.terminal import print_report
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
-    files = {"--json": json_file, "--markdown": markdown_file, "--junit": junit_file}
-    for option, path in files.items():
+    written: dict[str, tuple[Path | None, Callable[[Report], str]]] = {
+        "--json": (json_file, lambda report: json.dumps(report.to_dict(), indent=1)),
+        "--markdown": (markdown_file, lambda report: markdown(report.published)),
+        "--junit": (junit_file, junit),
+        "--html": (html_file, lambda report: render_html([report.published])),
+        "--badge": (badge_file, lambda report: badge(report.published)),
+    }
+    for option, (path, _) in written.items():
         if path is not None and not path.absolute().parent.is_dir():
             _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
     try:
@@ -312,12 +321,9 @@ def compat(
             found = run(backends or [], opened, source=source, patches=patches, progress=status.update)
     except (SubjectError, VllmSourceError) as error:
         _fail(str(error), 2)
-    if json_file is not None:
-        json_file.write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
-    if markdown_file is not None:
-        markdown_file.write_text(markdown(found), encoding="utf-8")
-    if junit_file is not None:
-        junit_file.write_text(junit(found), encoding="utf-8")
+    for path, make in written.values():
+        if path is not None:
+            path.write_text(make(found), encoding="utf-8")
     print_report(found, Console())
     raise typer.Exit(found.exit_code)
 

@@ -15,26 +15,52 @@ from vllm_async_spec.compat.cases import CASES
 from vllm_async_spec.compat.check import AbsentError, check
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.compat.results import BackendResult, Need
-from vllm_async_spec.compat.vllm_source import VllmSource
+from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
 
-# The verdict, and a line that is named: of 0.12.0, 0.18.1, 0.26.0 and 0.32.0.
+# The verdict, and a line that is named: of 0.12.0, 0.13.0, 0.18.1, 0.26.0 and 0.32.0.
 EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
-    "FLASH_ATTN": ((Need.NONE, None),) * 4,
-    "TRITON_ATTN": ((Need.NONE, None),) * 4,
-    "LINEAR": ((Need.NONE, None),) * 4,
+    "FLASH_ATTN": ((Need.NONE, None),) * 5,
+    "TRITON_ATTN": ((Need.NONE, None),) * 5,
+    "LINEAR": ((Need.NONE, None),) * 5,
+    "FLASH_ATTN_FA2": ((Need.NONE, None),) * 5,
+    "FLASH_ATTN_DCP": (
+        (Need.BLOCKING, "utils.py:1130"),
+        (Need.BLOCKING, "utils.py:1193"),
+        (Need.BLOCKING, "utils.py:805"),
+        (Need.BLOCKING, "utils.py:909"),
+        (Need.NONE, None),
+    ),
+    "INDEXER": (
+        (Need.BLOCKING, "mla/indexer.py:202"),
+        (Need.BLOCKING, "mla/indexer.py:175"),
+        (Need.BLOCKING, "mla/indexer.py:191"),
+        (Need.PREFILL_ROWS, None),
+        (Need.PREFILL_ROWS, None),
+    ),
+    "FLASHMLA_SPARSE": (
+        (Need.NONE, None),
+        (Need.NONE, None),
+        (Need.NONE, None),
+        (Need.EXACT, "chunked_context.cu_seq_lens"),
+        (Need.EXACT, "chunked_context.context_lens"),
+    ),
+    "CPU_ATTN": ((Need.NONE, None),) * 5,
     "TRITON_MLA": (
         (Need.EXACT, "mla/common.py:773"),
+        (Need.EXACT, "mla/common.py:776"),
         (Need.BLOCKING, "mla_attention.py:1735"),
         (Need.EXACT, None),
         (Need.EXACT, None),
     ),
     "MAMBA2": (
         (Need.BLOCKING, "mamba2_attn.py:208"),
+        (Need.BLOCKING, "mamba2_attn.py:207"),
         (Need.BLOCKING, "mamba2_attn.py:147"),
         (Need.BLOCKING, "mamba2_attn.py:154"),
         (Need.PREFILL_ROWS, None),
     ),
     "GDN": (
+        (Need.BLOCKING, "gdn_attn.py:146"),
         (Need.BLOCKING, "gdn_attn.py:146"),
         (Need.BLOCKING, "gdn_attn.py:302"),
         (Need.NONE, None),
@@ -42,18 +68,20 @@ EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
     ),
     "CHUNKED_LOCAL": (
         (Need.BLOCKING, "utils.py:571"),
+        (Need.BLOCKING, "utils.py:604"),
         (Need.BLOCKING, "utils.py:225"),
         (Need.EXACT, "utils.py:283"),
         (Need.BLOCKING, "utils.py:517"),
     ),
     "FAST_PREFILL": (
         (Need.BLOCKING, "utils.py:745"),
+        (Need.BLOCKING, "utils.py:777"),
         (Need.BLOCKING, "utils.py:401"),
         (Need.BLOCKING, "utils.py:471"),
         (Need.NONE, None),
     ),
 }
-RELEASES = ("0.12.0", "0.18.1", "0.26.0", "0.32.0")
+RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 BATCHES = ("decode", "spec K + 1", "non-uniform spec", "prefill with context", "mixed")
 
 
@@ -67,7 +95,11 @@ def device(loaded: VllmSource) -> Any:
 
 def checked(name: str, device: SimulatedDevice, *names: str) -> BackendResult:
     subject = backend_subject(name, device)
-    return check(subject, device, cases=[case for case in CASES if case.name in (names or BATCHES)])
+    tried_on = subject.device or device
+    load = loaded_source()
+    assert load is not None
+    load.on_kernel = tried_on.kernel_did_not_run
+    return check(subject, tried_on, cases=[case for case in CASES if case.name in (names or BATCHES)])
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -106,13 +138,35 @@ def test_decodes_that_mla_takes_for_prefills_get_the_bound_for_their_context(dev
     assert "prefill with context" not in found.faults
 
 
+def test_a_common_prefix_is_uploaded_where_there_is_cascade_attention(device: SimulatedDevice, release: str):
+    if release == "0.32.0":
+        with pytest.raises(AbsentError, match="no cascade attention"):
+            checked("FLASH_ATTN_CASCADE", device)
+        return
+    found = checked("FLASH_ATTN_CASCADE", device, "decode", "mixed", "draft step 2")
+    assert [case.need for case in found.cases] == [Need.BLOCKING, None, None]
+    assert "copy to device (tensor)" in found.explain()
+    assert found.cases[1].not_run == "its requests share no full block"
+
+
+def test_a_cpu_waits_for_nothing(device: SimulatedDevice):
+    found = checked("CPU_ATTN", device)
+    assert (found.passed, found.waits) == (True, ())
+    assert "scheduler_metadata" in found.not_validated
+
+
+def test_an_encoder_is_given_whole_prompts(device: SimulatedDevice):
+    found = checked("ENCODER_ONLY", device, "decode", "prefill")
+    assert [case.need for case in found.cases] == [None, Need.NONE]
+
+
 def test_what_a_stubbed_kernel_computes_is_not_validated(device: SimulatedDevice):
     assert "scheduler_metadata" in checked("FLASH_ATTN", device).not_validated
     assert checked("TRITON_ATTN", device).not_validated == ()
 
 
 def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, release: str):
-    name = "TURBOQUANT" if release in ("0.12.0", "0.18.1") else "TREE_ATTN"
+    name = "TURBOQUANT" if release in RELEASES[:3] else "TREE_ATTN"
     with pytest.raises(AbsentError, match=f"vLLM {release} has no {name}"):
         backend_subject(name, device)
 
@@ -121,7 +175,7 @@ FLASHINFER = """
 import json, sys
 from pathlib import Path
 from vllm_async_spec.compat.suite import open_device, prepare, run
-way, source = sys.argv[1], Path(sys.argv[2])
+way, source, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 handle = prepare(source, plugin=way != "stock")
 device = open_device("cpu", handle)
 if way != "stock":
@@ -130,15 +184,15 @@ if way != "stock":
     load(report=False)
     if way == "uncorrected":
         flashinfer_builder.carry_lengths = lambda *arguments: None
-(found,) = run(["FLASHINFER"], device, source=handle).results
+(found,) = run([name], device, source=handle).results
 print(json.dumps([found.verdict, found.passed, found.explain()]))
 """
 
 
-def flashinfer(way: str, source: Path) -> tuple[str, bool, str]:
+def flashinfer(way: str, source: Path, name: str = "FLASHINFER") -> tuple[str, bool, str]:
     """In a process of its own: what stands for flashinfer-python there is not what other tests of this folder use."""
     done = subprocess.run(
-        [sys.executable, "-c", FLASHINFER, way, str(source)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", FLASHINFER, way, str(source), name], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     verdict, passed, why = json.loads(done.stdout.splitlines()[-1])
@@ -160,3 +214,15 @@ def test_flashinfers_plans_are_wrong_without_the_plugins_correction(vllm_source:
     verdict, passed, why = flashinfer("uncorrected", vllm_source)
     assert (verdict, passed) == ("exact", False)
     assert "told upper bound, decode.wrapper.lengths is " in why
+
+
+def test_mla_prefill_with_flashinfer_is_planned_from_the_device(vllm_source: Path, release: str):
+    line = {"0.12.0": "common.py:773", "0.13.0": "common.py:776", "0.18.1": "mla_attention.py:1627"}
+    verdict, _, why = flashinfer("stock", vllm_source, "MLA_PREFILL_FLASHINFER")
+    assert verdict == "blocks"
+    assert line.get(release, "mla/prefill/flashinfer.py:") in why
+
+
+def test_trtllm_takes_device_lengths_where_its_builder_does(vllm_source: Path, release: str):
+    verdict, passed, _ = flashinfer("stock", vllm_source, "FLASHINFER_TRTLLM")
+    assert (verdict, passed) == (("none", True) if release in ("0.26.0", "0.32.0") else ("exact", False))

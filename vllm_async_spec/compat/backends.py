@@ -11,12 +11,16 @@ import numpy as np
 import torch
 
 from vllm_async_spec.compat import flashinfer_stub
-from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Case, release_metadata
+from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Call, Case, release_metadata
 from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
+from vllm_async_spec.compat.host_device import HostDevice
 from vllm_async_spec.compat.local_attention import local_attention_builder
-from vllm_async_spec.compat.mla import mla_builder
-from vllm_async_spec.compat.setting import LAYER, Setting
+from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
+from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["BACKENDS", "Backend", "backend_subject"]
 
@@ -40,6 +44,10 @@ class Backend:
         fields: Further fields of the common metadata.
         arguments: Further arguments of `build`, of which the builder is given those that it takes.
         layout: As `Subject.layout`.
+        not_for: As `Subject.not_for`.
+        common_prefix: As `Subject.common_prefix`.
+        capability: The compute capability of the GPU that it is for; None for an H200's, or any.
+        on_host: Whether its device is the host.
     """
 
     name: str
@@ -49,6 +57,10 @@ class Backend:
     fields: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     layout: tuple[str, ...] = ()
+    not_for: Callable[[Case], str | None] = lambda case: None
+    common_prefix: Callable[[Case], int] = lambda case: 0
+    capability: tuple[int, int] | None = None
+    on_host: bool = False
 
 
 def _plain(cls: Any, setting: Setting) -> Any:
@@ -92,6 +104,75 @@ def _mla(block_size: int) -> Callable[[Any, Setting], Any]:
     return lambda cls, setting: mla_builder(cls, setting, block_size)
 
 
+def _mla_prefill(kernels: str) -> Callable[[Any, Setting], Any]:
+    return lambda cls, setting: mla_prefill_builder(setting, kernels, BLOCK_SIZE)
+
+
+def _sparse(cache_dtype: str) -> Callable[[Any, Setting], Any]:
+    return lambda cls, setting: sparse_mla_builder(cls, setting, cache_dtype)
+
+
+def _flash_attention_2(cls: Any, setting: Setting) -> Any:
+    """As on a GPU before Hopper: FA3 is what the loaded release finds here."""
+    arguments = setting.arguments()
+    with replaced(importlib.import_module(cls.__module__), get_flash_attn_version=lambda *args, **kwargs: 2):
+        return setting.construct(cls, *arguments)
+
+
+def _flash_attention_dcp(cls: Any, setting: Setting) -> Any:
+    arguments = setting.arguments()
+    with context_parallel(arguments[2], 2):
+        return setting.construct(cls, *arguments)
+
+
+def _flash_attention_cascade(cls: Any, setting: Setting) -> Any:
+    if not hasattr(importlib.import_module(cls.__module__), "cascade_attention"):
+        raise AbsentError("this release has no cascade attention")
+    return _plain(cls, setting)
+
+
+def _shared_prefix(case: Case) -> int:
+    """Whole blocks that all requests had computed before, as vLLM counts what they share."""
+    computed = [seq - query for seq, query in zip(case.seq_lens, case.query_lens, strict=True) if seq]
+    return min(computed) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def _shares_nothing(case: Case) -> str | None:
+    if case.call is not Call.BUILD:
+        return "only a step of the target model is told of a common prefix"
+    return None if _shared_prefix(case) else "its requests share no full block"
+
+
+def _cpu(cls: Any, setting: Setting) -> Any:
+    """The kernel that schedules it is compiled; where nothing is, its arguments are recorded."""
+    source = loaded_source()
+    if source is not None:
+        module: Any = importlib.import_module(cls.__module__)
+
+        def scheduled(**given: Any) -> torch.Tensor:
+            result = torch.zeros(1, dtype=torch.int32)
+            source.kernel("cpu_attn_get_scheduler_metadata", given, result)
+            return result
+
+        source.stands_in("vllm._custom_ops:cpu_attn_get_scheduler_metadata")
+        module.ops.cpu_attn_get_scheduler_metadata = scheduled
+    return _plain(cls, setting)
+
+
+def _encoder_only(found: Any, setting: Setting) -> Any:
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+    _, layers, config, device = setting.arguments()
+    spec = EncoderOnlyAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
+
+
+def _no_encoder_batch(case: Case) -> str | None:
+    whole = case.query_lens == case.seq_lens and case.call is Call.BUILD
+    return None if whole else "an encoder is given whole prompts only"
+
+
 def _chunked_local(found: Any, setting: Setting) -> Any:
     backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
     return local_attention_builder(backend, setting, _LOCAL_CHUNK, BLOCK_SIZE)
@@ -130,54 +211,49 @@ def _cross(found: Any, setting: Setting) -> Any:
     return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
 
 
-def _know_one_layer() -> None:
-    """The layers' parameters, which it finds in the model, and the layout, which the engine settles at start-up."""
-    module = importlib.import_module(f"{_IN}flashinfer")
-    parameters = importlib.import_module(f"{_IN}utils").PerLayerParameters(-1, None, 0.125)
-    module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]
-    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
-        module.FlashInferMetadataBuilder.kv_cache_layout = None
-        module.get_flashinfer_layout_string = lambda layout: "NHD"  # type: ignore[attr-defined]
-
-
-def _flashinfer(trtllm: bool | None) -> Callable[[Any, Setting], Any]:
-    """With the native wrappers, or with what vLLM itself takes on an H200 that has FlashInfer's kernels."""
-
-    def make(cls: Any, setting: Setting) -> Any:
-        arguments = setting.arguments()
-        config: Any = arguments[2]
-        if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
-            config.attention_config.use_trtllm_attention = trtllm
-        _know_one_layer()
-        builder = setting.construct(cls, *arguments)
-        kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
-        if trtllm is None and getattr(kernel, "value", None) != "xqa":
-            raise AbsentError("this release decodes with FlashInfer's native wrappers on an H200")
-        return builder
-
-    return make
+def _flashinfer(way: Way) -> Callable[[Any, Setting], Any]:
+    return lambda cls, setting: flashinfer_builder(cls, setting, way)
 
 
 _FLASHINFER = f"{_IN}flashinfer:FlashInferBackend"
-_PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
-"""Where pages lie among the indices. What masks is the length that the ends and the last page give together."""
+_FLASH = f"{_IN}flash_attn:FlashAttentionBackend"
+_FLASHMLA_SPARSE = f"{_IN}mla.flashmla_sparse:FlashMLASparseBackend"
+_TRITON_MLA = f"{_IN}mla.triton_mla:TritonMLABackend"
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("FLASH_ATTN", (f"{_IN}flash_attn:FlashAttentionBackend",), _plain),
+        Backend("FLASH_ATTN", (_FLASH,), _plain),
+        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2),
+        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp),
+        Backend(
+            "FLASH_ATTN_CASCADE",
+            (_FLASH,),
+            _flash_attention_cascade,
+            not_for=_shares_nothing,
+            common_prefix=_shared_prefix,
+        ),
         Backend("TRITON_ATTN", (_TRITON,), _plain),
         Backend("FLEX_ATTENTION", (f"{_IN}flex_attention:FlexAttentionBackend",), _flex),
         Backend("TREE_ATTN", (f"{_IN}tree_attn:TreeAttentionBackend",), _plain),
         Backend("TURBOQUANT", (f"{_IN}turboquant_attn:TurboQuantAttentionBackend",), _plain),
-        Backend("TRITON_MLA", (f"{_IN}mla.triton_mla:TritonMLABackend",), _mla(BLOCK_SIZE)),
+        Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE)),
         Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE)),
         Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
         Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
         Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
-        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(False), layout=_PAGE_TABLE),
-        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(None), layout=_PAGE_TABLE),
+        Backend("MLA_PREFILL_FLASH_ATTN", (_TRITON_MLA,), _mla_prefill("FLASH_ATTN")),
+        Backend("MLA_PREFILL_FLASHINFER", (_TRITON_MLA,), _mla_prefill("FLASHINFER"), capability=BLACKWELL),
+        Backend("MLA_PREFILL_TRTLLM", (_TRITON_MLA,), _mla_prefill("TRTLLM_RAGGED"), capability=BLACKWELL),
+        Backend("MLA_PREFILL_CUDNN", (_TRITON_MLA,), _mla_prefill("CUDNN"), capability=BLACKWELL),
+        Backend("INDEXER", (f"{_IN}mla.indexer:DeepseekV32IndexerBackend",), indexer_builder, block_size=64),
+        Backend("FLASHMLA_SPARSE", (_FLASHMLA_SPARSE,), _sparse("auto"), block_size=64),
+        Backend("FLASHMLA_SPARSE_FP8", (_FLASHMLA_SPARSE,), _sparse("fp8_ds_mla"), block_size=64),
+        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(Way.NATIVE), layout=PAGE_TABLE),
+        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(Way.XQA), layout=PAGE_TABLE),
+        Backend("FLASHINFER_TRTLLM", (_FLASHINFER,), _flashinfer(Way.TRTLLM), layout=PAGE_TABLE, capability=BLACKWELL),
+        Backend("FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=PAGE_TABLE),
         Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted),
         Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted),
         Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted),
@@ -199,6 +275,16 @@ BACKENDS: dict[str, Backend] = {
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
             _cross,
             fields=_encoder,
+        ),
+        Backend(
+            "ENCODER_ONLY",
+            tuple(f"{layers}encoder_only_attention:create_encoder_only_attention_backend" for layers in _LAYERS),
+            _encoder_only,
+            not_for=_no_encoder_batch,
+        ),
+        # Its plan is bytes, not all of which its kernel writes.
+        Backend(
+            "CPU_ATTN", (f"{_IN}cpu_attn:CPUAttentionBackend",), _cpu, layout=("scheduler_metadata",), on_host=True
         ),
     )
 }
@@ -227,12 +313,15 @@ def backend_subject(name: str, device: Device) -> Subject:
         import vllm
     except ImportError as error:
         raise SubjectError(f"{backend.name} is vLLM's, and {error}; give --vllm-source DIR or install vLLM") from None
+    if backend.on_host and device.device.type != "cpu":
+        raise AbsentError(f"the device of {backend.name} is the host", "its device is the host")
     if "FLASHINFER" in backend.name:
         flashinfer_stub.install()
     with device.watching():
         found = _find(backend, vllm.__version__)
 
     def make(device: Device) -> Any:
+        stand_on(backend.capability, backend.name)
         cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
         return backend.make(cls, Setting(device.device))
 
@@ -244,7 +333,10 @@ def backend_subject(name: str, device: Device) -> Subject:
         backend.block_size,
         backend.fields,
         backend.arguments,
+        not_for=backend.not_for,
         layout=backend.layout,
+        common_prefix=backend.common_prefix,
+        device=HostDevice() if backend.on_host else None,
     )
 
 

@@ -32,7 +32,15 @@ class SubjectError(RuntimeError):
 
 
 class AbsentError(SubjectError):
-    """This release of vLLM does not have the builder."""
+    """This release of vLLM does not have the builder, or it is for another machine.
+
+    Attributes:
+        cell: The same for a table, in a few words.
+    """
+
+    def __init__(self, message: str, cell: str = "this release has none") -> None:
+        super().__init__(message)
+        self.cell = cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class Subject:
         fields: Further fields of the common metadata for a batch.
         arguments: Further arguments of `build` for a batch; those that it does not take are left out.
         not_for: Why a batch does not apply; None if it does.
+        common_prefix: How many tokens at the start of all requests `build` is told to be the same.
+        device: Where it must be tried; None for anywhere.
         layout: Parts of field names that say where things lie, and not how long they are: sized by a bound, they
             differ and are right.
     """
@@ -60,6 +70,8 @@ class Subject:
     fields: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
     arguments: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
     not_for: Callable[[Case], str | None] = field(default=lambda case: None)
+    common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
+    device: Device | None = None
     layout: tuple[str, ...] = ()
 
 
@@ -166,7 +178,7 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     built, failure = None, None
     with _without_warnings(), _configured(builder), device.watching() as waits:
         try:
-            built = _call(builder, case, metadata, arguments)
+            built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:
             failure = failure_sentence(error)
     changed = _changed(metadata, before)
@@ -198,7 +210,7 @@ def _configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
     return context
 
 
-def _call(builder: Any, case: Case, metadata: Any, arguments: dict[str, Any]) -> Any:
+def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments: dict[str, Any]) -> Any:
     if hasattr(builder, "arguments") and not hasattr(builder, "build"):  # an adapter of ours
         return builder.arguments(metadata)
     if case.call is Call.DRAFTING:
@@ -208,7 +220,7 @@ def _call(builder: Any, case: Case, metadata: Any, arguments: dict[str, Any]) ->
     taken = inspect.signature(builder.build).parameters
     open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     extra = {name: value for name, value in arguments.items() if open_ended or name in taken}
-    return builder.build(common_prefix_len=0, common_attn_metadata=metadata, **extra)
+    return builder.build(common_prefix_len=common_prefix, common_attn_metadata=metadata, **extra)
 
 
 def _has_no_such_call(builder: Any, case: Case) -> str | None:
@@ -219,7 +231,7 @@ def _has_no_such_call(builder: Any, case: Case) -> str | None:
         return None
     support = getattr(builder, "_cudagraph_support", None)
     ask = getattr(builder, "get_cudagraph_support", None)
-    if ask is not None and hasattr(builder, "kv_cache_spec"):
+    if ask is not None and hasattr(builder, "kv_cache_spec") and hasattr(builder, "vllm_config"):
         support = ask(builder.vllm_config, builder.kv_cache_spec)
     name = getattr(support, "name", "")
     if name == "NEVER":

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 __all__ = ["RELEASES", "FetchError", "fetch_release", "main"]
 
-RELEASES = ("0.12.0", "0.18.1", "0.26.0", "0.32.0")
+RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 
 _PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux2014", "manylinux1")
 

@@ -87,6 +87,29 @@ class _Prefill(_Wrapper):
     """As `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
 
+class _Ragged:
+    """As `flashinfer.BatchPrefillWithRaggedKVCacheWrapper`: both of its offsets are read on the host to plan."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto", **buffers: Any) -> None:
+        self._backend = backend
+        self.planned: dict[str, Any] = {}
+
+    def plan(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record the plan."""
+        qo_indptr.to("cpu"), kv_indptr.to("cpu")
+        if self._backend == "cutlass":
+            (qo_indptr[1:] - qo_indptr[:-1]).max().item()
+        self.planned = _host_arguments(kwargs) | {"queries": qo_indptr, "keys": kv_indptr}
+
+    def compared(self) -> dict[str, Any]:
+        """What the kernel would go by."""
+        return {"planned": self.planned}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """There is no kernel."""
+        raise NotImplementedError
+
+
 def _pages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the pages of each request begin, and the tokens in its last."""
     indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
@@ -136,6 +159,7 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "flashinfer": {
         "BatchDecodeWithPagedKVCacheWrapper": _Decode,
         "BatchPrefillWithPagedKVCacheWrapper": _Prefill,
+        "BatchPrefillWithRaggedKVCacheWrapper": _Ragged,
         "get_seq_lens": _get_seq_lens,
     },
     "flashinfer.decode": {"fast_decode_plan": _fast_decode_plan},

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_async_spec.compat.cases import Host
+from vllm_async_spec.compat.published import SCHEMA, Run
 from vllm_async_spec.compat.results import BackendResult, CaseResult
 
-__all__ = ["SCHEMA", "Report", "cell", "junit", "markdown"]
-
-SCHEMA = 1
-"""Raised by one whenever a reader of older files would misunderstand a newer one."""
-
-_SHOWN_SITES = 3
+__all__ = ["Report", "junit", "markdown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,7 @@ class Report:
         command: The command line.
         stubs: What stood in for parts of vLLM or of its machine, and what fails without it.
         results: One for each builder.
+        absent: Builders that are not of this release, or not for this machine, and why in a few words.
     """
 
     version: str
@@ -43,6 +40,7 @@ class Report:
     command: str
     stubs: tuple[tuple[str, str], ...]
     results: tuple[BackendResult, ...]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def patched(self) -> bool:
@@ -55,6 +53,11 @@ class Report:
         if any(not result.steps for result in self.results):
             return 2
         return 0 if all(result.passed for result in self.results) else 1
+
+    @property
+    def published(self) -> Run:
+        """What of it is published."""
+        return Run.read(self.to_dict())
 
     @property
     def summary(self) -> str:
@@ -77,86 +80,38 @@ class Report:
             "command": self.command,
             "summary": self.summary,
             "stubs": [{"name": name, "why": why} for name, why in self.stubs],
+            "absent": dict(self.absent),
             "backends": [result.to_dict() for result in self.results],
         }
 
 
-def cell(result: BackendResult) -> str:
-    """The verdict and what limits it, in a few words."""
-    if not result.steps:
-        return result.verdict
-    parts = [result.verdict]
-    realistic = [case.build(case.realistic) for case in result.steps]
-    if any(build is not None and build.wrong for build in realistic):
-        parts.append("wrong with slack")
-    if any(build is not None and build.changed for build in realistic):
-        parts.append("changes the batch")
-    if result.not_validated:
-        parts.append("kernels not validated")
-    return ", ".join(parts)
-
-
-def sites(result: BackendResult) -> tuple[str, ...]:
-    """Where it waits or fails in a step, each line once; the first few."""
-    builds = [build for case in result.steps if (build := case.build(case.realistic)) is not None]
-    found = [wait.site.partition(" < ")[0] for wait in result.waits]
-    found += [build.failure.rpartition(" at ")[2] for build in builds if build.failure is not None]
-    return tuple(dict.fromkeys(found))[:_SHOWN_SITES]
-
-
-def batches(result: BackendResult) -> str:
-    """How many of the batches ran."""
-    return f"{len(result.ran)} of {len(result.cases)}"
-
-
-def markdown(report: Report) -> str:
+def markdown(run: Run) -> str:
     """The run as a Markdown page: the table, and below it for each builder the faults and what was not run."""
-    vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
-    with_plugin = "with the plugin" if report.patched else "stock"
+    vllm = "without vLLM" if run.vllm is None else f"vLLM {run.vllm}"
+    way = "stock" if run.plugin is None else "with the plugin"
+    where = "a simulated device" if run.device == "cpu" else run.device
     lines = [
-        f"# {vllm}, {with_plugin}",
+        f"# {vllm}, {way}" + ("" if run.device == "cpu" else f", {run.device}"),
         "",
-        f"vllm-async-spec {report.version}, PyTorch {report.torch}, {_where(report)}, {report.date}. {report.summary}.",
+        f"vllm-async-spec {run.version}, PyTorch {run.torch}, {where}, {run.date}. {run.summary}.",
         "",
         "```bash",
-        report.command,
+        run.command,
         "```",
     ]
-    if report.patches is not None:
-        applied = [name for name, state in report.patches.items() if state == "applied"]
-        lines += ["", f"Patches applied: {', '.join(applied) or 'none'}."]
+    if run.plugin is not None:
+        lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
     lines += ["", "| backend | needs of the host | batches run | waits or fails at |", "|---|---|---|---|"]
-    for result in report.results:
-        at = "<br>".join(f"`{site}`" for site in sites(result))
-        link = f"[{result.backend}](#{result.backend.lower()})" if _details(result) else result.backend
-        lines.append(f"| {link} | {cell(result)} | {batches(result)} | {at} |")
-    for result in report.results:
-        if detail := _details(result):
-            lines += ["", f"## {result.backend}", "", *(f"- {line}" for line in detail)]
+    for row in run.rows:
+        at = "<br>".join(f"`{site}`" for site in row.sites)
+        link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
+        lines.append(f"| {link} | {row.cell} | {row.ran} of {row.batches} | {at} |")
+    lines += [f"| {name} | {why} | - |  |" for name, why in run.absent.items()]
+    for row in run.rows:
+        if row.evidence:
+            told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]
+            lines += ["", f"## {row.backend}", "", *told]
     return "\n".join(lines) + "\n"
-
-
-def _where(report: Report) -> str:
-    return "a simulated device" if report.device == "cpu" else report.device
-
-
-def _details(result: BackendResult) -> list[str]:
-    by_fault: dict[str, list[str]] = {}
-    for case, faults in result.faults.items():
-        for fault in faults:
-            by_fault.setdefault(fault, []).append(case)
-    lines = [] if result.failure is None else [result.failure]
-    lines += [f"{'; '.join(cases)}: {fault}" for fault, cases in by_fault.items()]
-    lines += [f"at capture, {case}: {fault}" for case, faults in result.at_capture.items() for fault in faults]
-    not_run: dict[str, list[str]] = {}
-    for case_result in result.cases:
-        if case_result.not_run is not None:
-            not_run.setdefault(case_result.not_run, []).append(case_result.case)
-    lines += [f"not run, {'; '.join(cases)}: {reason}" for reason, cases in not_run.items()]
-    lines += sorted({note for case_result in result.steps for note in case_result.notes})
-    if result.not_validated:
-        lines.append(f"not validated, because no kernel ran: {', '.join(result.not_validated)}")
-    return lines
 
 
 def junit(report: Report) -> str:

@@ -5,6 +5,7 @@ A factory of a backend's own is given a `Setting`, and takes from it what its bu
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from vllm_async_spec.compat.builders import engine_config, ngram_drafts, write_llama
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
+from vllm_async_spec.compat.vllm_source import loaded_source
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -44,15 +46,11 @@ class Setting:
         """
         drafts = ngram_drafts(DRAFT_TOKENS)
         wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts, "max_num_seqs": 256} | engine_args
-        with tempfile.TemporaryDirectory() as scratch:
-            model = write_llama(
-                Path(scratch),
-                num_heads=_HEADS,
-                num_kv_heads=_KV_HEADS,
-                head_size=_HEAD_SIZE,
-                max_model_len=MAX_MODEL_LEN,
-            )
-            return engine_config(model, **wanted)
+        source = loaded_source()
+        key = repr((sorted(wanted.items()), source and source.capability))
+        if key not in _MADE:
+            _MADE[key] = _make(wanted)
+        return copy.deepcopy(_MADE[key])
 
     def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
         """What vLLM makes every builder of full attention from: KV cache, layers' names, configuration, device.
@@ -76,3 +74,19 @@ class Setting:
 
         with set_current_vllm_config(arguments[2]):
             return cls(*arguments)
+
+
+_MADE: dict[str, VllmConfig] = {}
+"""Configurations as they were made: vLLM takes longer for one than a builder for a batch."""
+
+
+def _make(wanted: dict[str, Any]) -> VllmConfig:
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_llama(
+            Path(scratch),
+            num_heads=_HEADS,
+            num_kv_heads=_KV_HEADS,
+            head_size=_HEAD_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        return engine_config(model, **wanted)

@@ -16,6 +16,7 @@ from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.check import AbsentError, SubjectError, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
 from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
+from vllm_async_spec.compat.machine import stand_on
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
@@ -43,8 +44,7 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
         return None
     handle = load_vllm(source)
     os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
-    if plugin:
-        flashinfer_stub.install()  # or its patches would find that there is nothing to patch
+    flashinfer_stub.install()  # or modules that any backend imports, and the plugin's patches, would find none
     return handle
 
 
@@ -90,24 +90,27 @@ def run(
         progress: Told each name before it is tried.
 
     Returns:
-        What was found. A builder of vLLM's that this release does not have is left out where all were asked for.
+        What was found. A builder of vLLM's that this release does not have is named as absent where all were asked for.
 
     Raises:
         SubjectError: A name that was given names nothing.
     """
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
-    results = []
+    results: list[BackendResult] = []
+    absent: dict[str, str] = {}
     for name in names or BACKENDS:
         progress(name)
         try:
-            subject = foreign_subject(name, device) if is_foreign(name) else backend_subject(name, device)
-            results.append(check(subject, device, patched=patched, device_name=device_name))
+            results.append(_check(name, device, source, patched, device_name))
+        except AbsentError as error:
+            if names:
+                raise
+            absent[name] = error.cell
         except SubjectError as error:
             if names:
                 raise
-            if not isinstance(error, AbsentError):
-                results.append(BackendResult(name, name, "", patched, device_name, failure=str(error)))
+            results.append(BackendResult(name, name, "", patched, device_name, failure=str(error)))
     vllm = sys.modules.get("vllm")
     return Report(
         version=__version__,
@@ -119,4 +122,17 @@ def run(
         command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
         results=tuple(results),
+        absent=absent,
     )
+
+
+def _check(name: str, device: Device, source: VllmSource | None, patched: bool, device_name: str) -> BackendResult:
+    if is_foreign(name):
+        stand_on(None, name)
+        subject = foreign_subject(name, device)
+    else:
+        subject = backend_subject(name, device)
+    tried_on = subject.device or device
+    if source is not None and isinstance(tried_on, SimulatedDevice):
+        source.on_kernel = tried_on.kernel_did_not_run
+    return check(subject, tried_on, patched=patched, device_name=device_name)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_async_spec.compat.report import Report, batches, cell, sites
+from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult, Need
 
 __all__ = ["print_report"]
@@ -33,15 +33,19 @@ def print_report(report: Report, console: Console) -> None:
     table = Table(title=f"{vllm}{plugin}, PyTorch {report.torch}, {report.device}", title_justify="left")
     for name in ("backend", "needs of the host", "batches", "waits or fails at"):
         table.add_column(name, overflow="fold", no_wrap=name == "backend")
-    for result in report.results:
+    run = report.published
+    for result, row in zip(report.results, run.rows, strict=True):
         style = "bold red" if result.faults else _STYLE[result.need]
-        at = "\n".join(sites(result))
-        table.add_row(result.backend, f"[{style}]{escape(cell(result))}[/]", batches(result), escape(at))
+        at = "\n".join(row.sites)
+        table.add_row(row.backend, f"[{style}]{escape(row.cell)}[/]", f"{row.ran} of {row.batches}", escape(at))
+    for name, why in run.absent.items():
+        table.add_row(name, f"[dim]{escape(why)}[/]", "-", "")
     console.print(table)
     for result in report.results:
         for line in _first_faults(result):
             console.print(f"{result.backend}: {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(report.summary, style="bold")
+    console.print(run.line, markup=False, highlight=False)
     if report.device == "cpu":
         console.print(
             "A simulated device: what kernels compute, memory that is not pinned, and waits of a forward are not seen. "

@@ -22,7 +22,7 @@ import torch
 
 from vllm_async_spec.compat.fetch import RELEASES as _ALL
 
-__all__ = ["STUBS", "KernelCall", "Stub", "VllmSource", "VllmSourceError", "load_vllm"]
+__all__ = ["STUBS", "KernelCall", "Stub", "VllmSource", "VllmSourceError", "load_vllm", "loaded_source"]
 
 
 class VllmSourceError(RuntimeError):
@@ -49,11 +49,11 @@ class Stub:
 _COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
 
 STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", _ALL[:2], _COMPILED),
-    Stub("vllm._C_stable_libtorch", _ALL[2:], _COMPILED),
+    Stub("vllm._C", _ALL[:3], _COMPILED),
+    Stub("vllm._C_stable_libtorch", _ALL[3:], _COMPILED),
     Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
-    Stub("gguf", _ALL[:2], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
-    Stub("diskcache", _ALL[:2], "a dependency that later releases dropped, imported by the runner; empty classes"),
+    Stub("gguf", _ALL[:3], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
+    Stub("diskcache", _ALL[:3], "a dependency that later releases dropped, imported by the runner; empty classes"),
     Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
     Stub(
         "vllm.platforms.cuda:CudaPlatform",
@@ -66,11 +66,13 @@ STUBS: tuple[Stub, ...] = (
         "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
     ),
     Stub(
-        "torch.cuda:get_device_capability", _ALL[:1], "0.12 asks torch, not its platform, whether FA3 can run; (9, 0)"
+        "torch.cuda:get_device_capability",
+        _ALL[:2],
+        "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        _ALL[:3],
+        _ALL[:4],
         "called while fused MoE is imported; answers that there is no such kernel",
     ),
     Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
@@ -85,6 +87,25 @@ STUBS: tuple[Stub, ...] = (
         "torch.ops._flashmla_C:get_mla_decoding_metadata",
         _ALL[:1],
         "FlashMLA's tile scheduler; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
+        "torch._C._cpu:_is_amx_tile_supported",
+        _ALL[:3],
+        "the CPU backend asks for AMX under a name that newer PyTorch does not have; answers that there is none",
+        True,
+    ),
+    Stub(
+        "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
+        _ALL,
+        "DeepGEMM's scheduler of the sparse indexer's decodes, which is not installed; records its arguments, returns"
+        " zeros",
+        True,
+    ),
+    Stub(
+        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
+        _ALL,
+        "the CPU backend's scheduler, which is compiled; records its arguments, returns zeros",
         True,
     ),
     Stub(
@@ -159,12 +180,14 @@ class VllmSource:
         calls: What builders gave to kernels, oldest first; a test may clear it.
         on_kernel: Told of each kernel that did not run: its name, its arguments by name, and what stands for its
             results. Without it, launching a Triton kernel fails for want of a driver.
+        capability: What the release is told of the GPU. A caller that changes it clears what vLLM has cached.
     """
 
     path: Path
     version: str
     calls: list[KernelCall] = field(default_factory=list)
     on_kernel: Callable[[str, dict[str, Any], Sequence[torch.Tensor]], None] | None = None
+    capability: tuple[int, int] = (9, 0)
     _used: set[str] = field(default_factory=set)
 
     @property
@@ -172,7 +195,22 @@ class VllmSource:
         """The stubs that have been used in this process so far, in the order of `STUBS`."""
         return tuple(stub for stub in STUBS if stub.name in self._used)
 
-    def _kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
+    def stands_in(self, stub: str) -> None:
+        """Note that a stub has been used.
+
+        Args:
+            stub: The name of one of `STUBS`.
+        """
+        self._used.add(_BY_NAME[stub].name)
+
+    def kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
+        """Note a kernel that does not run here.
+
+        Args:
+            name: The kernel.
+            arguments: What it was given, by name.
+            *results: What stands for the tensors that it would have made.
+        """
         self.calls.append(KernelCall(name, arguments))
         if self.on_kernel is not None:
             self.on_kernel(name, arguments, results)
@@ -196,7 +234,7 @@ def load_vllm(source: Path) -> VllmSource:
     found = next(iter(importlib.metadata.distributions(name="vllm", path=[str(source)])), None)
     if found is None or not (source / "vllm" / "__init__.py").is_file():
         raise VllmSourceError(f"{source} contains no vllm/ with its vllm-*.dist-info beside it")
-    if "vllm" in sys.modules or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if "vllm" in sys.modules or loaded_source() is not None:
         raise VllmSourceError(f"this process has a vLLM already; load {source} in a fresh one")
     handle = VllmSource(source, found.version)
     sys.path.insert(0, str(source))
@@ -209,11 +247,16 @@ def load_vllm(source: Path) -> VllmSource:
     return handle
 
 
+def loaded_source() -> VllmSource | None:
+    """What `load_vllm` has loaded into this process; None if nothing."""
+    return next((finder.handle for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+
+
 class _Finder(MetaPathFinder):
     """Supplies the missing modules of `STUBS` and patches the present ones right after they have run."""
 
     def __init__(self, handle: VllmSource) -> None:
-        self._handle = handle
+        self.handle = handle
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -221,14 +264,14 @@ class _Finder(MetaPathFinder):
         if fullname in _PATCHES:
             spec = PathFinder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _PatchedLoader(spec.loader, self._handle)
+                spec.loader = _PatchedLoader(spec.loader, self.handle)
             return spec
         root = fullname if fullname in _BY_NAME else fullname.partition(".")[0]
         # A dependency that happens to be installed is better than its stub.
         if root not in _BY_NAME or PathFinder.find_spec(fullname, path, target) is not None:
             return None
         is_dependency = not root.startswith("vllm.")
-        return ModuleSpec(fullname, _StubLoader(root, self._handle, is_dependency), is_package=is_dependency)
+        return ModuleSpec(fullname, _StubLoader(root, self.handle, is_dependency), is_package=is_dependency)
 
 
 class _StubLoader(Loader):
@@ -273,12 +316,12 @@ def _choose_cuda(platforms: Any, _handle: VllmSource) -> None:
     platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
 
 
-def _claim_one_h200(cuda: Any, _handle: VllmSource) -> None:
+def _claim_one_h200(cuda: Any, handle: VllmSource) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     platform = cuda.NonNvmlCudaPlatform
+    platform.get_device_capability = staticmethod(lambda *_args, **_kwargs: DeviceCapability(*handle.capability))
     for question, answer in {
-        "get_device_capability": DeviceCapability(9, 0),
         "num_compute_units": 132,  # sizes the tables of several MLA builders
         "is_pin_memory_available": False,  # a CPU build of torch refuses pin_memory=True
     }.items():
@@ -297,7 +340,7 @@ def _record_launches(jit: Any, handle: VllmSource) -> None:
         if handle.on_kernel is None:
             return launch(self, *args, **kwargs)
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        return handle._kernel(self.__name__, arguments)
+        return handle.kernel(self.__name__, arguments)
 
     jit.JITFunction.run = run
 
@@ -321,7 +364,7 @@ def _stub_torch(handle: VllmSource) -> None:
         arguments = dict(zip(_SCHEDULER_ARGUMENTS, values, strict=True))
         # The kernel's size differs between releases; this one fits the smallest buffer that a builder keeps for it.
         result = torch.zeros(arguments["batch_size"] + 1, dtype=torch.int32)
-        handle._kernel("get_scheduler_metadata", arguments, result)
+        handle.kernel("get_scheduler_metadata", arguments, result)
         return result
 
     def get_device_properties(device: object = None) -> Any:
@@ -330,12 +373,19 @@ def _stub_torch(handle: VllmSource) -> None:
 
     def get_mla_decoding_metadata(lengths: torch.Tensor, *values: Any) -> tuple[torch.Tensor, torch.Tensor]:
         handle._used.add("torch.ops._flashmla_C:get_mla_decoding_metadata")
-        tiles = torch.zeros(132, 8, dtype=torch.int32)
+        tiles = torch.zeros(66, 8, dtype=torch.int32)  # fits the smallest buffer that a builder keeps for it
         splits = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
         given = {"cache_seqlens": lengths} | {str(at): value for at, value in enumerate(values)}
-        handle._kernel("get_mla_decoding_metadata", given, tiles, splits)
+        handle.kernel("get_mla_decoding_metadata", given, tiles, splits)
         return tiles, splits
 
+    def is_amx_tile_supported() -> bool:
+        handle._used.add("torch._C._cpu:_is_amx_tile_supported")
+        return False
+
+    if not hasattr(torch._C._cpu, "_is_amx_tile_supported"):
+        cpu: Any = torch._C._cpu
+        cpu._is_amx_tile_supported = is_amx_tile_supported
     torch.cuda.get_device_capability = get_device_capability
     torch.cuda.get_device_properties = get_device_properties
     operators: Any = torch.ops

@@ -1,0 +1,80 @@
+"""What docs/findings.md says of stock vLLM, shown with the real Python of a release; other nodes are named there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.vllm_source import VllmSource
+
+sys.path.append(str(Path(__file__).parents[1]))
+from findings import BOUND, EXACT, context_parallel_lengths
+
+HAS_BOUND = ("0.26.0", "0.32.0")
+KEEPS_REJECTED = ("0.12.0", "0.13.0")
+
+
+def test_context_parallel_kernels_are_told_of_rejected_drafts(release: str):
+    if release not in HAS_BOUND:
+        pytest.skip(f"the runner of vLLM {release} waits for the accepted counts, and takes exact lengths")
+    given, right = context_parallel_lengths(torch.device("cpu"), host=BOUND)
+    assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
+    given, right = context_parallel_lengths(torch.device("cpu"), host=EXACT)
+    assert given == right
+
+
+def proposer() -> Any:
+    """The release's drafter, with nothing but what its preparation touches."""
+    cls: Any = importlib.import_module("vllm.v1.spec_decode.eagle").EagleProposer
+    made = object.__new__(cls)
+    made.device = torch.device("cpu")
+    return made
+
+
+def test_draft_steps_keep_rejected_tokens_in_their_lengths(release: str, loaded: VllmSource):
+    made = proposer()
+    step = type(made).propose
+    if release not in KEEPS_REJECTED:
+        assert "num_rejected_tokens_gpu" in inspect.signature(step).parameters
+        return
+    told: list[str] = []
+    loaded.on_kernel = lambda name, arguments, results: told.append(name)
+    try:
+        batch = builders.common_metadata([4, 4], [36, 103], host=True)
+        drafts: Any = type("Drafts", (), {"cu_num_draft_tokens": torch.tensor([3, 6], dtype=torch.int32)})
+        accepted = torch.tensor([1, 1], dtype=torch.int32)  # each request has its three drafts rejected
+        drafted, *_ = made.prepare_inputs_padded(batch, drafts, accepted)
+    finally:
+        loaded.on_kernel = None
+    assert told == ["eagle_prepare_inputs_padded_kernel"]  # it is given no lengths
+    assert drafted.seq_lens.tolist() == [36, 103]  # the requests have 33 and 100 tokens
+    # Nothing that follows can know better.
+    assert "reject" not in inspect.getsource(step)
+
+
+def test_flashinfer_with_context_parallelism_writes_into_lengths_that_all_layers_share(
+    vllm_source: Path, release: str, tmp_path: Path
+):
+    result = tmp_path / "found.json"
+    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
+    options = ["--vllm-source", str(vllm_source), "--backend", "FLASHINFER_DCP", "--json", str(result)]
+    subprocess.run([sys.executable, "-c", code, "compat", *options], capture_output=True, check=False)
+    (found,) = json.loads(result.read_text())["backends"]
+    exact = {
+        case["case"]: build["changed"]
+        for case in found["cases"]
+        for build in case["builds"]
+        if build["host"] == "exact lengths"
+    }
+    assert exact["decode"] == []
+    name = "seq_lens_cpu" if release == "0.12.0" else "_seq_lens_cpu"
+    assert exact["prefill with context"] == ([] if release == "0.32.0" else [name])

@@ -1,0 +1,157 @@
+"""What is published of runs: read from full results, never more than they say, and what the documentation has of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import compat_planted as planted
+import pytest
+import torch
+
+from vllm_async_spec.compat.backends import BACKENDS
+from vllm_async_spec.compat.cases import CASES, our_metadata
+from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.compat.fetch import RELEASES
+from vllm_async_spec.compat.html import badge
+from vllm_async_spec.compat.publish import documents, main
+from vllm_async_spec.compat.published import CLASSES, PublishedError, Run, read_runs
+from vllm_async_spec.compat.report import Report
+from vllm_async_spec.compat.results import Need
+
+DOCS = Path(__file__).parents[1] / "docs"
+PUBLISHED = sorted((DOCS / "compat").glob("*.json"))
+
+
+def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0.32.0") -> Report:
+    def found(kind: type[planted.Builder]) -> Subject:
+        return Subject(kind.__name__, lambda device: kind(device.device), our_metadata(), "vllm-async-spec")
+
+    return Report(
+        version="0.1.0",
+        release=release,
+        torch=torch.__version__,
+        device=device,
+        patches=None,
+        date="2026-11-21",
+        command="vllm-async-spec compat",
+        stubs=(("a stub", "why " * 99),),
+        results=tuple(check(found(kind), SimulatedDevice()) for kind in kinds),
+        absent={"TREE_ATTN": "this release has none"},
+    )
+
+
+@pytest.fixture(scope="module")
+def full() -> Report:
+    return report(planted.Clean, planted.OnlyDrafting, planted.OnlyCapture, planted.NoLengths)
+
+
+def test_every_verdict_has_its_class():
+    assert {str(need) for need in Need} | {"not run", "not constructed"} == set(CLASSES)
+
+
+def test_a_full_result_and_what_is_kept_of_it_are_the_same_run(full: Report, tmp_path: Path):
+    path = tmp_path / "kept.json"
+    path.write_text(full.published.to_json())
+    assert read_runs([path]) == [full.published]
+    assert len(path.read_text()) < len(json.dumps(full.to_dict())) / 10
+
+
+def test_a_row_says_what_was_found(full: Report):
+    clean, drafting, capture, failing = full.published.rows
+    assert (clean.verdict, clean.passed, clean.ran, clean.evidence) == ("none", True, len(CASES), [])
+    assert (drafting.verdict, drafting.passed) == ("blocks", False)
+    assert list(drafting.faults.values()) == [["draft step 2", "draft step 3"]]
+    assert re.fullmatch(r"tests/compat_planted.py:\d+", drafting.sites[0])
+    assert (capture.verdict, capture.faults, capture.sites) == ("none", {}, [])
+    assert list(capture.at_capture.values()) == [["capture, one token", "capture, K + 1"]]
+    assert (clean.at_capture, drafting.at_capture) == ({}, {})
+    assert (failing.verdict, len(failing.sites)) == ("exact", 1)
+    assert re.fullmatch(r"tests/compat_planted.py:\d+", failing.sites[0])
+
+
+def test_its_name_says_release_way_and_machine(full: Report):
+    assert full.published.name == "0.32.0-stock"
+    assert report(device="NVIDIA H200").published.name == "0.32.0-stock-h200"
+    data = full.to_dict() | {"plugin": {"min-tokens": "applied", "micro-batches": "refused"}}
+    assert (Run.read(data).name, Run.read(data).plugin) == ("0.32.0-plugin", ["min-tokens"])
+
+
+def test_runs_are_in_the_order_of_their_releases(tmp_path: Path):
+    runs = [report(release=release, device=device) for release in ("0.32.0", "0.9.0") for device in ("A H200", "cpu")]
+    for number, run in enumerate(runs):
+        (tmp_path / f"{number}.json").write_text(run.published.to_json())
+    names = [run.name for run in read_runs(tmp_path.glob("*.json"))]
+    assert names == ["0.9.0-stock", "0.9.0-stock-h200", "0.32.0-stock", "0.32.0-stock-h200"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"schema": 2, "rows": []}', '{"schema": 1}', '{"schema": 1, "rows": [1]}']
+)
+def test_a_file_that_is_no_result_is_told_in_one_sentence(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(PublishedError, match=r"wrong.json can't be read: "):
+        read_runs([path])
+    (tmp_path / "compat").mkdir()
+    assert main(["--docs", str(tmp_path), str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_publishing_somewhere_else_is_told_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["--docs", str(tmp_path)]) == 2
+    assert "has no compat/; name the documentation's directory with --docs" in capsys.readouterr().err
+
+
+def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
+    for name in ("compat", "assets"):
+        (tmp_path / name).mkdir()
+    for device in ("cpu", "NVIDIA H200"):
+        result = tmp_path / "result.json"
+        result.write_text(json.dumps(report(planted.Clean, device=device).to_dict()))
+        assert main(["--docs", str(tmp_path), str(result)]) == 0
+    assert (tmp_path / "compat" / "0.32.0-stock-h200.md").read_text().startswith("# vLLM 0.32.0, stock, NVIDIA H200\n")
+    page = (tmp_path / "assets" / "compatibility.html").read_text()
+    assert 'href="#clean-0-32-0-stock-h200"' in page
+    assert page.count(">not run</span>") == 2 * 5  # of six wanted runs for each of two names, one is there
+
+
+def test_a_badge_is_one_line_of_the_run(full: Report):
+    assert full.published.line == "async-spec: 2 of 4 builders build from device seq_lens"
+    assert report(planted.OnlyDrafting).published.line == "async-spec: blocks"
+    image = ET.fromstring(badge(full.published))
+    assert image.get("aria-label") == full.published.line
+    assert [text.text for text in image.iter("{http://www.w3.org/2000/svg}text")] == full.published.line.split(": ")
+    assert badge(full.published).partition("#9a3412")[1]
+    assert not badge(report(planted.Clean).published).partition("#9a3412")[1]
+
+
+def test_the_documents_are_those_of_the_published_runs():
+    """Otherwise `python -m vllm_async_spec.compat.publish` has not been run since."""
+    stale = [name for name, text in documents(read_runs(PUBLISHED)).items() if (DOCS / name).read_text() != text]
+    assert stale == []
+    assert {path.stem for path in (DOCS / "compat").glob("*.md")} == {path.stem for path in PUBLISHED}
+
+
+def test_every_release_is_published_stock_and_with_the_plugin():
+    names = {path.stem for path in PUBLISHED}
+    assert {f"{release}-{way}" for release in RELEASES for way in ("stock", "plugin")} <= names
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_a_published_run_is_of_todays_suite(path: Path):
+    """Otherwise `make compat` has not been run since a builder or a batch was added."""
+    (run,) = read_runs([path])
+    assert run.name == path.stem
+    assert {row.backend for row in run.rows} | set(run.absent) == BACKENDS.keys()
+    assert {row.batches for row in run.rows if row.failure is None} == {len(CASES)}
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", run.date)
+    plugin = "--plugin " if run.way == "plugin" else ""
+    where = f"--vllm-source .cache/releases/{run.vllm}" if run.machine == "cpu" else "--device cuda"
+    assert run.command.startswith(f"vllm-async-spec compat {plugin}{where}")
+    assert path.stat().st_size < 100_000

@@ -1,0 +1,166 @@
+"""What docs/findings.md says of stock vLLM, on a GPU: `pytest tests/test_findings.py -m gpu`, with vLLM installed.
+
+A test passes where stock vLLM is wrong. Where one fails, the finding is refuted for that release, or upstream has
+mended it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from findings import BOUND, EXACT, context_parallel_lengths
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="these findings are of a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+BUSY = 200_000_000
+"""Cycles that the device is kept busy for, a tenth of a second: as if a step were running."""
+
+
+def compat(backend: str, tmp_path: Path) -> Any:
+    """What the suite finds of one of stock vLLM's builders on this GPU, in a process of its own."""
+    result = tmp_path / "found.json"
+    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
+    command = [sys.executable, "-c", code, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"VLLM_ASYNC_SPEC": "off"})
+    assert result.is_file(), done.stderr[-2000:]
+    (found,) = json.loads(result.read_text())["backends"]
+    assert found["failure"] is None, found["failure"]
+    return found
+
+
+def wrong_fields(found: Any) -> set[str]:
+    builds = [build for case in found["cases"] if not case["capture"] for build in case["builds"] if build["realistic"]]
+    return {each["field"] for build in builds for each in build["differences"] if each["judgement"] == "wrong"}
+
+
+@pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE"])
+def test_mla_prefill_path_attends_past_the_end_of_requests_with_drafts(backend: str, tmp_path: Path):
+    found = compat(backend, tmp_path)
+    if not any(build["host"] == "upper bound" for case in found["cases"] for build in case["builds"]):
+        pytest.skip("no batch of it runs here")
+    assert any("chunked_context" in field for field in wrong_fields(found))
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "CHUNKED_LOCAL"])
+def test_it_waits_for_the_device_in_every_step(backend: str, tmp_path: Path):
+    found = compat(backend, tmp_path)
+    assert found["verdict"] in ("blocks", "exact"), found["verdict"]
+
+
+def test_context_parallel_kernels_are_told_of_rejected_drafts():
+    runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    if "optimistic_seq_lens_cpu" not in Path(runner.__file__).read_text():
+        pytest.skip("the runner of this release waits for the accepted counts, and takes exact lengths")
+    given, right = context_parallel_lengths(torch.device("cuda"), host=BOUND)
+    assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
+    given, right = context_parallel_lengths(torch.device("cuda"), host=EXACT)
+    assert given == right
+
+
+def test_fast_prefill_reads_offsets_before_their_copy_arrives(monkeypatch: pytest.MonkeyPatch):
+    """What the host reads is what was in the pinned memory before, while the device still works."""
+    from vllm_async_spec.compat import builders
+
+    utils: Any = importlib.import_module("vllm.v1.attention.backends.utils")
+    batch = builders.common_metadata([4, 4, 30], [20, 33, 30])
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping"):
+        setattr(batch, name, getattr(batch, name).cuda())
+    batch.logits_indices_padded = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 37], device="cuda")
+    batch.num_logits_indices = 9
+    if hasattr(batch, "max_logits_per_req"):
+        batch.max_logits_per_req = 4
+    utils.make_kv_sharing_fast_prefill_common_attn_metadata(batch)  # compiles what it compiles
+    torch.cuda.synchronize()
+    truth = [0, 4, 8, 9]
+    copy = torch.Tensor.to
+
+    def after_a_busy_device(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # Releases up to 0.27 have waited a moment before; what the device does in between is up to the engine.
+        if tensor.is_cuda and kwargs.get("non_blocking"):
+            torch.cuda._sleep(BUSY)
+        return copy(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", after_a_busy_device)
+    made = utils.make_kv_sharing_fast_prefill_common_attn_metadata(batch)
+    at_once = made.query_start_loc_cpu.tolist()
+    torch.cuda.synchronize()
+    assert made.query_start_loc_cpu.tolist() == truth == made.query_start_loc.tolist()
+    assert at_once != truth
+
+
+def test_flashinfer_plans_over_a_plan_that_is_on_its_way():
+    """The second plan is written into the pinned memory that the first is still being copied from."""
+    flashinfer: Any = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    sizes = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "q_data_type": torch.bfloat16}
+
+    def plan(wrapper: Any, lengths: list[int]) -> None:
+        pages = torch.tensor([0, *(-(-length // 16) for length in lengths)], dtype=torch.int32).cumsum(0).int()
+        last = torch.tensor([(length - 1) % 16 + 1 for length in lengths], dtype=torch.int32)
+        indices = torch.arange(int(pages[-1]), dtype=torch.int32, device="cuda")
+        wrapper.plan(pages.pin_memory(), indices, last.pin_memory(), kv_data_type=torch.bfloat16, **sizes)
+
+    def planned(first: list[int], second: list[int] | None) -> torch.Tensor:
+        """What kernels between the two plans would read."""
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+        plan(wrapper, second or first)  # compiles
+        wrapper._int_workspace_buffer.zero_()
+        torch.cuda.synchronize()
+        if second is not None:
+            torch.cuda._sleep(BUSY)
+        plan(wrapper, first)
+        seen = wrapper._int_workspace_buffer.clone()
+        if second is not None:
+            plan(wrapper, second)
+        torch.cuda.synchronize()
+        return seen
+
+    one, other = [33] * 4, [4000] * 4
+    assert torch.equal(planned(one, None), planned(one, None)), "plans differ by themselves, and this test says nothing"
+    assert not torch.equal(planned(one, other), planned(one, None))
+
+
+MIN_TOKENS = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm_async_spec.demo.train import PROMPTS
+model, draft, asynchronous = sys.argv[1], sys.argv[2], sys.argv[3] == "async"
+drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
+llm = LLM(model=model, speculative_config=drafts, async_scheduling=asynchronous, max_model_len=256,
+          gpu_memory_utilization=0.3, enforce_eager=True)
+free = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+usual = sorted({token for out in free for token in out.outputs[0].token_ids})
+wanted = SamplingParams(temperature=0, max_tokens=40, min_tokens=20, stop_token_ids=usual)
+print("LENGTHS", json.dumps([len(out.outputs[0].token_ids) for out in llm.generate(PROMPTS, wanted)]))
+"""
+
+
+def test_min_tokens_is_lifted_early(tmp_path: Path):
+    """Each request may stop at every token that it would choose, once it has 20; asynchronous, it stops before."""
+    from vllm_async_spec.demo.train import prepare_models
+
+    models = prepare_models(tmp_path)
+    environment = os.environ | {"VLLM_ASYNC_SPEC": "off", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+    def shortest(way: str) -> int:
+        command = [sys.executable, "-c", MIN_TOKENS, str(models.target), str(models.draft), way]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        line = next((line for line in done.stdout.splitlines() if line.startswith("LENGTHS ")), None)
+        assert line is not None, done.stderr[-2000:]
+        return min(json.loads(line.removeprefix("LENGTHS ")))
+
+    assert shortest("sync") >= 20
+    assert shortest("async") < 20

@@ -1,0 +1,68 @@
+"""Put results of the suite into the documentation, and make its page and badge from all that are there.
+
+`python -m vllm_async_spec.compat.publish [RESULT.json ...]` takes what `vllm-async-spec compat --json` wrote, and keeps
+what is published of it as `docs/compat/NAME.json` and `NAME.md`. It renews `docs/assets/compatibility.html` and the
+badge. NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. Without
+arguments it only makes everything anew from the files that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_async_spec.compat.html import badge, render_html
+from vllm_async_spec.compat.published import PublishedError, Run, read_runs
+from vllm_async_spec.compat.report import markdown
+
+__all__ = ["WANTED", "documents", "main"]
+
+WANTED = tuple((release, way, "h200") for release in ("0.18.1", "0.26.0", "0.32.0") for way in ("stock", "plugin"))
+"""Runs that the table has a column for even if nobody has made them: release, way, machine."""
+
+_BADGE_OF = "0.32.0-plugin"
+
+
+def documents(runs: Sequence[Run]) -> dict[str, str]:
+    """What the documentation has of these runs: the contents of each file, by its path below `docs`."""
+    files = {f"compat/{run.name}.json": run.to_json() for run in runs}
+    files |= {f"compat/{run.name}.md": markdown(run) for run in runs}
+    files["assets/compatibility.html"] = render_html(runs, WANTED)
+    return files | {f"assets/{run.name}.svg": badge(run) for run in runs if run.name == _BADGE_OF}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Publish from the command line.
+
+    Args:
+        arguments: Instead of those of the process.
+
+    Returns:
+        The exit status: 0, or 2 where a file is no result of the suite.
+    """
+    parser = argparse.ArgumentParser(description="Put results of the suite into the documentation.")
+    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="what compat --json wrote")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="the documentation's directory")
+    options = parser.parse_args(arguments)
+    if not (options.docs / "compat").is_dir():
+        print(
+            f"publish: {options.docs} has no compat/; name the documentation's directory with --docs", file=sys.stderr
+        )
+        return 2
+    try:
+        for run in read_runs(options.results):
+            (options.docs / "compat" / f"{run.name}.json").write_text(run.to_json(), encoding="utf-8")
+        runs = read_runs((options.docs / "compat").glob("*.json"))
+    except PublishedError as error:
+        print(f"publish: {error}", file=sys.stderr)
+        return 2
+    for name, text in documents(runs).items():
+        (options.docs / name).write_text(text, encoding="utf-8")
+    print(f"{len(runs)} runs in {options.docs / 'compat'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,217 @@
+"""A run of the suite as it is published: of each builder the verdict, and what it rests on, in a few kilobytes.
+
+It is read from what `vllm-async-spec compat --json` writes, or from what it writes itself. Tables, pages and badges are
+made from it, so that none of them says more than the data does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CLASSES", "PublishedError", "Row", "Run", "read_runs"]
+
+SCHEMA = 1
+"""Of the files of both kinds. Raised by one whenever a reader of older files would misunderstand a newer one."""
+
+CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "not run", "not constructed")
+"""The verdicts, better ones first."""
+
+_SHOWN_SITES = 3
+_WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
+_FAILS = re.compile(r" it fails: .+ at (\S+)$")
+_Grouped = dict[str, list[str]]
+
+
+class PublishedError(ValueError):
+    """A file is no result of the suite; the message is one sentence that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One builder.
+
+    Attributes:
+        backend: Its name.
+        builder: `module:class`.
+        verdict: One of `CLASSES`.
+        limits: What goes with the verdict, such as `kernels not validated`.
+        passed: Whether in no batch of a step anything goes wrong.
+        ran: How many batches ran.
+        batches: How many there are.
+        sites: `file:line` where it waits or fails in a step; the first few.
+        faults: What goes wrong in a step, in a sentence each, and the batches where it does.
+        at_capture: The same where a CUDA graph is recorded.
+        not_run: Why batches did not run, and which.
+        notes: What is no fault there and may be one elsewhere.
+        not_validated: Fields that depend on kernels that did not run.
+        failure: Why there is no builder; None if there is one.
+    """
+
+    backend: str
+    builder: str
+    verdict: str
+    limits: list[str]
+    passed: bool
+    ran: int
+    batches: int
+    sites: list[str]
+    faults: _Grouped
+    at_capture: _Grouped
+    not_run: _Grouped
+    notes: list[str]
+    not_validated: list[str]
+    failure: str | None
+
+    @property
+    def cell(self) -> str:
+        """The verdict and what limits it, in a few words."""
+        return ", ".join([self.verdict, *self.limits])
+
+    @property
+    def evidence(self) -> list[tuple[str, list[str]]]:
+        """What the verdict rests on: sentences, each with the batches that it is about, if it is about some."""
+        found: list[tuple[str, list[str]]] = [] if self.failure is None else [(self.failure, [])]
+        found += self.faults.items()
+        found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
+        found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]
+        found += [(note, []) for note in self.notes]
+        if self.not_validated:
+            found.append((f"not validated, because no kernel ran: {', '.join(self.not_validated)}", []))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: all builders of one release, stock or with the plugin, on one device.
+
+    Attributes:
+        version: Of vllm-async-spec.
+        vllm: The release; None where no vLLM was imported.
+        torch: PyTorch's version.
+        device: `cpu`, where device memory is simulated, or the GPU's name.
+        plugin: The patches that were applied; None for stock vLLM.
+        date: When, as YYYY-MM-DD.
+        command: The command line.
+        summary: The run in one line.
+        rows: One for each builder.
+        absent: Builders that are not of this release, or not for this machine, and why in a few words.
+        schema: `SCHEMA`.
+    """
+
+    version: str
+    vllm: str | None
+    torch: str
+    device: str
+    plugin: list[str] | None
+    date: str
+    command: str
+    summary: str
+    rows: list[Row]
+    absent: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def way(self) -> str:
+        """`stock` or `plugin`."""
+        return "stock" if self.plugin is None else "plugin"
+
+    @property
+    def machine(self) -> str:
+        """`cpu`, or the last word of the GPU's name, such as `h200`."""
+        return self.device.split()[-1].lower()
+
+    @property
+    def name(self) -> str:
+        """What its files are called: `0.32.0-stock`, and on a GPU `0.32.0-stock-h200`."""
+        return "-".join([self.vllm or "none", self.way, *([] if self.machine == "cpu" else [self.machine])])
+
+    @property
+    def line(self) -> str:
+        """A badge's worth of words."""
+        if len(self.rows) == 1:
+            return f"async-spec: {self.rows[0].cell}"
+        clean = sum(row.passed for row in self.rows)
+        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
+
+    def to_json(self) -> str:
+        """What is committed."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Run:
+        """From plain data: a full result of `compat --json`, or a published one.
+
+        Raises:
+            PublishedError: It is neither.
+        """
+        if data.get("schema") != SCHEMA or not ("rows" in data or "backends" in data):
+            raise PublishedError(f"it is no result of `vllm-async-spec compat --json` with schema {SCHEMA}; run that")
+        if "rows" in data:
+            return cls(**dict(data) | {"rows": [Row(**row) for row in data["rows"]]})
+        patches = data["plugin"]
+        applied = None if patches is None else [name for name, state in patches.items() if state == "applied"]
+        kept = ("version", "vllm", "torch", "device", "date", "command", "summary")
+        rows = [_row(backend) for backend in data["backends"]]
+        return cls(**{name: data[name] for name in kept}, plugin=applied, rows=rows, absent=data.get("absent", {}))
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """The runs in these files, by release, stock first, and the simulated device first.
+
+    Raises:
+        PublishedError: A file can't be read, or is none.
+    """
+    runs = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            runs.append(Run.read(data if isinstance(data, dict) else {}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishedError(f"{path} can't be read: {error}") from error
+    return sorted(runs, key=_order)
+
+
+def _order(run: Run) -> tuple[list[int], bool, bool, str]:
+    numbers = [int(part) for part in re.findall(r"\d+", (run.vllm or "0").partition("+")[0])]
+    return numbers, run.way != "stock", run.machine != "cpu", run.machine
+
+
+def _row(backend: Mapping[str, Any]) -> Row:
+    ran = [case for case in backend["cases"] if case["need"] is not None]
+    steps = [case for case in ran if not case["capture"]]
+    faults = _grouped((fault, case["case"]) for case in steps for fault in case["faults"])
+    realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
+    limits = {
+        "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
+        "changes the batch": any(build["changed"] for build in realistic),
+        "kernels not validated": bool(backend["not_validated"]),
+    }
+    found = [match[1] for pattern in (_WAITS, _FAILS) for fault in faults if (match := pattern.search(fault))]
+    return Row(
+        backend=backend["backend"],
+        builder=backend["builder"],
+        verdict=backend["verdict"],
+        limits=[limit for limit, holds in limits.items() if holds and steps],
+        passed=backend["passed"],
+        ran=len(ran),
+        batches=len(backend["cases"]),
+        sites=list(dict.fromkeys(found))[:_SHOWN_SITES],
+        faults=faults,
+        at_capture=_grouped((fault, case["case"]) for case in ran if case["capture"] for fault in case["faults"]),
+        not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
+        notes=sorted({note for case in steps for note in case["notes"]}),
+        not_validated=backend["not_validated"],
+        failure=backend["failure"],
+    )
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
+    found: _Grouped = {}
+    for sentence, case in pairs:
+        found.setdefault(sentence, []).append(case)
+    return found
