@@ -1,5 +1,11 @@
 """The few device kernels: each a Triton kernel and a PyTorch reference of one signature."""
 
+from vllm_async_spec.kernels.device_positions import (
+    PagedGroup,
+    PagedGroups,
+    correct_positions,
+    correct_positions_reference,
+)
 from vllm_async_spec.kernels.paged_lengths import (
     compile_kernels,
     set_chunks,
@@ -18,7 +24,11 @@ from vllm_async_spec.kernels.virtual_batches import (
 )
 
 __all__ = [
+    "PagedGroup",
+    "PagedGroups",
     "compile_kernels",
+    "correct_positions",
+    "correct_positions_reference",
     "gather_pages",
     "gather_pages_reference",
     "set_chunks",

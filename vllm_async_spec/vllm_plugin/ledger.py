@@ -355,8 +355,16 @@ def _refuse_foreign(module: ModuleType, target: Target) -> None:
 
 
 _OURS = str(Path(__file__).resolve().parents[1])
-# Decorators that upstream itself puts on its functions, such as @deprecated and @contextmanager.
-_DECORATORS = {"typing_extensions.py", "warnings.py", "contextlib.py", "functools.py", "dataclasses.py", "reprlib.py"}
+# Decorators that upstream itself puts on its functions, such as @deprecated, @contextmanager and @inference_mode.
+_DECORATORS = {
+    "typing_extensions.py",
+    "warnings.py",
+    "contextlib.py",
+    "functools.py",
+    "dataclasses.py",
+    "reprlib.py",
+    "_contextlib.py",
+}
 
 
 def _is_at_home(filename: str, module: ModuleType) -> bool:

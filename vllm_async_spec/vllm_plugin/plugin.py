@@ -17,6 +17,7 @@ from vllm_async_spec.vllm_plugin import (
     metadata_patches,
     min_tokens,
     mla_prefill,
+    optimistic_runner,
     prometheus_registry,
     virtual_batches,
 )
@@ -33,6 +34,7 @@ IMPLEMENTATIONS = {
     **metadata_patches.IMPLEMENTATIONS,
     **mla_prefill.IMPLEMENTATIONS,
     **min_tokens.IMPLEMENTATIONS,
+    **optimistic_runner.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,
     **virtual_batches.IMPLEMENTATIONS,
 }

@@ -150,6 +150,8 @@ def _marking(upstream: type[Any]) -> type[Any]:
     class ChunkedLocalAttentionBuilder(upstream):  # type: ignore[misc]
         """As vLLM's; see this module."""
 
+        cuts_on_device = True
+
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             marked = copy.copy(common_attn_metadata)
             marked.cut_on_device = True

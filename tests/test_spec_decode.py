@@ -1,0 +1,244 @@
+"""Bookkeeping of drafts on the device: progress carried over many steps, and buffers that no wait protects."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_async_spec import reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.kernels import PagedGroup, PagedGroups
+from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
+
+ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Batches:
+    """A runner's batches, seen twice: with what the host may assume of them, and with what is true.
+
+    Requests come and go, change rows, skip steps and return, and get from one token to all of their drafts and one.
+    """
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.choose = random.Random(seed)
+        self.device = torch.device(device)
+        self.progress = DeviceProgress(ROWS, self.device)
+        self.true: dict[str, int] = {}
+        self.prompt: dict[str, int] = {}
+        self.last: dict[str, tuple[int, int]] = {}  # request: its row and drafts in the last step
+        self.assumed: dict[str, int] = {}
+        self.names = 0
+        self.starts, self.lengths = (torch.zeros(ROWS + 1, dtype=torch.int32, device=device) for _ in range(2))
+        self.positions, slots = (torch.zeros(LONGEST, dtype=torch.int64, device=device) for _ in range(2))
+        table = torch.arange(ROWS * 64, dtype=torch.int32, device=device).view(ROWS, 64)
+        self.paged = PagedGroups([PagedGroup(table, PAGE, slots)])
+        self.wanted: list[tuple[list[int], list[int]]] = []
+        self.got: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def step(self) -> None:
+        choose = self.choose
+        names = [name for name in self.true if choose.random() < 0.85]
+        self.last = {name: at for name, at in self.last.items() if name in names}
+        while len(names) < ROWS and choose.random() < 0.3:
+            names.append(f"r{self.names}")
+            self.names += 1
+            self.prompt[names[-1]] = choose.randrange(1, 40)
+            self.true[names[-1]] = 0
+        if choose.random() < 0.3:
+            choose.shuffle(names)
+        names = names[:ROWS] or ["only"]
+        for name in names:
+            self.true.setdefault(name, 0)
+            self.prompt.setdefault(name, 5)
+        drafts, tokens, computed = [], [], []
+        for name in names:
+            decoding = self.true[name] >= self.prompt[name]
+            drafts.append(choose.randrange(DRAFTS + 1) if decoding else 0)
+            tokens.append(1 + drafts[-1] if decoding else choose.randrange(1, self.prompt[name] - self.true[name] + 1))
+            computed.append(self.assumed[name] if name in self.last else self.true[name])
+        starts = [sum(tokens[:row]) for row in range(len(names) + 1)]
+        self._send(names, starts, tokens, computed)
+        self.progress.scheduled(np.array(drafts, dtype=np.int32) if any(drafts) else None)
+        exact = [self.true[name] for name in names]
+        self.wanted.append(
+            (
+                [at + count for at, count in zip(exact, tokens, strict=True)],
+                [at + token for at, count in zip(exact, tokens, strict=True) for token in range(count)],
+            )
+        )
+        self.got.append((self.lengths[: len(names)].clone(), self.positions[: starts[-1]].clone()))
+        counts = [choose.randrange(1, count + 2) for count in drafts]
+        self.progress.sampled(self._on_device(counts))
+        self.last = {name: (row, drafts[row]) for row, name in enumerate(names)}
+        for row, name in enumerate(names):
+            self.assumed[name] = exact[row] + tokens[row]
+            self.true[name] = exact[row] + (counts[row] if drafts[row] else tokens[row])
+
+    def _send(self, names: list[str], starts: list[int], tokens: list[int], computed: list[int]) -> None:
+        """What the runner does of itself, and then the correction."""
+        lengths = [at + count for at, count in zip(computed, tokens, strict=True)]
+        sent = [at + token for at, count in zip(computed, tokens, strict=True) for token in range(count)]
+        self.starts[: len(starts)] = self._on_device(starts)
+        self.lengths[: len(lengths)] = self._on_device(lengths)
+        self.positions[: len(sent)] = self._on_device(sent)
+        self.progress.correct(
+            names,
+            {name: row for name, (row, _) in self.last.items()},
+            np.array(computed, dtype=np.int32),
+            self.starts,
+            self.lengths,
+            self.positions,
+            None,
+            self.paged,
+        )
+
+    def _on_device(self, values: list[int]) -> torch.Tensor:
+        host = torch.tensor(values, dtype=torch.int32)
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+    def check(self) -> None:
+        for step, ((lengths, positions), (got_lengths, got)) in enumerate(zip(self.wanted, self.got, strict=True)):
+            assert got_lengths.tolist() == lengths, step
+            assert got.tolist() == positions, step
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_progress_is_exact_over_many_steps(seed: int) -> None:
+    batches = Batches(seed, "cpu")
+    with sync_policy("error"):
+        for _ in range(25):
+            batches.step()
+    batches.check()
+
+
+def test_most_counts_are_those_of_the_last_step() -> None:
+    progress = DeviceProgress(4, torch.device("cpu"))
+    assert not progress.drafted
+    progress.scheduled(np.array([3, 0, 2], dtype=np.int32))
+    assert progress.drafted
+    assert progress.most_counts(3) == [4, 1, 3]
+    progress.scheduled(None)
+    assert progress.most_counts(2) == [1, 1]
+
+
+def test_what_is_fetched_is_where_the_rows_began() -> None:
+    batches = Batches(3, "cpu")
+    for _ in range(9):
+        batches.step()
+        rows = len(batches.last)
+        batches.progress.fetch(rows)
+        lengths, _ = batches.wanted[-1]
+        tokens = batches.starts.diff()[:rows]
+        assert batches.progress.fetched()[:rows] == (torch.tensor(lengths) - tokens).tolist()
+
+
+def test_a_buffer_turns_to_other_memory_and_returns_after_its_depth() -> None:
+    buffer: Any = SimpleNamespace(cpu=torch.zeros(3, dtype=torch.int32), np=None)
+    turning = TurningBuffer(buffer, torch.device("cpu"), depth=3)
+    seen = []
+    for step in range(4):
+        buffer.np[:] = step
+        assert buffer.cpu.tolist() == [step] * 3
+        seen.append(buffer.cpu.data_ptr())
+        turning.turn()
+    assert len(set(seen[:3])) == 3
+    assert seen[3] == seen[0]
+
+
+def test_an_event_that_has_happened_is_not_waited_for_and_another_is_counted() -> None:
+    calls: list[str] = []
+    happened = [True]
+    event = SimpleNamespace(
+        query=lambda: happened[0], record=lambda: calls.append("record"), synchronize=lambda: calls.append("wait")
+    )
+    polled = PolledEvent(event, "prepared inputs")
+    reset_sync_report()
+    polled.record()
+    polled.synchronize()
+    assert (calls, sync_report().count) == (["record"], 0)
+    happened[0] = False
+    polled.synchronize()
+    assert calls == ["record", "wait"]
+    assert [(site.what, site.kind.value, site.count) for site in sync_report().sites] == [
+        ("prepared inputs", "event", 1)
+    ]
+
+
+def sleep(choose: random.Random) -> None:
+    """Let the device be late by up to some milliseconds."""
+    torch.cuda._sleep(choose.randrange(1, 20_000_000))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("guarded", [True, False])
+def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one buffer and no fence the host overwrites what a late device has yet to copy, and that shows."""
+    batches = Batches(11, "cuda")
+    batches.step()  # compiles
+    if not guarded:
+        ring = batches.progress._staging
+        one = ring.next()
+        monkeypatch.setattr(ring, "next", lambda: one)
+    choose = random.Random(5)
+    for _ in range(30):
+        sleep(choose)
+        batches.step()
+    torch.cuda.synchronize()
+    if guarded:
+        batches.check()
+    else:
+        with pytest.raises(AssertionError):
+            batches.check()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
+    buffer: Any = SimpleNamespace(cpu=torch.zeros(64, dtype=torch.int32, pin_memory=True))
+    buffer.np = buffer.cpu.numpy()
+    turning = TurningBuffer(buffer, torch.device("cuda")) if guarded else None
+    choose, received = random.Random(1), []
+    for step in range(20):
+        sleep(choose)
+        buffer.np[:] = step
+        received.append(buffer.cpu.to("cuda", non_blocking=True))
+        if turning is not None:
+            turning.turn()
+    right = [tensor.tolist() == [step] * 64 for step, tensor in enumerate(received)]
+    assert all(right) is guarded
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_correcting_a_step_waits_for_nothing_on_a_late_device() -> None:
+    batches = Batches(2, "cuda")
+    for _ in range(3):
+        batches.step()
+    progress = batches.progress
+    names = list(batches.last)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    late = torch.cuda.Event()
+    late.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        progress.correct(
+            names,
+            {name: row for name, (row, _) in batches.last.items()},
+            np.array([batches.assumed[name] for name in names], dtype=np.int32),
+            batches.starts,
+            batches.lengths,
+            batches.positions,
+            None,
+            batches.paged,
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not late.query()

@@ -1,0 +1,68 @@
+"""Why a batch of vLLM's V1 runner needs the accepted counts on the host, in one of a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_DEVICE_LENGTHS = frozenset(
+    {
+        "FLASH_ATTN",
+        "TRITON_ATTN",
+        "CUTLASS_MLA",
+        "FLASHINFER_MLA",
+        "FLASHMLA",
+        "FLASH_ATTN_MLA",
+        "TRITON_MLA",
+    }
+)
+"""Names of backends that take a bound from the host, or nothing; where MLA wants more it asks the device itself."""
+
+_PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs"})
+"""Names of the KV cache specifications whose builders are given the batch as it is."""
+
+
+def always_needed(runner: Any) -> str | None:
+    """Why each batch of this runner needs exact counts, or None: then it depends on the batch.
+
+    Args:
+        runner: a runner whose KV cache has been initialised.
+    """
+    parallel = runner.parallel_config
+    ngram_gpu = getattr(runner.speculative_config, "use_ngram_gpu", None)
+    reasons = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": runner.dcp_world_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "hybrid model": runner.model_config.is_hybrid,
+        "n-gram drafts on the GPU": ngram_gpu is not None and ngram_gpu(),
+        "drafter": not hasattr(runner.drafter, "backup_next_token_ids"),
+        "multimodal pruning": runner.is_multimodal_pruning_enabled,
+        "prompt embeddings": runner.enable_prompt_embeds,
+        "micro-batches": parallel.use_ubatching,
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _backend(runner)
+
+
+def _backend(runner: Any) -> str | None:
+    """The first attention backend that is not known to do without exact lengths on the host."""
+    for groups in runner.attn_groups:
+        for group in groups:
+            name = group.backend.get_name()
+            cut = any(getattr(builder, "cuts_on_device", False) for builder in group.metadata_builders)
+            plain = type(group.kv_cache_spec).__name__ in _PLAIN_SPECS
+            if name not in _DEVICE_LENGTHS or not (plain or cut):
+                return f"attention backend {name}" + ("" if plain else f" with {type(group.kv_cache_spec).__name__}")
+    return None
+
+
+def needed_by(input_batch: Any) -> str | None:
+    """Why the next step of this batch's requests needs the counts of this one, or None."""
+    if not input_batch.no_penalties:
+        return "penalties"
+    if input_batch.bad_words_token_ids:
+        return "bad words"
+    if input_batch.sampling_metadata.output_token_ids:
+        return "logits processors"
+    if any(getattr(processor, "min_toks", None) for processor in input_batch.logitsprocs.all):
+        return "min_tokens"
+    return None

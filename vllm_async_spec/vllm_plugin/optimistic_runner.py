@@ -1,0 +1,220 @@
+"""vLLM's V1 runner without its wait for accepted counts: optimistic on the host, exact on the device.
+
+Up to 0.18 the runner makes positions, lengths and slots on the host. So at the top of each step it waits until the
+device has verified the drafts of the step before, and subtracts what was rejected. The subclass answers at once that
+nothing was rejected, lets vLLM prepare the step from that, and then has the device write the exact values over what was
+sent. The scheduler tells the exact number of tokens a step later anyway, so the host is never more than the drafts of
+one step ahead.
+
+Where somebody needs exact counts on the host (`exact_counts` says who), that step waits for them, counted and with the
+reason, and the host is put right from what the device carries. The next step is optimistic again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_async_spec.kernels import PagedGroup, PagedGroups
+from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
+from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
+from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+_CLASS = "GPUModelRunner"
+
+
+def _unneeded(update_states: Any) -> str | None:
+    from vllm.platforms import current_platform
+
+    runner = inspect.unwrap(update_states).__globals__[_CLASS]
+    if not current_platform.is_cuda():
+        return "the platform is not CUDA"
+    if hasattr(runner, "_compute_prev_positions"):
+        return "the V1 runner carries positions on the device here"
+    if "num_rejected_tokens_gpu" not in runner.propose_draft_token_ids.__code__.co_varnames:
+        return "the V1 runner's draft steps keep rejected tokens here, and it stays as it is"
+    return None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Indices:
+    """What `_calc_spec_decode_metadata` has made of some numbers of tokens, but for the drafts themselves."""
+
+    drafts: npt.NDArray[np.int32]
+    ends: npt.NDArray[np.int32]
+    metadata: Any
+    draft_indices: torch.Tensor
+    """(drafts,) int, device: where the drafts are among the input tokens."""
+
+    def are_of(self, drafts: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> bool:
+        """Whether they were made of these numbers."""
+        return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
+
+
+def _optimistic(upstream: type[Any]) -> type[Any]:
+    """The subclass of vLLM's runner."""
+
+    class GPUModelRunner(upstream):  # type: ignore[misc]
+        """As vLLM's; see this module."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._progress: DeviceProgress | None = None
+            self._always_exact: str | None = None
+            self._exact: str | None = None
+            self._schedule: Any = None
+            self._num_drafts: npt.NDArray[np.int32] | None = None
+            self._indices: _Indices | None = None
+
+        def _update_states(self, scheduler_output: Any) -> Any:
+            self._schedule = scheduler_output
+            return super()._update_states(scheduler_output)
+
+        def _get_valid_sampled_token_count(self) -> list[int]:
+            sampled = self.input_batch.prev_sampled_token_ids
+            if self.valid_sampled_token_count_event is None or sampled is None:
+                return []
+            progress, reason = self._progress, self._always_exact or self._exact
+            if progress is not None and (reason is None or not progress.drafted):
+                return progress.most_counts(sampled.shape[0])
+            if reason is not None:
+                record_fallback(reason)
+            with host_read("accepted counts", 8 * sampled.shape[0], ReadKind.EVENT):
+                counts: list[int] = super()._get_valid_sampled_token_count()
+            return counts if progress is None else self._reconciled(counts, progress.fetched())
+
+        def _reconciled(self, counts: list[int], began: list[int]) -> list[int]:
+            """The counts by which vLLM finds what is exact, with each request's output as long as it should be before.
+
+            vLLM subtracts what was rejected from the scheduler's number, and adds placeholders for what was accepted.
+            The scheduler's number may be exact already, if the engine has seen the step's result; and there are too
+            many placeholders of an earlier step that was optimistic.
+            """
+            cached = self._schedule.scheduled_cached_reqs
+            previous = self.input_batch.prev_req_id_to_index
+            for request_id, computed, outputs in zip(
+                cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+            ):
+                row, request = previous.get(request_id), self.requests[request_id]
+                if row is None or not request.prev_num_draft_len:
+                    continue
+                ahead = computed - (began[row] + counts[row])
+                del request.output_token_ids[outputs - ahead - (counts[row] - 1) :]
+                counts[row] = request.prev_num_draft_len + 1 - ahead
+            return counts
+
+        def _copy_valid_sampled_token_count(
+            self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
+        ) -> None:
+            if self._progress is None:
+                super()._copy_valid_sampled_token_count(next_token_ids, valid_sampled_tokens_count)
+                return
+            self._progress.sampled(valid_sampled_tokens_count)
+            self._backup_tokens.turn()
+            if self._exact is None:
+                # All that is left of it where nobody reads the counts on the host.
+                self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
+            else:
+                super()._copy_valid_sampled_token_count(next_token_ids, valid_sampled_tokens_count)
+
+        def _calc_spec_decode_metadata(
+            self, num_draft_tokens: npt.NDArray[np.int32], cu_num_scheduled_tokens: npt.NDArray[np.int32]
+        ) -> Any:
+            self._num_drafts = num_draft_tokens
+            if self._indices is not None and self._indices.are_of(num_draft_tokens, cu_num_scheduled_tokens):
+                made = copy.copy(self._indices.metadata)
+                made.draft_token_ids = self.input_ids.gpu[self._indices.draft_indices]
+                return made
+            made = super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+            drafts = made.logits_indices[made.target_logits_indices + 1]
+            self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made, drafts)
+            return made
+
+        def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._num_drafts = None
+            made = super()._prepare_inputs(scheduler_output, *args, **kwargs)
+            if self.valid_sampled_token_count_event is None or self._always_exact is not None:
+                return made
+            if self._progress is None:
+                self._always_exact = always_needed(self)
+                if self._always_exact is not None:
+                    return made
+                self._become_optimistic()
+            self._correct_inputs()
+            return made
+
+        def _become_optimistic(self) -> None:
+            """Set up what the first step needs, within its input preparation."""
+            self._progress = DeviceProgress(self.max_num_reqs, self.device)
+            self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
+            masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
+            self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
+            self._paged = PagedGroups(
+                [
+                    PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
+                    for table in self.input_batch.block_table.block_tables
+                ]
+            )
+            # The prefix that all rows share is taken from the host's number of computed tokens.
+            self.cascade_attn_enabled = False
+            self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
+
+        def _correct_inputs(self) -> None:
+            """Write the device's positions over the host's, and take note of what the next step has to know."""
+            progress, batch = self._progress, self.input_batch
+            assert progress is not None
+            axes = None
+            if self.uses_mrope:
+                axes = self.mrope_positions.gpu
+            elif self.uses_xdrope_dim > 0:
+                axes = self.xdrope_positions.gpu
+            progress.correct(
+                batch.req_ids,
+                {} if batch.prev_sampled_token_ids is None else batch.prev_req_id_to_index,
+                batch.num_computed_tokens_cpu[: batch.num_reqs],
+                self.query_start_loc.gpu,
+                self.seq_lens.gpu,
+                self.positions.gpu,
+                axes,
+                self._paged,
+            )
+            progress.scheduled(self._num_drafts)
+            self._exact = needed_by(batch)
+            if self._exact is not None:
+                progress.fetch(batch.num_reqs)
+
+        def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+            made = super()._gather_mm_embeddings(*args, **kwargs)
+            if self._progress is not None:
+                # vLLM has two masks by turns, one for the target and one for the drafter, which no wait fences.
+                self._embedding_masks[self.is_mm_embed_idx].turn()
+            return made
+
+        def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            made = super()._build_attention_metadata(*args, **kwargs)
+            drafting = made[1]
+            if drafting is not None and not kwargs.get("use_spec_decode"):
+                # Draft steps add to these in place: the runner's own buffers, whose copies may not have run yet.
+                for name in ("_seq_lens_cpu", "_num_computed_tokens_cpu"):
+                    host = getattr(drafting, name)
+                    setattr(drafting, name, None if host is None else host.clone())
+            return made
+
+    GPUModelRunner.__module__, GPUModelRunner.__qualname__ = upstream.__module__, upstream.__qualname__
+    return GPUModelRunner
+
+
+IMPLEMENTATIONS = {"optimistic-runner": Implementation(_unneeded, _apply)}
