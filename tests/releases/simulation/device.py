@@ -1,8 +1,8 @@
 """A device that has yet to run what the host has launched.
 
-A `DeviceTensor` is not computed when its operator is called. The operator is queued on a stream and runs later: when the
-host waits for an event after it, or at a random moment before. So a copy to the host has not landed until somebody has
-waited for it, and a copy from the host reads its source as it is by then. Whatever a GPU gets wrong when a wait is
+A `DeviceTensor` is not computed when its operator is called. The operator is queued on a stream and runs later: when
+the host waits for an event after it, or at a random moment before. So a copy to the host has not landed until somebody
+has waited for it, and a copy from the host reads its source as it is by then. Whatever a GPU gets wrong when a wait is
 missing, this gets wrong too, on the CPU and by a seed.
 
 Streams are queues of their own. What orders them is what orders CUDA's: `wait_stream`, `wait_event` and events.
@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
-_CHANCE_TO_RUN = 0.5
+_CHANCES_TO_RUN = (0.0, 0.005, 0.02)
+"""That the device gets on when an operator is launched; with the first it does so only when it is waited for."""
 _MOST_AT_ONCE = 60
 
 
@@ -38,6 +39,7 @@ class Gpu:
 
     def __init__(self, late: random.Random | None) -> None:
         self.late = late
+        self.chance_to_run = 1.0 if late is None else late.choice(_CHANCES_TO_RUN)
         self.default = Stream(self)
         self.current = self.default
         self.streams = [self.default]
@@ -50,13 +52,11 @@ class Gpu:
         self.current.launched += 1
         if self.late is None:
             self.finish()
-        elif self.late.random() < 0.02:
+        elif self.late.random() < self.chance_to_run:
             self.run_some(self.late)
 
     def run_some(self, late: random.Random) -> None:
         """Let time pass: some streams run some of what they have."""
-        if late.random() < _CHANCE_TO_RUN:
-            return
         for _ in range(late.randrange(_MOST_AT_ONCE)):
             late.choice(self.streams).run_one()
 
@@ -221,7 +221,7 @@ class Event:
 
     def query(self) -> bool:
         """`has_happened`, after some time."""
-        if self.gpu.late is not None:
+        if self.gpu.late is not None and self.gpu.chance_to_run:
             self.gpu.run_some(self.gpu.late)
         return self.has_happened()
 
@@ -229,8 +229,6 @@ class Event:
         """The host waits for it."""
         if not self.has_happened():
             self.gpu.waits.append("event")
-        if self.gpu.late is not None:
-            self.gpu.run_some(self.gpu.late)
         self.happen()
 
 
@@ -256,6 +254,10 @@ class DeviceTensor(torch.Tensor):
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
+
+    def data_ptr(self) -> int:
+        """Where it is, for a kernel that is given addresses."""
+        return self.inner.data_ptr()
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"DeviceTensor(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -22,7 +22,7 @@ import torch
 
 from simulation.device import DEVICE, Gpu
 from simulation.kernels import interpreting
-from simulation.model import VOCABULARY, WINDOW, Builder, Draft, Seen, Target
+from simulation.model import WINDOW, Builder, Draft, Seen, Target
 from vllm_async_spec.compat import builders
 
 BLOCK = 8
@@ -41,10 +41,11 @@ class Shape:
         tokens: Tokens in a batch.
         blocks: Blocks of the KV cache, which the groups share.
         prefix_caching: Whether blocks are found again.
-        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths in
-            which drafts in flight count, so with 0 it frees keys that are still seen.
+        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths
+            in which drafts in flight count, so with 0 it frees keys that are still seen.
         long_drafter: Whether the drafter takes longer sequences than the model, and so never stops for their length.
             Otherwise it stops a few tokens earlier where lengths are bounds, after which two runs differ rightly.
+        axes: Whether positions have M-RoPE's three axes, which are alike for a text.
     """
 
     drafts: int = 3
@@ -54,6 +55,7 @@ class Shape:
     prefix_caching: bool = False
     kept: int = 12
     long_drafter: bool = True
+    axes: bool = False
 
 
 @dataclass(slots=True)
@@ -160,6 +162,7 @@ class Engine:
         self.steps: list[Step] = []
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
+        self.resets = 0
         self.queue: deque[tuple[Any, Any]] = deque()
         with self._active():
             self.config = configuration(shape)
@@ -193,13 +196,18 @@ class Engine:
         with set_current_vllm_config(self.config):
             runner = runner_class(self.config, DEVICE)
         self.runner = runner
+        if self.shape.axes:
+            for owner in (runner, runner.drafter):
+                owner.uses_mrope = True
+            runner.mrope_positions = runner._make_buffer(3, self.shape.tokens + 1, dtype=torch.int64)
+            runner.drafter.mrope_positions = torch.zeros(3, self.shape.tokens + 1, dtype=torch.int64, device=DEVICE)
         if self.shape.long_drafter:
             runner.effective_drafter_max_model_len = 2 * LONGEST
         groups = kv_cache(self.shape)
         slots = self.shape.blocks * BLOCK
         runner.model = Target(self.gpu, slots, BLOCK, LAYERS, self._saw)
         runner.kv_cache_config = groups
-        backend = SimpleNamespace(forward_includes_kv_cache_update=True)
+        backend = SimpleNamespace(forward_includes_kv_cache_update=True, get_name=lambda: "FLASH_ATTN")
         runner.attn_groups = [
             [AttentionGroup(backend, list(group.layer_names), group.kv_cache_spec, number, [Builder()])]
             for number, group in enumerate(groups.kv_cache_groups)
@@ -304,7 +312,8 @@ class Engine:
         """As `EngineCore.step_with_batch_queue`.
 
         Args:
-            drained: The step before is done when this one has been scheduled, so its output comes first.
+            drained: All is done before there is time to schedule another, so all output comes first. vLLM's loop gets
+                there from an idle engine, and stays for as long as the device is faster than the host.
         """
         with self._active():
             if self.scheduler.has_requests():
@@ -316,7 +325,10 @@ class Engine:
                     self.steps[-1].sampled = self.gpu.snapshot(output._sampled_token_ids)
                     self.steps[-1].drafts = self.gpu.snapshot(self.runner._draft_token_ids)
                 self.queue.appendleft((output, scheduled))
-                if scheduled.total_num_scheduled_tokens and len(self.queue) < 2 and not drained:
+                if drained:
+                    self.drain()
+                    return
+                if scheduled.total_num_scheduled_tokens and len(self.queue) < 2:
                     return
             elif not self.queue:
                 return
@@ -334,9 +346,8 @@ class Engine:
 
     def drain(self) -> None:
         """Process all outputs that are in flight."""
-        with self._active():
-            while self.queue:
-                self._process_oldest()
+        while self.queue:
+            self._process_oldest()
 
     def reset_prefix_cache(self, *, carefully: bool = True) -> None:
         """Preempt all that runs, and forget all blocks.
@@ -348,6 +359,7 @@ class Engine:
         running = self.scheduler.running
         if carefully and not (len(self.queue) == 1 and all(each.num_output_placeholders == 1 for each in running)):
             return
+        self.resets += 1
         self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _facts(self, scheduled: Any) -> dict[str, Any]:

@@ -57,7 +57,8 @@ def _of_step(step: Step, before: Step | None, at: Mapping[str, int], truth: Any,
     target = step.calls[0]
     values = target.values
     positions = np.concatenate([np.arange(at[n], at[n] + c) for n, c in zip(step.rows, counts, strict=True)])
-    yield from _differ("positions", values["positions"][: ends[-1]], positions, step.rows, counts)
+    for axis in values["positions"].reshape(-1, values["positions"].shape[-1]):
+        yield from _differ("positions", axis[: ends[-1]], positions, step.rows, counts)
     for group, lens in enumerate(values["seq_lens"]):
         exact = [at[name] + count for name, count in zip(step.rows, counts, strict=True)]
         yield from _differ(f"seq_lens of group {group}", lens[: len(counts)], exact, step.rows, [1] * len(counts))

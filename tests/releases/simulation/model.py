@@ -153,6 +153,12 @@ class _Model:
 class Target(_Model):
     """The target model; its KV cache has two groups, and the second sees a window."""
 
+    supports_mrope = True
+
+    def get_mrope_input_positions(self, tokens: Sequence[int], features: Any) -> tuple[torch.Tensor, int]:
+        """M-RoPE's positions of a text: the same on three axes."""
+        return torch.arange(len(tokens)).expand(3, -1).clone(), 0
+
     def __call__(self, input_ids: DeviceTensor, positions: DeviceTensor, **kwargs: Any) -> DeviceTensor:
         from vllm.forward_context import get_forward_context
 

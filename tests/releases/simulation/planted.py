@@ -16,9 +16,9 @@ MISTAKES = {
     "subtraction": "the rejected are subtracted from what the scheduler says, which may know of them already",
     "rows by index": "a request is looked for in the row that it has now",
     "one group left": "the slots of the last KV cache group are not corrected",
-    "no fence": "the host's copies of counts and rows are pinned buffers that are filled again at once",
+    "no fence": "a pinned buffer is filled again while the device may have yet to copy it",
     "shadow": "draft steps count in the pinned lengths, which the device may have yet to copy",
-    "backup": "the drafter's pinned buffer is filled again while the device may have yet to copy it",
+    "backup": "as of no fence, but the buffer is vLLM's own, and only the wait that is gone kept it",
 }
 
 
@@ -39,7 +39,7 @@ def optimistic(stock: Any, mistake: str | None = None) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._drafted, self._rows_before = {}, {}
-            self._pinned = torch.zeros(4, self.max_num_reqs, dtype=torch.int64)
+            self._pinned = torch.zeros(self.max_num_reqs, dtype=torch.int64)
 
         def _get_valid_sampled_token_count(self) -> list[int]:
             batch = self.input_batch
@@ -58,7 +58,7 @@ def optimistic(stock: Any, mistake: str | None = None) -> Any:
             self._counts = counts
 
         def _update_states(self, scheduled: Any) -> Any:
-            self._drafted = {}
+            self._drafted, self._scheduled = {}, scheduled
             return super()._update_states(scheduled)
 
         def _prepare_inputs(self, scheduled: Any, scheduled_tokens: Any, *args: Any) -> Any:
@@ -69,28 +69,31 @@ def optimistic(stock: Any, mistake: str | None = None) -> Any:
         def _correct(self, tokens: Any) -> None:
             names = self.input_batch.req_ids
             rows = len(names)
-            host = self._pinned if mistake == "no fence" else torch.zeros_like(self._pinned)
+            host = torch.zeros(3, rows, dtype=torch.int64)
             for row, name in enumerate(names):
-                before = row if mistake == "rows by index" else self._rows_before.get(name, 0)
-                drafted = self._drafted.get(name, 0)
-                host[:, row] = torch.tensor(
-                    [before, drafted, tokens[row], self.input_batch.num_computed_tokens_cpu[row]]
-                )
-            before, drafted, count, assumed = host.to(self.device, non_blocking=True)[:, :rows]
+                drafted = name in self._drafted
+                before = row if mistake == "rows by index" else self._rows_before[name] if drafted else 0
+                host[:, row] = torch.tensor([before, drafted, self.input_batch.num_computed_tokens_cpu[row]])
+            before, drafted, assumed = host.to(self.device, non_blocking=True)
+            count = torch.from_numpy(tokens.astype(np.int64)).to(self.device, non_blocking=True)
             exact = assumed
-            if self._begun is not None and self._counts is not None:
+            if self._begun is not None:
                 begun, had = self._begun
-                before = before.clamp(max=min(len(self._counts), len(begun)) - 1)
-                rejected = drafted + 1 - self._counts[before]
+                before = before.clamp(max=len(begun) - 1)
+                rejected = self._drafts[before] + 1 - self._counts[before]
                 carried = assumed - rejected if mistake == "subtraction" else begun[before] + had[before] - rejected
                 exact = torch.where(drafted > 0, carried, assumed)
             self._begun = torch.stack([exact, count])
             if mistake == "no correction":
                 return
             total = int(tokens.sum())
+            within = torch.from_numpy(np.concatenate([np.arange(each) for each in tokens]))
+            within = within.to(self.device, non_blocking=True)
             of = torch.repeat_interleave(torch.arange(rows, device=self.device), count, output_size=total)
-            self.positions.gpu[:total] += (exact - assumed)[of]
-            self.seq_lens.gpu[:rows] = (exact + count).to(torch.int32)
+            self.positions.gpu[:total] = exact[of] + within
+            if self.uses_mrope:
+                self.mrope_positions.gpu[:, :total] += (exact - assumed)[of]
+            self.seq_lens.gpu[:rows] += (exact - assumed).to(torch.int32)
             positions = self.positions.gpu[:total]
             tables = self.input_batch.block_table.block_tables
             for table in tables[:-1] if mistake == "one group left" else tables:
@@ -106,11 +109,14 @@ def optimistic(stock: Any, mistake: str | None = None) -> Any:
             return made
 
         def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+            drafts = self._pinned if mistake == "no fence" else torch.zeros_like(self._pinned)
+            for row, name in enumerate(self.input_batch.req_ids):
+                drafts[row] = len(self._scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            self._drafts = drafts.to(self.device, non_blocking=True)
             if mistake != "backup":
                 buffer = self.drafter.backup_next_token_ids
                 buffer.cpu = torch.zeros_like(buffer.cpu)
                 buffer.np = buffer.cpu.numpy()
-                self.valid_sampled_token_count_cpu = torch.zeros_like(self.valid_sampled_token_count_cpu)
             return super().sample_tokens(*args, **kwargs)
 
     return Optimistic

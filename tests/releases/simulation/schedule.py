@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Events:
         drafts: How many drafts the scheduler plans with from now on.
         budget: How many tokens it may schedule from now on.
         reset: Whether the prefix cache is reset, and all that runs is preempted.
-        drained: Whether the output of the step before is processed before this one is scheduled.
+        drained: Whether all output is processed before the next step is scheduled.
     """
 
     arrivals: tuple[str, ...]
@@ -31,7 +32,7 @@ class Events:
     drained: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
     """A load.
 
@@ -40,16 +41,19 @@ class Schedule:
         shape: The engine's size.
         requests: By name: prompt, number of tokens, stop token.
         events: By step; after the last, nothing more happens.
+        careful: Whether the prefix cache is only reset where the scheduler can.
     """
 
     seed: int
     shape: Shape
     requests: Mapping[str, tuple[list[int], int, int]]
     events: tuple[Events, ...]
+    careful: bool = True
 
 
-def random_schedule(seed: int, *, steps: int = 40, drained: bool = False) -> Schedule:
-    """Arrivals, aborts, few blocks, few tokens a step, drafts dropped, resets; and, if asked, outputs that come early."""
+@functools.cache
+def random_schedule(seed: int, *, steps: int = 30, drained: bool = False) -> Schedule:
+    """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
     choose = random.Random(seed)
     shape = Shape(
         drafts=choose.choice([1, 3, 3, 5]),
@@ -58,6 +62,7 @@ def random_schedule(seed: int, *, steps: int = 40, drained: bool = False) -> Sch
         blocks=choose.choice([28, 40, 100]),
         prefix_caching=choose.random() < 0.5,
         long_drafter=choose.random() < 0.7,
+        axes=choose.random() < 0.3,
     )
     requests: dict[str, tuple[list[int], int, int]] = {}
     events = []
@@ -65,7 +70,7 @@ def random_schedule(seed: int, *, steps: int = 40, drained: bool = False) -> Sch
     changing = choose.random() < 0.6
     chance_of_arrival = choose.choice([0.2, 0.5, 1.0])
     drafts, budget = shape.drafts, shape.tokens
-    for number in range(steps):
+    for _ in range(steps):
         arrivals = []
         while choose.random() < chance_of_arrival and len(arrivals) < 3 and len(requests) < 12:
             name = f"r{len(requests)}"
@@ -98,7 +103,7 @@ def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
         for name in happens.aborts:
             engine.abort(name)
         if happens.reset:
-            engine.reset_prefix_cache()
+            engine.reset_prefix_cache(carefully=schedule.careful)
         engine.step(drained=happens.drained)
     engine.plan(drafts=schedule.shape.drafts, tokens=schedule.shape.tokens)
     while engine.busy:
