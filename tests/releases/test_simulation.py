@@ -1,7 +1,7 @@
 """vLLM's scheduler and runner under random loads, on a device that runs late.
 
 A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run of the same load on a device
-that is never late. `SIMULATION_LOADS=100` makes it a hundred loads; the seed of a load is the number in the test's name.
+that is never late. `SIMULATION_LOADS=100` makes it a hundred loads; the number in a test's name is its seed.
 `SIMULATION_RUNNER=module:function` puts another class to the test: the function takes vLLM's and returns it.
 """
 
@@ -130,17 +130,13 @@ def test_subtraction_is_right_while_two_batches_are_in_flight(stock: Any) -> Non
 
 
 def test_the_loads_go_through_everything(stock: Any) -> None:
-    seen: set[str] = set()
-    for seed in range(40):
-        seen |= happened(reference(stock, random_schedule(seed)))
-        if seen >= EVERYTHING:
-            return
+    """These four; the plugin's runner is given the first of them, and others."""
+    seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10)))
     assert EVERYTHING - seen == set()
 
 
 def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any) -> None:
-    found = [wrong(stock, stock, random_schedule(seed, drained=True), late=False) for seed in range(3)]
-    assert any("num_computed_tokens" in each or "positions" in each for each in sum(found, []))
+    assert "positions" in wrong(stock, stock, random_schedule(0, drained=True), late=False)[0]
 
 
 def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock: Any) -> None:
@@ -149,12 +145,10 @@ def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock:
 
 def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(stock: Any) -> None:
     """It takes drafts in flight for computed. So the loads above keep more of a window than the model sees."""
-    schedules = [random_schedule(seed) for seed in (17, 40, 9, 11)]
-    shapes = [dataclasses.replace(each.shape, kept=0, drafts=5) for each in schedules]
-    schedules = [dataclasses.replace(each, shape=shape) for each, shape in zip(schedules, shapes, strict=True)]
-    assert any("input_ids" in each for schedule in schedules for each in wrong(stock, stock, schedule, late=False))
+    schedule = random_schedule(17)
+    schedule = dataclasses.replace(schedule, shape=dataclasses.replace(schedule.shape, kept=0))
+    assert "input_ids" in wrong(stock, stock, schedule, late=False)[0]
 
 
 def test_the_scheduler_counts_wrong_when_it_resets_the_prefix_cache_with_drafts_in_flight(stock: Any) -> None:
-    schedules = [dataclasses.replace(random_schedule(seed), careful=False) for seed in range(8)]
-    assert any(wrong(stock, stock, schedule, late=False) for schedule in schedules)
+    assert wrong(stock, stock, dataclasses.replace(random_schedule(1), careful=False), late=False)

@@ -296,7 +296,7 @@ class Engine:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def plan(self, *, drafts: int, tokens: int) -> None:
-        """From now on the scheduler plans with so many drafts a request and drops the others, and with so many tokens."""
+        """From now on the scheduler plans with so many drafts a request, and so many tokens a step."""
         if hasattr(self.scheduler, "_spec_token_placeholders"):
             self.scheduler._spec_token_placeholders = [-1] * drafts
         else:

@@ -85,7 +85,7 @@ def _of_step(step: Step, before: Step | None, at: Mapping[str, int], truth: Any,
             f"slot_mapping of group {group}", values["slot_mapping"][group][: ends[-1]], slots, step.rows, counts
         )
     for row, (name, count, drafted) in enumerate(zip(step.rows, counts, drafts, strict=True)):
-        first, end = int(ends[row]) - count, int(ends[row])
+        first = int(ends[row]) - count
         wanted = list(truth[name][at[name] : at[name] + count - drafted])
         if drafted and before is not None and name in before.rows and name not in step.scheduled["resumed"]:
             wanted += before.drafts[before.rows.index(name)][:drafted].tolist()
