@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from simulation.engine import Engine
+from simulation.engine import Engine, Shape
 from simulation.happened import EVERYTHING, happened
 from simulation.judge import differences, mistakes
 from simulation.planted import MISTAKES, optimistic
@@ -132,7 +132,19 @@ def test_subtraction_is_right_while_two_batches_are_in_flight(stock: Any) -> Non
 def test_the_loads_go_through_everything(stock: Any) -> None:
     """These five; the plugin's runner is given the first of them, and others."""
     seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
-    assert EVERYTHING - seen == set()
+    # 0.14's cache of a hybrid model with an EAGLE head finds nothing, not even the same prompt again.
+    possible = EVERYTHING - (set() if finds_prompts(stock) else {"a prompt was found in the prefix cache"})
+    assert possible - seen == set()
+
+
+def finds_prompts(stock: Any) -> bool:
+    """Whether this release finds in the prefix cache a prompt that it has just had."""
+    engine = Engine(stock, Shape(blocks=100, prefix_caching=True))
+    for name in ("first", "again"):
+        engine.add(name, list(range(70)), 2, -1)
+        while engine.busy:
+            engine.step()
+    return next(step.scheduled["computed"]["again"] for step in engine.steps if "again" in step.rows) > 0
 
 
 def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any) -> None:
