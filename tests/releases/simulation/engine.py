@@ -1,0 +1,378 @@
+"""One release's scheduler and runner, put together as its engine core does, with two batches in flight.
+
+Scheduler, KV cache manager, runner, input batch, sampler, rejection sampler and drafter are the release's own, and so
+are their Triton kernels. Stand-ins are the device, the two models, the attention backend and the process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from simulation.device import DEVICE, Gpu
+from simulation.kernels import interpreting
+from simulation.model import WINDOW, Builder, Draft, Seen, Target
+from vllm_async_spec.compat import builders
+
+BLOCK = 8
+LONGEST = 96
+LAYERS = ("target.full", "target.window")
+DRAFT_LAYER = "draft.full"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of an engine.
+
+    Attributes:
+        drafts: Draft tokens of each step.
+        rows: Requests in a batch.
+        tokens: Tokens in a batch.
+        blocks: Blocks of the KV cache, which the groups share.
+        prefix_caching: Whether blocks are found again.
+        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths
+            in which drafts in flight count, so with 0 it frees keys that are still seen.
+        long_drafter: Whether the drafter takes longer sequences than the model, and so never stops for their length.
+            Otherwise it stops a few tokens earlier where lengths are bounds, after which two runs differ rightly.
+        axes: Whether positions have M-RoPE's three axes, which are alike for a text.
+    """
+
+    drafts: int = 3
+    rows: int = 5
+    tokens: int = 32
+    blocks: int = 80
+    prefix_caching: bool = False
+    kept: int = 12
+    long_drafter: bool = True
+    axes: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What was seen of one step.
+
+    Attributes:
+        scheduled: The scheduler's output, as it was when it was given to the runner.
+        rows: Request ids by row, after the runner has updated its batch.
+        device: By name, as the device found it: `logits_indices`, `discard`, those of the speculation's metadata.
+        calls: The models' calls.
+        sampled: What the runner sampled: (rows, drafts + 1) or (rows, 1), -1 where rejected.
+        drafts: What the drafter proposed after it: (rows, drafts).
+        first: Whether no output was in flight when it was scheduled.
+        host: The runner's own account of each request.
+    """
+
+    scheduled: dict[str, Any]
+    rows: list[str] = field(default_factory=list)
+    device: dict[str, Any] = field(default_factory=dict)
+    calls: list[Seen] = field(default_factory=list)
+    sampled: Any = None
+    drafts: Any = None
+    first: bool = False
+    host: dict[str, Any] = field(default_factory=dict)
+
+
+def configuration(shape: Shape) -> Any:
+    """The release's configuration of a tiny model with an EAGLE head and asynchronous scheduling."""
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "max_model_len": LONGEST}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = builders.write_llama(Path(scratch) / "target", **sizes)
+        draft = builders.write_llama(
+            Path(scratch) / "draft", num_layers=1, architecture="EagleLlamaForCausalLM", **sizes
+        )
+        config = builders.engine_config(
+            model,
+            block_size=16,
+            max_num_seqs=shape.rows,
+            max_num_batched_tokens=shape.tokens,
+            max_model_len=LONGEST,
+            enforce_eager=True,
+            async_scheduling=True,
+            enable_prefix_caching=shape.prefix_caching,
+            disable_cascade_attn=True,
+            speculative_config={
+                "method": "eagle",
+                "model": str(draft),
+                "num_speculative_tokens": shape.drafts,
+            },
+        )
+    config.cache_config.block_size = BLOCK
+    config.cache_config.num_gpu_blocks = shape.blocks
+    return config
+
+
+def kv_cache(shape: Shape) -> Any:
+    """Two groups of one layer each, full attention and a sliding window; the draft head is in the first."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    groups = [
+        KVCacheGroupSpec([LAYERS[0], DRAFT_LAYER], FullAttentionSpec(**sizes)),
+        KVCacheGroupSpec([LAYERS[1]], SlidingWindowSpec(**sizes, sliding_window=WINDOW + shape.kept)),
+    ]
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Process groups of one, and pinned memory."""
+    from vllm.distributed import parallel_state
+
+    group = SimpleNamespace(
+        world_size=1,
+        rank=0,
+        rank_in_group=0,
+        ranks=[0],
+        is_first_rank=True,
+        is_last_rank=True,
+        first_rank=0,
+        last_rank=0,
+    )
+    with contextlib.ExitStack() as stack:
+        for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP"):
+            if hasattr(parallel_state, name):
+                stack.enter_context(mock.patch.object(parallel_state, name, group))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class Engine:
+    """The engine core's loop over one scheduler and one runner.
+
+    Args:
+        runner_class: The release's `GPUModelRunner`, or what is made of it.
+        shape: Its size.
+        late: Where the delays of its device come from; None for none.
+    """
+
+    def __init__(self, runner_class: Any, shape: Shape, late: random.Random | None = None) -> None:
+        self.gpu = Gpu(late)
+        self.shape = shape
+        self.steps: list[Step] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}
+        self.resets = 0
+        self.queue: deque[tuple[Any, Any]] = deque()
+        with self._active():
+            self.config = configuration(shape)
+            self._make_scheduler()
+            self._make_runner(runner_class)
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        with one_process(), torch.inference_mode(), self.gpu.active(), interpreting(self.gpu):
+            yield
+
+    def _make_scheduler(self) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256) if self.shape.prefix_caching else None
+        self.scheduler = AsyncScheduler(
+            vllm_config=self.config,
+            kv_cache_config=kv_cache(self.shape),
+            structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+            block_size=BLOCK,
+            log_stats=False,
+        )
+
+    def _make_runner(self, runner_class: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.worker.utils import AttentionGroup
+
+        with set_current_vllm_config(self.config):
+            runner = runner_class(self.config, DEVICE)
+        self.runner = runner
+        if self.shape.axes:
+            for owner in (runner, runner.drafter):
+                owner.uses_mrope = True
+            runner.mrope_positions = runner._make_buffer(3, self.shape.tokens + 1, dtype=torch.int64)
+            runner.drafter.mrope_positions = torch.zeros(3, self.shape.tokens + 1, dtype=torch.int64, device=DEVICE)
+        if self.shape.long_drafter:
+            runner.effective_drafter_max_model_len = 2 * LONGEST
+        groups = kv_cache(self.shape)
+        slots = self.shape.blocks * BLOCK
+        runner.model = Target(self.gpu, slots, BLOCK, LAYERS, self._saw)
+        runner.kv_cache_config = groups
+        backend = SimpleNamespace(forward_includes_kv_cache_update=True, get_name=lambda: "FLASH_ATTN")
+        runner.attn_groups = [
+            [AttentionGroup(backend, list(group.layer_names), group.kv_cache_spec, number, [Builder()])]
+            for number, group in enumerate(groups.kv_cache_groups)
+        ]
+        runner.may_reinitialize_input_batch(groups, [BLOCK] * len(groups.kv_cache_groups))
+        self._make_drafter(runner.drafter, backend, groups.kv_cache_groups[0].kv_cache_spec)
+        prepare, update = runner._prepare_inputs, runner._update_states
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            made = prepare(*args, **kwargs)
+            self._prepared(*made[:2])
+            return made
+
+        def update_states(*args: Any, **kwargs: Any) -> Any:
+            made = update(*args, **kwargs)
+            self._updated()
+            return made
+
+        runner._prepare_inputs, runner._update_states = prepare_inputs, update_states
+
+    def _make_drafter(self, drafter: Any, backend: Any, spec: Any) -> None:
+        """What `load_model` and `initialize_attn_backend` do to it; releases have different ones of these names."""
+        from vllm.v1.worker.utils import AttentionGroup
+
+        drafter.model = Draft(self.gpu, self.shape.blocks * BLOCK, BLOCK, [DRAFT_LAYER], self._saw)
+        builder = Builder()
+        builder.kv_cache_spec = spec
+        drafter.attn_metadata_builder = builder
+        drafter.attn_layer_names = [DRAFT_LAYER]
+        drafter._draft_attn_layer_names = {DRAFT_LAYER}
+        drafter.draft_attn_groups = [AttentionGroup(backend, [DRAFT_LAYER], spec, 0, [builder])]
+        drafter.kv_cache_gid = 0
+        drafter.block_size = BLOCK
+
+    def _saw(self, seen: Seen) -> None:
+        self.steps[-1].calls.append(seen)
+
+    def _updated(self) -> None:
+        batch, step = self.runner.input_batch, self.steps[-1]
+        step.rows = list(batch.req_ids)
+        step.host = {
+            req_id: {
+                "num_computed_tokens": self.runner.requests[req_id].num_computed_tokens,
+                "num_computed_tokens_cpu": int(batch.num_computed_tokens_cpu[row]),
+                "output_token_ids": list(self.runner.requests[req_id].output_token_ids),
+                "num_tokens_no_spec": int(batch.num_tokens_no_spec[row]),
+                "token_ids_cpu": batch.token_ids_cpu[row].copy(),
+                "block_ids": [list(ids) for ids in self.runner.requests[req_id].block_ids],
+            }
+            for row, req_id in enumerate(batch.req_ids)
+        }
+
+    def _prepared(self, logits_indices: Any, metadata: Any) -> None:
+        rows = self.runner.input_batch.num_reqs
+        device = {"logits_indices": logits_indices, "discard": self.runner.discard_request_mask.gpu[:rows]}
+        if metadata is not None:
+            fields = vars(metadata)
+            device |= {name: value for name, value in fields.items() if isinstance(value, (torch.Tensor, list))}
+        self.steps[-1].device = self.gpu.snapshot(device)
+
+    def add(self, name: str, prompt: list[int], count: int, stop: int) -> None:
+        """A new request: up to `count` tokens, or to the token `stop`."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(temperature=0.0, max_tokens=count, stop_token_ids=[stop], ignore_eos=True)
+        params.update_from_generation_config({}, None)
+        wanted = {
+            "request_id": name,
+            "prompt_token_ids": prompt,
+            "sampling_params": params,
+            "pooling_params": None,
+            "eos_token_id": None,
+            "block_hasher": self.hasher,
+        }
+        known = inspect.signature(Request).parameters
+        self.outputs[name] = []
+        self.scheduler.add_request(Request(**{key: value for key, value in wanted.items() if key in known}))
+
+    def abort(self, name: str) -> None:
+        """The client has gone."""
+        from vllm.v1.request import RequestStatus
+
+        if name in self.scheduler.requests:
+            self.finished[name] = "abort"
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def plan(self, *, drafts: int, tokens: int) -> None:
+        """From now on the scheduler plans with so many drafts a request, and so many tokens a step."""
+        if hasattr(self.scheduler, "_spec_token_placeholders"):
+            self.scheduler._spec_token_placeholders = [-1] * drafts
+        else:
+            self.scheduler.num_spec_tokens = drafts
+        self.scheduler.max_num_scheduled_tokens = tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do or to wait for."""
+        return self.scheduler.has_requests() or bool(self.queue)
+
+    def step(self, *, drained: bool = False) -> None:
+        """As `EngineCore.step_with_batch_queue`.
+
+        Args:
+            drained: All is done before there is time to schedule another, so all output comes first. vLLM's loop gets
+                there from an idle engine, and stays for as long as the device is faster than the host.
+        """
+        with self._active():
+            if self.scheduler.has_requests():
+                scheduled = self.scheduler.schedule()
+                self.steps.append(Step(self._facts(scheduled), first=not self.queue))
+                output = self.runner.execute_model(scheduled)
+                if scheduled.total_num_scheduled_tokens:
+                    output = self.runner.sample_tokens(None)
+                    self.steps[-1].sampled = self.gpu.snapshot(output._sampled_token_ids)
+                    self.steps[-1].drafts = self.gpu.snapshot(self.runner._draft_token_ids)
+                self.queue.appendleft((output, scheduled))
+                if drained:
+                    self.drain()
+                    return
+                if scheduled.total_num_scheduled_tokens and len(self.queue) < 2:
+                    return
+            elif not self.queue:
+                return
+            self._process_oldest()
+
+    def _process_oldest(self) -> None:
+        output, scheduled = self.queue.pop()
+        if hasattr(output, "get_output"):
+            output = output.get_output()
+        for made in self.scheduler.update_from_output(scheduled, output).values():
+            for each in made.outputs:
+                self.outputs[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.finished[each.request_id] = str(each.finish_reason)
+
+    def drain(self) -> None:
+        """Process all outputs that are in flight."""
+        while self.queue:
+            self._process_oldest()
+
+    def reset_prefix_cache(self, *, carefully: bool = True) -> None:
+        """Preempt all that runs, and forget all blocks.
+
+        Args:
+            carefully: Only where the scheduler can: it discards the one token in flight of each request, and counts
+                wrong where there is none, or where there are drafts beside it.
+        """
+        running = self.scheduler.running
+        if carefully and not (len(self.queue) == 1 and all(each.num_output_placeholders == 1 for each in running)):
+            return
+        self.resets += 1
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def _facts(self, scheduled: Any) -> dict[str, Any]:
+        cached, manager = scheduled.scheduled_cached_reqs, self.scheduler.kv_cache_manager
+        return {
+            "tokens": dict(scheduled.num_scheduled_tokens),
+            "drafts": {name: len(tokens) for name, tokens in scheduled.scheduled_spec_decode_tokens.items()},
+            "computed": {each.req_id: each.num_computed_tokens for each in scheduled.scheduled_new_reqs}
+            | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True)),
+            "outputs": dict(zip(cached.req_ids, cached.num_output_tokens, strict=True)),
+            "resumed": sorted(cached.resumed_req_ids),
+            "finished": sorted(scheduled.finished_req_ids),
+            "blocks": {
+                name: [list(ids) for ids in manager.get_block_ids(name)] for name in scheduled.num_scheduled_tokens
+            },
+        }

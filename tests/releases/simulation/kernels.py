@@ -1,0 +1,43 @@
+"""Triton kernels run on the simulated device, each by Triton's own interpreter when its turn comes.
+
+So vLLM's kernels and the plugin's are the ones that a GPU would run, and none is written twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from simulation.device import Gpu
+
+_interpreted: dict[Any, Any] = {}
+
+
+def interpreted(kernel: Any) -> Any:
+    """The interpreted form of a `JITFunction`."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if kernel.fn not in _interpreted:
+        _interpreted[kernel.fn] = InterpretedFunction(kernel.fn)
+    return _interpreted[kernel.fn]
+
+
+@contextlib.contextmanager
+def interpreting(gpu: Gpu) -> Iterator[None]:
+    """Queue every launch of a Triton kernel on `gpu`, within."""
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("num_warps", "num_stages", "num_ctas")}
+        if callable(grid):
+            grid = grid(dict(zip(self.arg_names, args, strict=False)) | kwargs)
+        gpu.kernel(interpreted(self)[grid], *args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A kernel calls another, as those of `tl` are.
+        return interpreted(self)(*args, **kwargs)
+
+    with mock.patch.object(JITFunction, "run", run), mock.patch.object(JITFunction, "__call__", call):
+        yield

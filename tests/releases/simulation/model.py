@@ -1,0 +1,195 @@
+"""A model whose every token depends on all that attention reads, a drafter that is sometimes wrong, and what they say.
+
+The next token is a function of the tokens so far and of where they stand. The model finds it as a transformer would: it
+writes each token with its position to the KV cache at the slot that it is told, and reads keys through the block table
+up to the length that it is told. So a wrong position, length, slot or block shows in the tokens. `greedy` finds it from
+the list of tokens alone.
+
+A draft head sees each token one position early, as EAGLE's do, and so nothing of a request's first token; therefore
+that counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from simulation.device import DeviceTensor, Gpu
+
+VOCABULARY = 128
+WINDOW = 20
+"""Keys that the second KV cache group sees."""
+_PRIME = 1_000_003
+
+
+def _entries(tokens: Any, positions: Any) -> Any:
+    """What is kept of each token in the KV cache."""
+    return np.where(positions == 0, 0, (tokens * 7919 + positions * 104_729 + 13) % 65_521)
+
+
+def _sums(entries: Any, first: int) -> tuple[int, int]:
+    """All keys up to the last and those in the window, each weighed by its place; `first` is the place of the first."""
+    weighed = entries * (np.arange(len(entries)) + first + 3)
+    return int(weighed.sum()), int(weighed[max(0, len(entries) - WINDOW) :].sum())
+
+
+def _token(full: int, window: int) -> int:
+    return (full * 31 + window * 17) % _PRIME % VOCABULARY
+
+
+def greedy(prompt: Sequence[int], count: int, stop: int, longest: int) -> list[int]:
+    """The tokens that follow a prompt: up to `count`, or to `stop`, or to a sequence of `longest`."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < count and len(tokens) < longest:
+        tokens.append(_token(*_sums(_entries(np.array(tokens), np.arange(len(tokens))), 0)))
+        if tokens[-1] == stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one call of a model was given, on the device and at the moment that it ran there.
+
+    Attributes:
+        layer: Which model: `target`, or `draft` and the number of the draft step.
+        values: By name; a list has one entry for each KV cache group.
+        host: What was given by the host beside it.
+    """
+
+    layer: str
+    values: dict[str, Any]
+    host: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A builder's metadata: the common metadata as it was when the builder was asked."""
+
+    common: dict[str, Any]
+    draft_index: int | None = None
+
+
+_FIELDS = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+_SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+
+
+class Builder:
+    """Stands for an attention backend's; keeps what it is given."""
+
+    supports_update_block_table = False
+    reorder_batch_threshold = None
+    kv_cache_spec: Any = None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Given:
+        """For the target model."""
+        return Given({name: getattr(common_attn_metadata, name) for name in _FIELDS + _SIZES})
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Given:
+        """For a draft step."""
+        return Given(self.build(0, common_attn_metadata).common, draft_index)
+
+
+class _Model:
+    def __init__(self, gpu: Gpu, slots: int, block_size: int, layers: Sequence[str], saw: Callable[[Seen], None]):
+        self.gpu, self.block_size, self.layers, self.saw = gpu, block_size, layers, saw
+        self.cache = [np.full(slots, 1) for _ in layers]
+
+    def compute_logits(self, hidden_states: DeviceTensor) -> DeviceTensor:
+        """One-hot: (rows, vocabulary)."""
+        logits = torch.zeros(hidden_states.shape[0], VOCABULARY, device=hidden_states.device)
+
+        def run(hidden: torch.Tensor, out: torch.Tensor) -> None:
+            out.zero_().scatter_(1, hidden[:, :1].long().clamp(0, VOCABULARY - 1), 8.0)
+
+        self.gpu.kernel(run, hidden_states, logits)
+        return logits
+
+    def _forward(self, name: str, input_ids: DeviceTensor, positions: DeviceTensor, width: int, given: Any) -> Any:
+        hidden = torch.zeros(input_ids.shape[0], width, dtype=torch.bfloat16, device=input_ids.device)
+        commons = [each.common for each in given]
+        values = {"input_ids": input_ids, "positions": positions}
+        values |= {field: [common[field] for common in commons] for field in _FIELDS}
+        self.saw(Seen(name, self.gpu.snapshot(values), {size: [common[size] for common in commons] for size in _SIZES}))
+        self.gpu.kernel(self._run, input_ids, positions, [[c[field] for field in _FIELDS] for c in commons], hidden)
+        return hidden
+
+    def _run(self, input_ids: Any, positions: Any, groups: Any, hidden: Any) -> None:
+        tokens, places = input_ids.numpy().astype(np.int64), positions.numpy()
+        places = places[0] if places.ndim == 2 else places
+        groups = [[tensor.numpy() for tensor in group] for group in groups]
+        for (starts, _, _, slots), cache in zip(groups, self.cache, strict=True):
+            count = min(int(starts[-1]), len(slots))
+            at = slots[:count]
+            # A slot that is none of the cache's is not written; on a GPU it would be anybody's memory.
+            inside = (at >= 0) & (at < len(cache))
+            cache[at[inside]] = self._kept(tokens[:count], places[:count])[inside]
+        starts = groups[0][0]
+        for row in range(len(starts) - 1):
+            first, end = int(starts[row]), int(starts[row + 1])
+            keys = [
+                self._keys(cache, table[row], int(lens[row]))
+                for (_, lens, table, _), cache in zip(groups, self.cache, strict=True)
+            ]
+            for token in range(first, end):
+                hidden[token, 0] = self._next([seen[: max(0, len(seen) - (end - 1 - token))] for seen in keys])
+
+    def _keys(self, cache: Any, table: Any, length: int) -> Any:
+        places = np.arange(min(max(length, 0), len(table) * self.block_size))
+        slots = table[places // self.block_size] * self.block_size + places % self.block_size
+        return cache[np.clip(slots, 0, len(cache) - 1)]
+
+    def _kept(self, tokens: Any, places: Any) -> Any:
+        raise NotImplementedError
+
+    def _next(self, keys: Any) -> int:
+        raise NotImplementedError
+
+
+class Target(_Model):
+    """The target model; its KV cache has two groups, and the second sees a window."""
+
+    supports_mrope = True
+
+    def get_mrope_input_positions(self, tokens: Sequence[int], features: Any) -> tuple[torch.Tensor, int]:
+        """M-RoPE's positions of a text: the same on three axes."""
+        return torch.arange(len(tokens)).expand(3, -1).clone(), 0
+
+    def __call__(self, input_ids: DeviceTensor, positions: DeviceTensor, **kwargs: Any) -> DeviceTensor:
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        return self._forward("target", input_ids, positions, 8, [metadata[layer] for layer in self.layers])
+
+    def _kept(self, tokens: Any, places: Any) -> Any:
+        return _entries(tokens, places)
+
+    def _next(self, keys: Any) -> int:
+        return _token(_sums(keys[0], 0)[0], _sums(keys[-1], 0)[1])
+
+
+class Draft(_Model):
+    """The draft head: right, unless a coin that depends on all it sees says otherwise."""
+
+    wrong = 30
+    """Of 97."""
+
+    def __call__(
+        self, input_ids: DeviceTensor, positions: DeviceTensor, hidden_states: DeviceTensor, **kwargs: Any
+    ) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        given = get_forward_context().attn_metadata[self.layers[0]]
+        hidden = self._forward(f"draft {given.draft_index}", input_ids, positions, hidden_states.shape[1], [given])
+        return hidden, hidden
+
+    def _kept(self, tokens: Any, places: Any) -> Any:
+        return _entries(tokens, places + 1)
+
+    def _next(self, keys: Any) -> int:
+        full, window = _sums(keys[0], 1)
+        return _token(full, window) if full % 97 >= self.wrong else (_token(full, window) + 1) % VOCABULARY
