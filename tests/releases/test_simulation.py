@@ -28,7 +28,7 @@ from simulation.schedule import Schedule, play, random_schedule, wishful_schedul
 from simulation.wishes import Wishes
 from undone import ledger_of, undone
 
-from vllm_async_spec.sync_policy import SyncReport, reset_sync_report, sync_report
+from vllm_async_spec.sync_policy import reset_sync_report, sync_report
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
@@ -97,7 +97,7 @@ def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = Tru
         engine = run(runner_class, schedule, late=late)
         found = list(islice(mistakes(engine, schedule), 3))
         if counted and not found:
-            found = wrongly_counted(sync_report(), Counter(reason for reason in waits(engine, schedule) if reason))
+            found = wrongly_counted(engine, schedule)
         if not found and schedule.stock_is_right and schedule.shape.long_drafter:
             found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
     except Exception as error:
@@ -106,9 +106,11 @@ def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = Tru
     return found
 
 
-def wrongly_counted(report: SyncReport, needed: Counter[str]) -> list[str]:
-    counted = sum(site.count for site in report.sites if site.what == "accepted counts")
+def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
+    """What is wrong with the waits that were counted since the last reset."""
+    report, needed = sync_report(), Counter(reason for reason in waits(engine, schedule) if reason)
     found = [] if report.fallbacks == needed else [f"fallbacks are {report.fallbacks} instead of {dict(needed)}"]
+    counted = sum(site.count for site in report.sites if site.what == "accepted counts")
     return found if counted == needed.total() else [*found, f"{counted} waits instead of {needed.total()}"]
 
 
@@ -166,15 +168,12 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
-def test_a_mistake_in_going_exact_is_found(subject: Any, stock: Any, wishes: tuple[str, ...], mistake: str) -> None:
-    found = wrong(exact(subject, mistake), stock, wishful_schedule(0, wishes), counted=True)
-    assert any(MISTAKES_IN_EXACT[mistake].shows in each for each in found), found
-
-
-def test_a_runner_that_never_goes_exact_gives_wrong_tokens(subject: Any, stock: Any, wishes: tuple[str, ...]) -> None:
+def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str) -> None:
     schedule = wishful_schedule(0, wishes)
-    engine = run(exact(subject, "never exact"), schedule, late=True)
-    assert any("has the tokens" in mistake for mistake in mistakes(engine, schedule))
+    reset_sync_report()
+    engine = run(exact(subject, mistake), schedule, late=True)
+    found = [*mistakes(engine, schedule), *wrongly_counted(engine, schedule)]
+    assert any(MISTAKES_IN_EXACT[mistake].shows in each for each in found), found
 
 
 def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any) -> None:

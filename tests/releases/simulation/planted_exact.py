@@ -16,7 +16,7 @@ class Mistake:
 
 MISTAKES = {
     "outputs not cut": Mistake("outputs keep the placeholders of drafts that were rejected", "output_token_ids"),
-    "never exact": Mistake("no step waits, whatever the batch has asked for", "num_computed_tokens"),
+    "never exact": Mistake("no step waits, whatever the batch has asked for", "has the tokens"),
     "optimistic numbers": Mistake("a step waits, and then takes all drafts for accepted", "num_computed_tokens"),
     "never back": Mistake("once a step has waited, all do", "fallbacks"),
 }

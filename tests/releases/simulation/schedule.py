@@ -61,9 +61,13 @@ class Schedule:
         return self.quiet or not any(happens.drained for happens in self.events)
 
 
-@functools.cache
-def random_schedule(seed: int, *, steps: int = 30, most: int = 12, drained: bool = False) -> Schedule:
+def random_schedule(seed: int, *, drained: bool = False) -> Schedule:
     """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
+    return _random_schedule(seed, 30, 12, drained)
+
+
+@functools.cache
+def _random_schedule(seed: int, steps: int, most: int, drained: bool) -> Schedule:
     choose = random.Random(seed)
     shape = Shape(
         drafts=choose.choice([1, 3, 3, 5]),
@@ -109,11 +113,15 @@ def with_drains(schedule: Schedule) -> Schedule:
     return replace(schedule, events=tuple(events), quiet=True)
 
 
-@functools.cache
 def wishful_schedule(seed: int, kinds: tuple[str, ...], *, drained: bool = False) -> Schedule:
     """A random load in which every fourth request has a wish of these kinds: `penalties`, `bad words`, `min_tokens`."""
+    return _wishful_schedule(seed, kinds, drained)
+
+
+@functools.cache
+def _wishful_schedule(seed: int, kinds: tuple[str, ...], drained: bool) -> Schedule:
     choose = random.Random(seed)
-    schedule = random_schedule(seed, steps=60, most=24, drained=drained)
+    schedule = _random_schedule(seed, 60, 24, drained)
     requests, wishes = dict(schedule.requests), dict[str, Wishes]()
     for number, (name, (prompt, count, stop)) in enumerate(schedule.requests.items()):
         if number % 4:
