@@ -169,11 +169,14 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
 def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str) -> None:
-    schedule = wishful_schedule(0, wishes)
-    reset_sync_report()
-    engine = run(exact(subject, mistake), schedule, late=True)
-    found = [*mistakes(engine, schedule), *wrongly_counted(engine, schedule)]
-    assert any(MISTAKES_IN_EXACT[mistake].shows in each for each in found), found
+    for seed in (0, 8):
+        schedule = wishful_schedule(seed, wishes)
+        reset_sync_report()
+        engine = run(exact(subject, mistake), schedule, late=True)
+        found = [*mistakes(engine, schedule), *wrongly_counted(engine, schedule)]
+        if any(MISTAKES_IN_EXACT[mistake].shows in each for each in found):
+            return
+    pytest.fail(f"2 loads do not show that {MISTAKES_IN_EXACT[mistake].what}")
 
 
 def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any) -> None:
