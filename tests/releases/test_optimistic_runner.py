@@ -78,6 +78,8 @@ def make_input_batch() -> Any:
         req_ids=[],
         num_reqs=0,
         num_computed_tokens_cpu=np.zeros(ROWS, dtype=np.int32),
+        num_prompt_tokens=np.zeros(ROWS, dtype=np.int32),
+        num_tokens_no_spec=np.zeros(ROWS, dtype=np.int32),
         block_table=SimpleNamespace(block_tables=[table]),
         no_penalties=True,
         bad_words_token_ids={},
@@ -149,6 +151,7 @@ def prepare(runner: Any, names: list[str], computed: list[int], tokens: list[int
     """What `_prepare_inputs` does of a step once vLLM has sent its values."""
     batch = runner.input_batch
     batch.req_ids, batch.num_reqs = names, len(names)
+    batch.req_id_to_index = {name: row for row, name in enumerate(names)}
     batch.num_computed_tokens_cpu[: len(names)] = computed
     runner.query_start_loc.gpu[1 : len(names) + 1] = torch.tensor(tokens).cumsum(0)
     runner.seq_lens.gpu[: len(names)] = torch.tensor(computed) + torch.tensor(tokens)
@@ -252,6 +255,8 @@ def test_an_exact_step_waits_once_and_puts_the_host_right(runner, monkeypatch, p
     # Ten outputs were known before both steps. Of the first step four placeholders are left where one token was given.
     request = SimpleNamespace(prev_num_draft_len=DRAFTS, output_token_ids=[*range(10), -1, -1, -1, -1, -1])
     runner.requests["a"] = request
+    batch = runner.input_batch
+    batch.num_prompt_tokens[0], batch.num_tokens_no_spec[0] = 20, 20 + 15  # as the optimistic step has left it
     schedule(runner, a=(32, 14) if processed else (33, 15))
     (count,) = runner._get_valid_sampled_token_count()
     assert runner.valid_sampled_token_count_event.waits == 1
@@ -265,6 +270,7 @@ def test_an_exact_step_waits_once_and_puts_the_host_right(runner, monkeypatch, p
     del request.output_token_ids[outputs:]
     assert computed - (DRAFTS - (count - 1)) == 32
     assert request.output_token_ids == [*range(10), -1, -1, -1, -1]
+    assert batch.num_tokens_no_spec[0] == 20 + 12, "without the two that are accepted, which vLLM never adds here"
 
 
 def test_after_an_exact_step_the_next_is_optimistic_again(runner, monkeypatch):

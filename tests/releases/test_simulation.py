@@ -11,22 +11,30 @@ import dataclasses
 import importlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
-from simulation.engine import Engine, Shape
+from simulation.engine import LONGEST, Engine, Shape
 from simulation.happened import EVERYTHING, happened
-from simulation.judge import differences, mistakes
+from simulation.judge import differences, mistakes, waits
+from simulation.model import Draft, greedy
 from simulation.planted import MISTAKES, optimistic
-from simulation.schedule import Schedule, play, random_schedule
+from simulation.planted_exact import MISTAKES as MISTAKES_IN_EXACT
+from simulation.planted_exact import exact
+from simulation.schedule import Schedule, play, random_schedule, wishful_schedule, with_drains
+from simulation.wishes import Wishes
 from undone import ledger_of, undone
 
+from vllm_async_spec.sync_policy import reset_sync_report, sync_report
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 
-LOADS = int(os.environ.get("SIMULATION_LOADS", "5"))
+LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 RUNNER = os.environ.get("SIMULATION_RUNNER")
+WISHFUL = (0, 4)
+"""Seeds of the loads with wishes; they hold every reason."""
 SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
 
@@ -54,6 +62,15 @@ def subject(stock: Any) -> Iterator[Any]:
         yield importlib.import_module(stock.__module__).GPUModelRunner
 
 
+@pytest.fixture(scope="module")
+def wishes(release: str) -> tuple[str, ...]:
+    """What a request may ask for beside drafts; min_tokens is refused up to 0.16."""
+    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
+
+    drafted = hasattr(MinTokensLogitsProcessor, "apply_with_spec_decode")
+    return ("penalties", "bad words", *(("min_tokens",) if drafted else ()))
+
+
 def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
     engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
     play(schedule, engine)
@@ -70,18 +87,31 @@ def reference(stock: Any, schedule: Schedule) -> Engine:
     return _references[schedule]
 
 
-def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True) -> list[str]:
-    """The first things that are wrong with a class, oldest first; a class that fails is wrong."""
+def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True, counted: bool = False) -> list[str]:
+    """The first things that are wrong with a class, oldest first; a class that fails is wrong.
+
+    If `counted`, so is one whose count of waits, with their reasons, is not that of the steps that needed them.
+    """
+    reset_sync_report()
     try:
         engine = run(runner_class, schedule, late=late)
-        found = list(islice(mistakes(engine, schedule.requests), 3))
-        early = any(happens.drained for happens in schedule.events)
-        if not found and not early and schedule.shape.long_drafter:
-            found = list(islice(differences(reference(stock, schedule), engine), 3))
+        found = list(islice(mistakes(engine, schedule), 3))
+        if counted and not found:
+            found = wrongly_counted(engine, schedule)
+        if not found and schedule.stock_is_right and schedule.shape.long_drafter:
+            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
     except Exception as error:
         # As on a GPU, a wrong index is an error somewhere later.
         return [f"{type(error).__name__}: {error}"]
     return found
+
+
+def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
+    """What is wrong with the waits that were counted since the last reset."""
+    report, needed = sync_report(), Counter(reason for reason in waits(engine, schedule) if reason)
+    found = [] if report.fallbacks == needed else [f"fallbacks are {report.fallbacks} instead of {dict(needed)}"]
+    counted = sum(site.count for site in report.sites if site.what == "accepted counts")
+    return found if counted == needed.total() else [*found, f"{counted} waits instead of {needed.total()}"]
 
 
 @EARLY
@@ -90,6 +120,63 @@ def test_the_plugins_runner_is_right_on_a_device_that_runs_late(
     subject: Any, stock: Any, seed: int, drained: bool
 ) -> None:
     assert wrong(subject, stock, random_schedule(seed, drained=drained)) == []
+
+
+@pytest.mark.parametrize("wishful", [False, True], ids=["without wishes", "with wishes"])
+def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
+    subject: Any, stock: Any, wishes: tuple[str, ...], wishful: bool
+) -> None:
+    schedule = with_drains(wishful_schedule(0, wishes) if wishful else random_schedule(0))
+    assert wrong(subject, stock, schedule) == []
+    drained = [step for step in reference(stock, schedule).steps if step.first and step.scheduled["outputs"]]
+    assert len(drained) > 3
+
+
+@EARLY
+@pytest.mark.parametrize("seed", WISHFUL)
+def test_a_step_that_needs_exact_counts_waits_once_and_says_why(
+    subject: Any, stock: Any, wishes: tuple[str, ...], seed: int, drained: bool
+) -> None:
+    """Requests with penalties, bad words and min_tokens come and go beside others, and get their tokens."""
+    assert wrong(subject, stock, wishful_schedule(seed, wishes, drained=drained), counted=RUNNER is None) == []
+
+
+def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]) -> None:
+    seen, returns = set[str | None](), 0
+    for seed in WISHFUL:
+        schedule = wishful_schedule(seed, wishes)
+        reasons = list(waits(reference(stock, schedule), schedule))
+        seen |= set(reasons)
+        returns += sum(before is not None and after is None for before, after in pairwise(reasons))
+    assert seen == {None, *wishes}
+    assert returns > 5
+
+
+def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no draft accepted from then on, the runner's count of its tokens stays as far ahead as it was."""
+    monkeypatch.setattr(Draft, "wrong", 97)
+    engine = Engine(subject, Shape(tokens=48), random.Random(0))
+    prompt = list(range(LONGEST - 16))
+    engine.add("long", prompt, 60, -1)
+    while len(engine.steps) < 9:
+        engine.step()
+    engine.add("wishful", [1, 2, 3], 30, -1, Wishes(frequency=1.7))
+    while engine.busy:
+        engine.step()
+    assert engine.outputs["long"] == greedy(prompt, 60, -1, LONGEST)
+
+
+@pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
+@pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
+def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str) -> None:
+    for seed in (0, 8):
+        schedule = wishful_schedule(seed, wishes)
+        reset_sync_report()
+        engine = run(exact(subject, mistake), schedule, late=True)
+        found = [*mistakes(engine, schedule), *wrongly_counted(engine, schedule)]
+        if any(MISTAKES_IN_EXACT[mistake].shows in each for each in found):
+            return
+    pytest.fail(f"2 loads do not show that {MISTAKES_IN_EXACT[mistake].what}")
 
 
 def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any) -> None:

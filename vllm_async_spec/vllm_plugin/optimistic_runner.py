@@ -114,10 +114,11 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
 
             vLLM subtracts what was rejected from the scheduler's number, and adds placeholders for what was accepted.
             The scheduler's number may be exact already, if the engine has seen the step's result; and there are too
-            many placeholders of an earlier step that was optimistic.
+            many placeholders of an earlier step that was optimistic. The batch has counted them, and vLLM gives up
+            where that count passes the longest sequence.
             """
-            cached = self._schedule.scheduled_cached_reqs
-            previous = self.input_batch.prev_req_id_to_index
+            cached, batch = self._schedule.scheduled_cached_reqs, self.input_batch
+            previous = batch.prev_req_id_to_index
             for request_id, computed, outputs in zip(
                 cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
             ):
@@ -125,7 +126,10 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
                 if row is None or not request.prev_num_draft_len:
                     continue
                 ahead = computed - (began[row] + counts[row])
-                del request.output_token_ids[outputs - ahead - (counts[row] - 1) :]
+                kept = outputs - ahead - (counts[row] - 1)
+                del request.output_token_ids[kept:]
+                now = batch.req_id_to_index[request_id]
+                batch.num_tokens_no_spec[now] = min(batch.num_tokens_no_spec[now], batch.num_prompt_tokens[now] + kept)
                 counts[row] = request.prev_num_draft_len + 1 - ahead
             return counts
 

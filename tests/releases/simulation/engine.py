@@ -23,6 +23,7 @@ import torch
 from simulation.device import DEVICE, Gpu
 from simulation.kernels import interpreting
 from simulation.model import WINDOW, Builder, Draft, Seen, Target
+from simulation.wishes import PLAIN, Wishes
 from vllm_async_spec.compat import builders
 
 BLOCK = 8
@@ -71,6 +72,7 @@ class Step:
         drafts: What the drafter proposed after it: (rows, drafts).
         first: Whether no output was in flight when it was scheduled.
         host: The runner's own account of each request.
+        places: The runner's row of each request.
     """
 
     scheduled: dict[str, Any]
@@ -81,6 +83,7 @@ class Step:
     drafts: Any = None
     first: bool = False
     host: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
 
 def configuration(shape: Shape) -> Any:
@@ -171,7 +174,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
-        with one_process(), torch.inference_mode(), self.gpu.active(), interpreting(self.gpu):
+        from vllm import _custom_ops
+
+        in_torch = mock.patch.object(
+            _custom_ops, "apply_repetition_penalties_cuda", _custom_ops.apply_repetition_penalties_torch
+        )
+        with one_process(), torch.inference_mode(), self.gpu.active(), interpreting(self.gpu), in_torch:
             yield
 
     def _make_scheduler(self) -> None:
@@ -247,7 +255,7 @@ class Engine:
 
     def _updated(self) -> None:
         batch, step = self.runner.input_batch, self.steps[-1]
-        step.rows = list(batch.req_ids)
+        step.rows, step.places = list(batch.req_ids), dict(batch.req_id_to_index)
         step.host = {
             req_id: {
                 "num_computed_tokens": self.runner.requests[req_id].num_computed_tokens,
@@ -255,6 +263,7 @@ class Engine:
                 "output_token_ids": list(self.runner.requests[req_id].output_token_ids),
                 "num_tokens_no_spec": int(batch.num_tokens_no_spec[row]),
                 "token_ids_cpu": batch.token_ids_cpu[row].copy(),
+                "num_prompt_tokens": int(batch.num_prompt_tokens[row]),
                 "block_ids": [list(ids) for ids in self.runner.requests[req_id].block_ids],
             }
             for row, req_id in enumerate(batch.req_ids)
@@ -268,13 +277,16 @@ class Engine:
             device |= {name: value for name, value in fields.items() if isinstance(value, (torch.Tensor, list))}
         self.steps[-1].device = self.gpu.snapshot(device)
 
-    def add(self, name: str, prompt: list[int], count: int, stop: int) -> None:
+    def add(self, name: str, prompt: list[int], count: int, stop: int, wishes: Wishes = PLAIN) -> None:
         """A new request: up to `count` tokens, or to the token `stop`."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(temperature=0.0, max_tokens=count, stop_token_ids=[stop], ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=count, stop_token_ids=[stop], ignore_eos=True, **wishes.parameters()
+        )
         params.update_from_generation_config({}, None)
+        params._bad_words_token_ids = [list(word) for word in wishes.bad_words] or None
         wanted = {
             "request_id": name,
             "prompt_token_ids": prompt,
@@ -308,12 +320,13 @@ class Engine:
         """Whether there is anything to do or to wait for."""
         return self.scheduler.has_requests() or bool(self.queue)
 
-    def step(self, *, drained: bool = False) -> None:
+    def step(self, *, drained: bool = False, quiet: bool = False) -> None:
         """As `EngineCore.step_with_batch_queue`.
 
         Args:
             drained: All is done before there is time to schedule another, so all output comes first. vLLM's loop gets
                 there from an idle engine, and stays for as long as the device is faster than the host.
+            quiet: But not if the step has drafts.
         """
         with self._active():
             if self.scheduler.has_requests():
@@ -325,7 +338,7 @@ class Engine:
                     self.steps[-1].sampled = self.gpu.snapshot(output._sampled_token_ids)
                     self.steps[-1].drafts = self.gpu.snapshot(self.runner._draft_token_ids)
                 self.queue.appendleft((output, scheduled))
-                if drained:
+                if drained and not (quiet and scheduled.scheduled_spec_decode_tokens):
                     self.drain()
                     return
                 if scheduled.total_num_scheduled_tokens and len(self.queue) < 2:

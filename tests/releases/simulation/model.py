@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from simulation.device import DeviceTensor, Gpu
+from simulation.wishes import PLAIN, RANKED, VOCABULARY, Wishes
 
-VOCABULARY = 128
 WINDOW = 20
 """Keys that the second KV cache group sees."""
 _PRIME = 1_000_003
@@ -41,14 +41,20 @@ def _token(full: int, window: int) -> int:
     return (full * 31 + window * 17) % _PRIME % VOCABULARY
 
 
-def greedy(prompt: Sequence[int], count: int, stop: int, longest: int) -> list[int]:
-    """The tokens that follow a prompt: up to `count`, or to `stop`, or to a sequence of `longest`."""
-    tokens = list(prompt)
-    while len(tokens) - len(prompt) < count and len(tokens) < longest:
-        tokens.append(_token(*_sums(_entries(np.array(tokens), np.arange(len(tokens))), 0)))
-        if tokens[-1] == stop:
+def greedy(
+    prompt: Sequence[int], count: int, stop: int, longest: int, wishes: Wishes = PLAIN, *, stops: bool = True
+) -> list[int]:
+    """The tokens that follow a prompt: up to `count`, or to `stop` if it `stops`, or to a sequence of `longest`."""
+    tokens, outputs = list(prompt), list[int]()
+    while len(outputs) < count and len(tokens) < longest:
+        token = _token(*_sums(_entries(np.array(tokens), np.arange(len(tokens))), 0))
+        if wishes is not PLAIN:
+            token = wishes.token(token, prompt, outputs, stop)
+        tokens.append(token)
+        outputs.append(token)
+        if stops and token == stop:
             break
-    return tokens[len(prompt) :]
+    return outputs
 
 
 @dataclass(slots=True)
@@ -100,11 +106,12 @@ class _Model:
         self.cache = [np.full(slots, 1) for _ in layers]
 
     def compute_logits(self, hidden_states: DeviceTensor) -> DeviceTensor:
-        """One-hot: (rows, vocabulary)."""
+        """The model's token first, then those that follow it: (rows, vocabulary)."""
         logits = torch.zeros(hidden_states.shape[0], VOCABULARY, device=hidden_states.device)
 
         def run(hidden: torch.Tensor, out: torch.Tensor) -> None:
-            out.zero_().scatter_(1, hidden[:, :1].long().clamp(0, VOCABULARY - 1), 8.0)
+            first = hidden[:, :1].long().clamp(0, VOCABULARY - 1)
+            out.copy_(torch.from_numpy(RANKED)[(torch.arange(VOCABULARY) - first) % VOCABULARY])
 
         self.gpu.kernel(run, hidden_states, logits)
         return logits

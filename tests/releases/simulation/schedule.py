@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from simulation.engine import LONGEST, Engine, Shape
-from simulation.model import VOCABULARY
+from simulation.model import greedy
+from simulation.wishes import PLAIN, VOCABULARY, Wishes, penalties
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Schedule:
         requests: By name: prompt, number of tokens, stop token.
         events: By step; after the last, nothing more happens.
         careful: Whether the prefix cache is only reset where the scheduler can.
+        wishes: What some of the requests ask of their sampler.
+        quiet: Whether outputs only come early if there are no drafts in the last step. Then stock is right, too.
     """
 
     seed: int
@@ -49,11 +52,22 @@ class Schedule:
     requests: Mapping[str, tuple[list[int], int, int]]
     events: tuple[Events, ...]
     careful: bool = True
+    wishes: Mapping[str, Wishes] = field(default_factory=dict)
+    quiet: bool = False
+
+    @property
+    def stock_is_right(self) -> bool:
+        """Whether stock gets it right: where outputs come early, it subtracts rejected drafts a second time."""
+        return self.quiet or not any(happens.drained for happens in self.events)
+
+
+def random_schedule(seed: int, *, drained: bool = False) -> Schedule:
+    """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
+    return _random_schedule(seed, 30, 12, drained)
 
 
 @functools.cache
-def random_schedule(seed: int, *, steps: int = 30, drained: bool = False) -> Schedule:
-    """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
+def _random_schedule(seed: int, steps: int, most: int, drained: bool) -> Schedule:
     choose = random.Random(seed)
     shape = Shape(
         drafts=choose.choice([1, 3, 3, 5]),
@@ -72,7 +86,7 @@ def random_schedule(seed: int, *, steps: int = 30, drained: bool = False) -> Sch
     drafts, budget = shape.drafts, shape.tokens
     for _ in range(steps):
         arrivals = []
-        while choose.random() < chance_of_arrival and len(arrivals) < 3 and len(requests) < 12:
+        while choose.random() < chance_of_arrival and len(arrivals) < 3 and len(requests) < most:
             name = f"r{len(requests)}"
             length = choose.choice([1, 2, choose.randrange(3, 20), choose.randrange(20, LONGEST - 8)])
             own = choose.choice([0, length]) if shape.prefix_caching else length
@@ -90,6 +104,65 @@ def random_schedule(seed: int, *, steps: int = 30, drained: bool = False) -> Sch
     return Schedule(seed, shape, requests, tuple(events))
 
 
+def with_drains(schedule: Schedule) -> Schedule:
+    """The same load with all outputs processed every few steps, where that does not harm stock."""
+    events = list(schedule.events)
+    for number in range(5, len(events), 5):
+        events[number - 1] = replace(events[number - 1], drafts=0)
+        events[number] = replace(events[number], drafts=schedule.shape.drafts, drained=True)
+    return replace(schedule, events=tuple(events), quiet=True)
+
+
+def wishful_schedule(seed: int, kinds: tuple[str, ...], *, drained: bool = False) -> Schedule:
+    """A random load in which every fourth request has a wish of these kinds: `penalties`, `bad words`, `min_tokens`."""
+    return _wishful_schedule(seed, kinds, drained)
+
+
+@functools.cache
+def _wishful_schedule(seed: int, kinds: tuple[str, ...], drained: bool) -> Schedule:
+    choose = random.Random(seed)
+    schedule = _random_schedule(seed, 60, 24, drained)
+    requests, wishes = dict(schedule.requests), dict[str, Wishes]()
+    for number, (name, (prompt, count, stop)) in enumerate(schedule.requests.items()):
+        if number % 4:
+            continue
+        count = min(max(count, 8), 12, LONGEST - len(prompt))
+        kind = choose.choice(kinds)
+        if kind == "penalties":
+            wishes[name] = penalties(choose)
+        elif kind == "bad words":
+            wishes[name] = _bad_words(choose, prompt, count)
+        else:
+            stop, wishes[name] = _min_tokens(choose, prompt, count, schedule.shape.drafts)
+        requests[name] = (prompt, count, stop)
+    return replace(schedule, requests=requests, wishes=wishes)
+
+
+def _bad_words(choose: random.Random, prompt: list[int], count: int) -> Wishes:
+    """Words that the request would say, and after those what it would say instead."""
+    wishes = Wishes()
+    for _ in range(4):
+        tokens = greedy(prompt, count, -1, LONGEST, wishes)
+        at = choose.randrange(1, len(tokens))
+        wishes = Wishes(bad_words=(*wishes.bad_words, (tokens[at - 1], tokens[at])))
+    return wishes
+
+
+def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: int) -> tuple[int, Wishes]:
+    """A stop token that would come at once, or soon, and how many must come first.
+
+    In a step that begins below `min_tokens` vLLM also keeps it from the token after the last draft, which may be past
+    them. So there it does not want to come.
+    """
+    for _ in range(LONGEST):
+        stop = choose.choice(greedy(prompt, count, -1, LONGEST)[:3])
+        wishes = Wishes(min_tokens=choose.randrange(1, count + 1))
+        tokens = greedy(prompt, count, stop, LONGEST, wishes, stops=False)
+        if stop not in tokens[wishes.min_tokens : wishes.min_tokens + drafts + 1]:
+            return stop, wishes
+    raise RuntimeError("no stop token can wait")
+
+
 def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
     """Give a load to an engine, and run it until it is idle.
 
@@ -99,12 +172,12 @@ def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
     for happens in schedule.events:
         engine.plan(drafts=happens.drafts, tokens=happens.budget)
         for name in happens.arrivals:
-            engine.add(name, *schedule.requests[name])
+            engine.add(name, *schedule.requests[name], schedule.wishes.get(name, PLAIN))
         for name in happens.aborts:
             engine.abort(name)
         if happens.reset:
             engine.reset_prefix_cache(carefully=schedule.careful)
-        engine.step(drained=happens.drained)
+        engine.step(drained=happens.drained, quiet=schedule.quiet)
     engine.plan(drafts=schedule.shape.drafts, tokens=schedule.shape.tokens)
     while engine.busy:
         limit -= 1

@@ -1,0 +1,74 @@
+"""What a request asks of its sampler beside the likeliest token, and which token that makes it.
+
+All of these depend on the tokens that the request has had so far, so the runner needs them on the host.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 128
+RANKED = np.float32(8) - np.float32(0.0937) * np.arange(VOCABULARY, dtype=np.float32)
+"""Logits of the model's token and of those that follow it, in a circle: what is not wanted goes to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """Sampling parameters.
+
+    Attributes:
+        repetition: Divides the logits of tokens of prompt and output; 1 for none.
+        frequency: Is taken off the logits of tokens of the output, once for each time.
+        presence: Is taken off them once.
+        bad_words: Pairs of tokens of which the second must not follow the first within the output.
+        min_tokens: Tokens before its stop token may come.
+    """
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    bad_words: tuple[tuple[int, int], ...] = ()
+    min_tokens: int = 0
+
+    @property
+    def penalties(self) -> bool:
+        """Whether tokens that have been are less likely."""
+        return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
+
+    def parameters(self) -> dict[str, Any]:
+        """Those of vLLM's `SamplingParams`, but for bad words, which it takes as text."""
+        return {
+            "repetition_penalty": self.repetition,
+            "frequency_penalty": self.frequency,
+            "presence_penalty": self.presence,
+            "min_tokens": self.min_tokens,
+        }
+
+    def token(self, first: int, prompt: Sequence[int], outputs: Sequence[int], stop: int) -> int:
+        """The token for which the model says `first`."""
+        logits = np.roll(RANKED, first)
+        counts = np.bincount(np.array(outputs, dtype=np.int64), minlength=VOCABULARY).astype(np.float32)
+        been = counts > 0
+        been[list(prompt)] = True
+        divided = np.where(been, np.float32(self.repetition), np.float32(1))
+        logits = logits * np.where(logits > 0, np.float32(1) / divided, divided)
+        logits = logits - np.float32(self.frequency) * counts - np.float32(self.presence) * (counts > 0)
+        for before, after in self.bad_words:
+            if outputs and outputs[-1] == before:
+                logits[after] = -np.inf
+        if len(outputs) < self.min_tokens and stop >= 0:
+            logits[stop] = -np.inf
+        return int(logits.argmax())
+
+
+PLAIN = Wishes()
+
+
+def penalties(choose: random.Random) -> Wishes:
+    """One or several penalties."""
+    return choose.choice([Wishes(frequency=1.7), Wishes(repetition=1.3), Wishes(presence=1.1), Wishes(1.2, 0.6, 0.3)])
