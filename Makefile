@@ -12,7 +12,7 @@ FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES := 0.12.0 0.18.1 0.26.0 0.32.0
 
-.PHONY: demo bench test test-slow test-releases docs wheel lint clean
+.PHONY: demo bench test test-slow test-releases test-transformers docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -38,6 +38,10 @@ test-releases: $(VENV)/.ready  ## the plugin against the real Python of four vLL
 		echo "vLLM $$release"; \
 		$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$$release || exit 1; \
 	done
+
+test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
+	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
+	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping.py
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
