@@ -84,12 +84,12 @@ def test_no_step_makes_the_host_wait_for_the_device():
     criteria = AsyncStoppingCriteriaList([eos, transformers.MaxLengthCriteria(60)], max_in_flight=2)
     ids = torch.zeros(4, 3, dtype=torch.long, device="cuda")
     tokens, end = torch.ones(4, dtype=torch.long, device="cuda"), torch.full((4,), 7, device="cuda")
-    criteria(ids, None)  # opens the channel
-    unfinished: Any = torch.ones(4, dtype=torch.long, device="cuda")
+    # The first call opens the channel, which may wait.
+    unfinished = torch.ones(4, dtype=torch.long, device="cuda") & ~criteria(ids, None)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        while not (unfinished.max() == 0 if ids.shape[1] > 3 else False):
+        while not bool(unfinished.max() == 0):
             chosen = end if ids.shape[1] >= 40 else tokens
             ids = torch.cat([ids, (chosen * unfinished + 0 * (1 - unfinished))[:, None]], dim=-1)
             unfinished = unfinished & ~criteria(ids, None)
