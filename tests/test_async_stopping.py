@@ -239,7 +239,10 @@ def test_nobody_runs_further_ahead_than_was_said(poll_every: int, max_in_flight:
     assert max(overshoots) == furthest
 
 
-def test_max_length_is_never_overshot():
+@pytest.mark.parametrize("limit", [{"max_length": 9}, {"max_length": 60, "max_time": 5.5}], ids=["length", "time"])
+def test_what_the_host_knows_is_never_overshot(limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(time=itertools.count().__next__)
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
     inputs = tiny_models.prompts([3], "left")
     lengths = []
 
@@ -252,7 +255,7 @@ def test_max_length_is_never_overshot():
     channel = LateChannel(10)
     model = tiny_models.model("llama")
     model.generate(
-        **inputs, max_length=9, logits_processor=processors, custom_generate=generation.generate,
+        **inputs, **limit, logits_processor=processors, custom_generate=generation.generate,
         open_channel=channel.open, max_in_flight=20, cache_implementation="static",
     )  # fmt: skip
     assert max(lengths) == 8

@@ -16,7 +16,6 @@ class _Sent:
     arrival: Arrival
     first_length: int
     """Length of the sequences at the step of the first flag; each further flag is one step later."""
-    count: int
     inputs: list[Any]
     """What the side stream reads: it must not be freed, and its memory reused, before it has been read."""
 
@@ -78,13 +77,13 @@ class StopWatch:
     def _send(self) -> None:
         if len(self._sent) == self._in_flight:
             self._read()
-        count = len(self._inputs)
-        first = self._last_length - count + 1
-        self._sent.append(_Sent(self._channel.send(self._flags), first, count, self._inputs))
+        first = self._last_length - len(self._inputs) + 1
+        self._sent.append(_Sent(self._channel.send(self._flags), first, self._inputs))
         self._inputs = []
 
     def _read(self) -> None:
         sent = self._sent.popleft()
-        flags = sent.arrival.wait()[: sent.count]
+        # Behind the flags of fewer steps are some that were sent before; a set one would have been found there.
+        flags = sent.arrival.wait()
         if self.finished_at is None and any(flags):
             self.finished_at = sent.first_length + flags.index(True)
