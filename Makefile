@@ -12,7 +12,7 @@ FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 
-.PHONY: demo bench test test-slow test-releases compat docs wheel lint clean
+.PHONY: demo bench test test-slow test-releases test-transformers compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -48,6 +48,10 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 			--json $(CACHE)/compat/$$release-$$way.json > $(CACHE)/compat/$$release-$$way.txt || [ $$? = 1 ] || exit 2; \
 	done; done
 	$(PYTHON) -m vllm_async_spec.compat.publish $(CACHE)/compat/*.json
+
+test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
+	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
+	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping.py
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

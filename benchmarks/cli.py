@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plot | tables | soak | host-time`."""
+"""The command line: `python -m benchmarks run | plot | tables | soak | host-time | generation`."""
 
 from __future__ import annotations
 
@@ -136,6 +136,32 @@ def host_time(
 
     found = measure(rounds)
     console.print(table(found))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@app.command()
+def generation(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    model: Annotated[str, typer.Option(help="tiny or gpt2, with random weights.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
+    passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
+) -> None:
+    """Stop checks of transformers' generate: waited for, and not."""
+    import torch
+
+    from benchmarks.generation import GenerationError, measure, notes, table
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes)
+    except GenerationError as error:
+        _fail(str(error))
+    console.print(table(found))
+    for note in notes(found):
+        typer.echo(note)
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -1,0 +1,150 @@
+"""Tokens a second of `generate` of transformers, with the stop check waited for and not.
+
+    python -m benchmarks generation [--json FILE] [--device cuda] [--batch N] [--new-tokens N] [--passes N]
+
+Three arms take turns in one process, in the order ABC CBA, on a model with random weights:
+
+- `synchronous`: transformers' loop, entered through `custom_generate`, with its own stopping criteria;
+- `transformers`: `model.generate` as it is, which is the same loop where transformers does not defer its stop check,
+  and then says how large the noise is;
+- `asynchronous`: `vllm_async_spec.generation.generate`.
+
+The end-of-sequence id is one that the model can't produce, so that each arm checks for it at each token and generates
+as many. Tokens of the arms are compared; where they differ there is no ratio.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.statistics import Interval, paired_ratio, refusal
+
+VOCABULARY = 256
+PROMPT = 16
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "gpt2": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+}
+"""Llama shapes: a byte-level model as tiny as published measurements use, and one of GPT-2's size."""
+
+Arm = Callable[[], torch.Tensor]
+
+
+class GenerationError(RuntimeError):
+    """The arms don't generate the same tokens, or what was asked for can't be run."""
+
+
+def measure(*, size: str, device: str, batch: int, new_tokens: int, passes: int) -> dict[str, Any]:
+    """The result file.
+
+    Raises:
+        GenerationError: the size is unknown, there is no such device, or arms differ in their tokens.
+    """
+    import transformers
+
+    if size not in SIZES:
+        raise GenerationError(f"the model is {size!r}; it must be one of {', '.join(SIZES)}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
+    arms = _arms(size, device, batch, new_tokens)
+    tokens = {name: arm() for name, arm in arms.items()}  # the first run of each, which also warms up
+    for name, found in tokens.items():
+        if not torch.equal(found, tokens["synchronous"]):
+            raise GenerationError(
+                f"{name} generates other tokens than the synchronous loop, so no ratio means anything"
+            )
+    generated = batch * (tokens["synchronous"].shape[1] - PROMPT)
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(passes):
+        turns: dict[str, list[float]] = {name: [] for name in arms}
+        for name in (*arms, *reversed(arms)):
+            turns[name].append(generated / _seconds(arms[name], device))
+        for name, found_speeds in turns.items():
+            speeds[name].append(statistics.fmean(found_speeds))
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+        "model": size,
+        "batch": batch,
+        "new_tokens": new_tokens,
+        "tokens_per_second": speeds,
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The same for the terminal: medians, and ratios to the synchronous loop with their intervals."""
+    title = (
+        f"transformers {found['transformers']}, {found['device']}, {found['model']}, batch {found['batch']}, "
+        f"{found['new_tokens']} new tokens"
+    )
+    shown = Table("arm", "tokens/s", "synchronous = 1", "transformers = 1", title=title)
+    speeds = found["tokens_per_second"]
+    for name, values in speeds.items():
+        ratios = [
+            "-" if name == other or (name, other) == ("synchronous", "transformers") else _ratio(speeds[other], values)
+            for other in ("synchronous", "transformers")
+        ]
+        shown.add_row(name, f"{statistics.median(values):.1f}", *ratios)
+    return shown
+
+
+def notes(found: dict[str, Any]) -> list[str]:
+    """What has to be known beside the table."""
+    speeds = found["tokens_per_second"]
+    said = []
+    if found["device"] == "cpu":
+        said.append("nothing can be won on a CPU: no device is ahead or behind, and the three arms are one loop")
+    control = paired_ratio(speeds["synchronous"], speeds["transformers"])
+    if reason := refusal(control):
+        said.append(f"taking `transformers` for the sham arm, as where its stop check is not deferred: {reason}")
+    return said
+
+
+def _arms(size: str, device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
+    import transformers
+
+    from vllm_async_spec import generation
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES[size])
+    model = transformers.LlamaForCausalLM(config).eval()
+    model = model.to(device, torch.bfloat16) if device.startswith("cuda") else model
+    prompt = torch.randint(VOCABULARY, (batch, PROMPT), device=device)
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": VOCABULARY, "pad_token_id": 0}
+
+    def run(**way: Any) -> torch.Tensor:
+        with warnings.catch_warnings():
+            # Told by `notes`, for the whole result.
+            warnings.simplefilter("ignore", generation.SynchronousGenerationWarning)
+            tokens: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **way)
+        return tokens
+
+    return {
+        "synchronous": lambda: run(custom_generate=generation.generate, open_channel=lambda *_: None),
+        "transformers": run,
+        "asynchronous": lambda: run(custom_generate=generation.generate),
+    }
+
+
+def _seconds(arm: Arm, device: str) -> float:
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    arm()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _ratio(reference: list[float], other: list[float]) -> str:
+    interval: Interval | None = paired_ratio(reference, other)
+    return "one pass only" if interval is None else f"{interval.value:.3f} ({interval.low:.3f}-{interval.high:.3f})"

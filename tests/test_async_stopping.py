@@ -1,0 +1,488 @@
+"""Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late.
+
+Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+from late_device import LateChannel
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation import once
+from vllm_async_spec.generation.stop_flags import StopFlags
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+
+EVERYTHING = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Matrices of 16 rows don't need a second one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(once, "_said", set())
+
+
+class RowsStopAt(transformers.StoppingCriteria):
+    """A custom criterion: row i stops for good once it has `lengths[i]` tokens."""
+
+    def __init__(self, lengths: list[int]):
+        self.lengths = torch.tensor(lengths)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return self.lengths <= input_ids.shape[1]
+
+
+class StopsOnceOn(transformers.StoppingCriteria):
+    """A custom criterion that says stop at one step only: rows must stay stopped afterwards."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def stopping_at(lengths: list[int]) -> Callable[[], Any]:
+    return lambda: transformers.StoppingCriteriaList([RowsStopAt(lengths)])
+
+
+def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: dict[str, Any], **kwargs: Any):
+    """Generate synchronously and asynchronously, from the same seed: outputs, and the generator's state afterwards."""
+    model = tiny_models.model(kind)
+    found = []
+    for way in ({}, {"custom_generate": generation.generate, "open_channel": channel.open, **options}):
+        torch.manual_seed(5)
+        given = {name: make() if callable(make) else make for name, make in kwargs.items()}
+        with pytest.MonkeyPatch.context() as patch:
+            # A clock that goes on by a second with each reading: a step reads it once, in either loop.
+            clock = SimpleNamespace(time=itertools.count().__next__)
+            patch.setattr("transformers.generation.stopping_criteria.time", clock)
+            output = model.generate(**inputs, **given, **way)
+        found += [(output, torch.get_rng_state())]
+    return found
+
+
+def assert_same(synchronous: Any, asynchronous: Any) -> None:
+    """Every tensor of the two outputs, and the caches, are the same bits."""
+    if isinstance(synchronous, torch.Tensor):
+        assert torch.equal(synchronous, asynchronous)
+        assert synchronous.stride() == asynchronous.stride()
+        return
+    assert set(synchronous.keys()) == set(asynchronous.keys())
+    for name in synchronous:
+        if name == "past_key_values":
+            assert_same_cache(synchronous[name], asynchronous[name])
+        else:
+            assert_same_tree(name, synchronous[name], asynchronous[name])
+
+
+def assert_same_tree(name: str, one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), name
+        return
+    assert (one is None) == (other is None), name
+    if one is not None:
+        assert len(one) == len(other), name
+        for a, b in zip(one, other, strict=True):
+            assert_same_tree(name, a, b)
+
+
+def assert_same_cache(one: Any, other: Any) -> None:
+    assert int(one.get_seq_length()) == int(other.get_seq_length())
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(one, part):
+            assert_same_cache(getattr(one, part), getattr(other, part))
+            return
+    assert len(one.layers) == len(other.layers)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        assert int(a.get_seq_length()) == int(b.get_seq_length())
+        assert int(getattr(a, "cumulative_length", 0)) == int(getattr(b, "cumulative_length", 0))
+
+
+CACHES = {"llama": [None, "static"], "gpt2": [None, "static"], "sliding": [None, "static"], "hybrid": [None, "static"]}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(sorted(CACHES)))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+    stops = draw(st.sets(st.sampled_from(["eos", "stop strings", "custom", "once", "time"])))
+    cap = draw(st.integers(1, 12))
+    kwargs: dict[str, Any] = {"max_new_tokens": cap, "do_sample": draw(st.booleans())}
+    kwargs |= EVERYTHING if draw(st.booleans()) else {}
+    if (cache := draw(st.sampled_from(CACHES[kind]))) is not None:
+        kwargs["cache_implementation"] = cache
+    kwargs["eos_token_id"] = draw(st.sampled_from([2, [2, 3, 5, 8]])) if "eos" in stops else None
+    custom = []
+    longest = max(lengths)
+    if "custom" in stops:
+        custom.append(RowsStopAt([longest + draw(st.integers(1, 9)) for _ in lengths]))
+    if "once" in stops:
+        custom.append(StopsOnceOn(draw(st.integers(0, tiny_models.VOCABULARY - 1))))
+    if "stop strings" in stops:
+        custom.append(transformers.StopStringCriteria(tiny_models.tokenizer(), draw(st.sampled_from(["c", "de", "f"]))))
+    if "time" in stops:
+        kwargs["max_time"] = draw(st.integers(1, 9)) - 0.5
+    kwargs["stopping_criteria"] = lambda: transformers.StoppingCriteriaList(custom)
+    return {
+        "kind": kind,
+        "inputs": tiny_models.prompts(lengths, draw(st.sampled_from(["left", "right"])), draw(st.integers(0, 99))),
+        "channel": LateChannel(draw(st.integers(0, 4)), seed=draw(st.none() | st.integers(0, 99))),
+        "options": {"poll_every": draw(st.integers(1, 3)), "max_in_flight": draw(st.integers(1, 3))},
+        "kwargs": kwargs,
+    }
+
+
+@settings(max_examples=80)
+@given(cases())
+def test_it_is_the_synchronous_loop_however_late_the_flags_are(case: dict[str, Any]):
+    (expected, state), (output, state_after) = both(
+        case["kind"], case["channel"], case["inputs"], options=case["options"], **case["kwargs"]
+    )
+    assert_same(expected, output)
+    assert torch.equal(state, state_after)
+    assert case["channel"].sent > 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 64])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_overshoot_runs_and_leaves_no_trace(kind: str, batch: int, cache: str):
+    inputs = tiny_models.prompts([1 + row % 4 for row in range(batch)], "left")
+    longest = inputs["input_ids"].shape[1]
+    criteria = stopping_at([longest + 1 + row % 5 for row in range(batch)])
+    channel = LateChannel(2)
+    (expected, _), (output, _) = both(
+        kind, channel, inputs, options={"max_in_flight": 3}, stopping_criteria=criteria, max_new_tokens=15,
+        cache_implementation=cache, **EVERYTHING,
+    )  # fmt: skip
+    assert_same(expected, output)
+    assert channel.sent == min(batch, 5) + 2, "the loop that was measured ran no overshoot"
+    assert channel.waits == 0
+
+
+def test_rows_that_stopped_get_pads_as_in_the_synchronous_loop():
+    inputs = tiny_models.prompts([3] * 8, "left")
+    channel = LateChannel(3)
+    (expected, _), (output, _) = both(
+        "llama",
+        channel,
+        inputs,
+        options={"max_in_flight": 4},
+        do_sample=True,
+        eos_token_id=[2, 3, 5],
+        max_new_tokens=40,
+    )
+    assert torch.equal(expected, output)
+    assert (output[:, -1] == 0).sum() >= 4, "too few rows stop early"
+    assert channel.sent == output.shape[1] - 3 + 3
+
+
+def test_encoder_and_decoder():
+    inputs = tiny_models.prompts([4, 2, 3], "right")
+    criteria = stopping_at([3, 5, 4])
+    channel = LateChannel(1)
+    (expected, _), (output, _) = both(
+        "encoder-decoder", channel, inputs, options={}, stopping_criteria=criteria, max_new_tokens=9, **EVERYTHING
+    )
+    assert_same(expected, output)
+    assert channel.sent == 5
+
+
+@pytest.mark.parametrize(("poll_every", "max_in_flight"), list(itertools.product([1, 2, 5], [1, 2, 3])))
+def test_nobody_runs_further_ahead_than_was_said(poll_every: int, max_in_flight: int):
+    furthest = poll_every * (max_in_flight + 1) - 1
+    overshoots = set()
+    for stop in range(4, 4 + poll_every):
+        channel = LateChannel(10**6)
+        criteria = AsyncStoppingCriteriaList(
+            [RowsStopAt([stop])], poll_every=poll_every, max_in_flight=max_in_flight, open_channel=channel.open
+        )
+        length = 3
+        unfinished = torch.ones(1, dtype=torch.long)
+        while bool(unfinished.max() != 0):
+            length += 1
+            unfinished = unfinished & ~criteria(torch.ones(1, length, dtype=torch.long), None)
+        assert criteria.stopped
+        assert channel.waits > 0
+        overshoots.add(criteria.finish())
+    assert max(overshoots) == furthest
+
+
+@pytest.mark.parametrize("limit", [{"max_length": 9}, {"max_length": 60, "max_time": 5.5}], ids=["length", "time"])
+def test_what_the_host_knows_is_never_overshot(limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    clock = SimpleNamespace(time=itertools.count().__next__)
+    monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
+    inputs = tiny_models.prompts([3], "left")
+    lengths = []
+
+    class Lengths(transformers.LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            lengths.append(input_ids.shape[1])
+            return scores
+
+    processors = transformers.LogitsProcessorList([Lengths()])
+    channel = LateChannel(10)
+    model = tiny_models.model("llama")
+    model.generate(
+        **inputs, **limit, logits_processor=processors, custom_generate=generation.generate,
+        open_channel=channel.open, max_in_flight=20, cache_implementation="static",
+    )  # fmt: skip
+    assert max(lengths) == 8
+
+
+def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts():
+    inputs = tiny_models.prompts([3], "left")
+    criteria = stopping_at([5])
+    channel = LateChannel(10**6)
+    (expected, _), (output, _) = both(
+        "llama", channel, inputs, options={"max_in_flight": 30, "poll_every": 4}, max_length=13,
+        stopping_criteria=criteria, **EVERYTHING,
+    )  # fmt: skip
+    assert output.sequences.shape == (1, 5)
+    assert_same(expected, output)
+
+
+def test_a_later_call_draws_the_same_numbers():
+    inputs = tiny_models.prompts([3, 2], "left")
+    channel = LateChannel(2)
+    (_, expected), (_, state) = both(
+        "llama",
+        channel,
+        inputs,
+        options={"max_in_flight": 2},
+        do_sample=True,
+        stopping_criteria=stopping_at([5, 6]),
+        max_new_tokens=20,
+    )
+    assert channel.sent == 5
+    assert torch.equal(expected, state)
+
+
+def test_a_cache_of_the_caller_can_be_continued():
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([4], "left")["input_ids"]
+    ways = ({}, {"custom_generate": generation.generate, "open_channel": LateChannel(1).open})
+    found = []
+    for way in ways:
+        cache = transformers.DynamicCache()
+        stop = transformers.StoppingCriteriaList([RowsStopAt([7])])
+        first = model.generate(inputs, past_key_values=cache, max_new_tokens=20, stopping_criteria=stop, **way)
+        assert cache.get_seq_length() == 6
+        found.append(model.generate(first, past_key_values=cache, max_new_tokens=5))
+    assert torch.equal(*found)
+
+
+# --- refusals and fallbacks --------------------------------------------------------------------------------------
+
+
+def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    with pytest.warns(generation.SynchronousGenerationWarning, match="need a CUDA device, and input_ids are on cpu"):
+        output = model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate)
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", generation.SynchronousGenerationWarning)
+        model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
+    ],
+)
+def test_other_modes_are_refused_by_name(kwargs: dict[str, Any], name: str):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    with pytest.raises(ValueError, match=rf"not {name}"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, **kwargs)
+
+
+def test_an_assistant_and_a_streamer_are_refused_and_not_dropped():
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    with pytest.raises(ValueError, match="not assisted_generation"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, assistant_model=model)
+    with pytest.raises(ValueError, match="transformers hands no streamer"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, streamer=Tokens())
+
+
+@pytest.mark.parametrize("kind", ["sliding", "hybrid"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_window_that_passes_is_not_cropped_but_generation_waits(nothing_said: None, kind: str, cache: str):
+    inputs = tiny_models.prompts([3], "left")
+    criteria = stopping_at([28])
+    channel = LateChannel(1)
+    with pytest.warns(generation.SynchronousGenerationWarning, match="up to 32 tokens pass a .*SlidingWindowLayer"):
+        (expected, _), (output, _) = both(
+            kind, channel, inputs, options={}, max_new_tokens=30, stopping_criteria=criteria,
+            cache_implementation=cache, **EVERYTHING,
+        )  # fmt: skip
+    assert channel.sent == 0
+    assert_same(expected, output)
+
+
+@pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+@pytest.mark.parametrize("max_new_tokens", [20, 21, 22, 23])
+@pytest.mark.parametrize("kind", ["sliding", "hybrid"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
+    inputs = tiny_models.prompts([3], "left")
+    criteria = stopping_at([3 + max_new_tokens - 1])
+    (expected, _), (output, _) = both(
+        kind, LateChannel(1), inputs, options={}, max_new_tokens=max_new_tokens, stopping_criteria=criteria,
+        cache_implementation=cache, **EVERYTHING,
+    )  # fmt: skip
+    assert_same(expected, output)
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="poll_every is 0; it must be at least 1"):
+        AsyncStoppingCriteriaList([], poll_every=0)
+    with pytest.raises(ValueError, match="max_in_flight is -1; it must be at least 1"):
+        AsyncStoppingCriteriaList([], max_in_flight=-1)
+
+
+# --- the configuration's extra -----------------------------------------------------------------------------------
+
+
+class Tokens:
+    """A streamer."""
+
+    def __init__(self):
+        self.seen: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch, nothing_said: None):
+    """`enable()`, with a late device in the place of CUDA."""
+    channel = LateChannel(2)
+    monkeypatch.setattr(
+        "vllm_async_spec.generation.async_generate.AsyncStoppingCriteriaList",
+        type("Late", (AsyncStoppingCriteriaList,), {
+            "__init__": lambda self, *args, **kwargs: AsyncStoppingCriteriaList.__init__(
+                self, *args, **{**kwargs, "open_channel": channel.open}
+            )
+        }),
+    )  # fmt: skip
+    generation.enable()
+    yield channel
+    generation.disable()
+
+
+def test_the_extra_of_the_configuration(enabled: LateChannel):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "stop_strings": ["c", "d", "e", "f", "g", "h"]}
+    tokenizer = tiny_models.tokenizer()
+    outputs = []
+    for extra in ({}, {"async_stopping_criteria": True, "async_stopping_max_in_flight": 3}):
+        config = transformers.GenerationConfig(**settings, do_sample=True, **extra)
+        torch.manual_seed(3)
+        outputs.append(model.generate(**inputs, generation_config=config, tokenizer=tokenizer))
+    assert torch.equal(*outputs)
+    assert enabled.sent == outputs[0].shape[1] - 3 + 2
+
+
+def test_a_streamer_gets_each_token_once(enabled: LateChannel):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, async_stopping_criteria=True)
+    streamer = Tokens()
+    with pytest.warns(generation.SynchronousGenerationWarning, match="a streamer reads each token"):
+        output = model.generate(**inputs, generation_config=config, streamer=streamer)
+    assert streamer.ended
+    assert streamer.seen == output[0].tolist()
+    assert enabled.sent == 0
+
+
+@pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
+def test_the_extra_refuses_other_modes(enabled: LateChannel, kwargs: dict[str, Any]):
+    model = tiny_models.model("llama")
+    config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, async_stopping_criteria=True, **kwargs)
+    with pytest.raises(ValueError, match=r"not (beam_search|assisted_generation)"):
+        model.generate(**tiny_models.prompts([3], "left"), generation_config=config)
+
+
+def test_disable_puts_everything_back():
+    before = {name: getattr(transformers.GenerationMixin, name) for name in ("_sample", "_beam_search")}
+    generation.enable()
+    generation.enable()
+    assert transformers.GenerationMixin._sample is not before["_sample"]
+    generation.disable()
+    assert {name: getattr(transformers.GenerationMixin, name) for name in before} == before
+
+
+# --- the seam ----------------------------------------------------------------------------------------------------
+
+
+def flags(channel: LateChannel, finished: list[bool]) -> StopFlags:
+    criteria = AsyncStoppingCriteriaList([Says(finished)], open_channel=channel.open)
+    return criteria(torch.ones(len(finished), 4, dtype=torch.long), None)
+
+
+class Says(transformers.StoppingCriteria):
+    def __init__(self, finished: list[bool]):
+        self.finished = torch.tensor(finished)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.finished
+
+
+def test_the_maximum_is_what_the_host_knows():
+    late = ~flags(LateChannel(1), [True, True])
+    assert int(late.max()) == 1
+    known = ~flags(LateChannel(0), [True, True])
+    assert int(known.max()) == 0
+    assert known.max().device.type == "cpu"
+
+
+def test_everything_else_is_computed_behind_the_side_stream():
+    channel = LateChannel(5)
+    unfinished = torch.ones(2, dtype=torch.long) & ~flags(channel, [True, False])
+    assert channel.joins == 0
+    pads = torch.tensor([4, 4]) * unfinished + 9 * (1 - unfinished)
+    assert pads.tolist() == [9, 4]
+    assert channel.joins == 1
+    assert type(pads) is torch.Tensor

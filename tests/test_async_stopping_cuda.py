@@ -1,0 +1,100 @@
+"""Asynchronous stopping on a GPU: the stream, the pinned buffers and the events that `LateChannel` stands for."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a CUDA device"),
+]
+
+
+class Delays(transformers.StoppingCriteria):
+    """Stops nothing; keeps the stream that it runs on busy for a random while, a millisecond at most."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        torch.cuda._sleep(self.random.randrange(1_500_000))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class DelaysMain(transformers.LogitsProcessor):
+    """The same for the stream that generates."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(self.random.randrange(1_500_000))
+        return scores
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: int):
+    model = tiny_models.model("llama").to("cuda")
+    try:
+        inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left", seed).items()}
+        # No compilation: a graph captured under random delays says nothing more than the loop does.
+        settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "disable_compile": True}
+        outputs = []
+        for way in ({}, {"custom_generate": generation.generate, "max_in_flight": 1 + seed % 3}):
+            torch.manual_seed(seed)
+            outputs.append(
+                model.generate(
+                    **inputs,
+                    **settings,
+                    **way,
+                    cache_implementation=cache,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                    stopping_criteria=transformers.StoppingCriteriaList([Delays(seed)]),
+                    logits_processor=transformers.LogitsProcessorList([DelaysMain(seed)]),
+                )
+            )
+            outputs.append(torch.cuda.get_rng_state())
+        expected, state, output, state_after = outputs
+        assert torch.equal(expected.sequences, output.sequences)
+        assert len(expected.scores) == len(output.scores)
+        assert int(expected.past_key_values.get_seq_length()) == int(output.past_key_values.get_seq_length())
+        assert torch.equal(state, state_after)
+    finally:
+        model.to("cpu")
+
+
+def test_no_step_makes_the_host_wait_for_the_device():
+    """PyTorch itself refuses a copy that blocks, while the steps of a loop like transformers' run."""
+    eos = transformers.generation.EosTokenCriteria(torch.tensor([7], device="cuda"))
+    criteria = AsyncStoppingCriteriaList([eos, transformers.MaxLengthCriteria(60)], max_in_flight=2)
+    ids = torch.zeros(4, 3, dtype=torch.long, device="cuda")
+    tokens, end = torch.ones(4, dtype=torch.long, device="cuda"), torch.full((4,), 7, device="cuda")
+    # The first call opens the channel, which may wait.
+    unfinished = torch.ones(4, dtype=torch.long, device="cuda") & ~criteria(ids, None)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while not bool(unfinished.max() == 0):
+            chosen = end if ids.shape[1] >= 40 else tokens
+            ids = torch.cat([ids, (chosen * unfinished + 0 * (1 - unfinished))[:, None]], dim=-1)
+            unfinished = unfinished & ~criteria(ids, None)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    length = ids.shape[1] - criteria.finish()
+    assert length == 41
+    assert ids[:, length - 1].tolist() == [7] * 4

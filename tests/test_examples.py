@@ -1,0 +1,20 @@
+"""The examples run as a reader would run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_async_stopping():
+    pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
+    command = [sys.executable, EXAMPLES / "async_stopping.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "custom_generate: the same tokens" in done.stdout
+    assert "async_stopping_criteria: the same tokens" in done.stdout

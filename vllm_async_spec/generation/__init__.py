@@ -1,0 +1,18 @@
+"""The overlap of host and device for `generate` of transformers: the stop check is read late, and undone exactly.
+
+Importing it imports transformers, which the extra `vllm-async-spec[transformers]` installs.
+"""
+
+from vllm_async_spec.generation.async_generate import disable, enable, generate
+from vllm_async_spec.generation.flag_channel import FlagChannel
+from vllm_async_spec.generation.once import SynchronousGenerationWarning
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+
+__all__ = [
+    "AsyncStoppingCriteriaList",
+    "FlagChannel",
+    "SynchronousGenerationWarning",
+    "disable",
+    "enable",
+    "generate",
+]

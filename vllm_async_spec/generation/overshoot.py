@@ -1,0 +1,98 @@
+"""Undoing steps that were launched after the last row had stopped: in tokens, what was collected, and the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Cache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+
+# Fields of transformers' outputs with one entry a step; the encoder's have one a layer.
+_PER_STEP = (
+    "scores",
+    "logits",
+    "attentions",
+    "hidden_states",
+    "decoder_attentions",
+    "cross_attentions",
+    "decoder_hidden_states",
+)
+
+
+def crop_output(output: Any, steps: int) -> Any:
+    """What `_sample` returns, without its last `steps` steps; the cache is `crop_cache`'s.
+
+    Args:
+        output: int64 (batch, length), or the dataclass of transformers that holds it as `sequences`.
+        steps: at least 1.
+    """
+    if isinstance(output, torch.Tensor):
+        return output[:, :-steps].clone(memory_format=torch.contiguous_format)
+    output.sequences = crop_output(output.sequences, steps)
+    for name in _PER_STEP:
+        if collected := output.get(name):
+            output[name] = collected[:-steps]
+    return output
+
+
+def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
+    """Why steps can't be undone in a cache, None where they can.
+
+    Args:
+        cache: what a model is given as `past_key_values`; None where there is none.
+        tokens: that it holds at most in the end; None if nobody knows.
+    """
+    if cache is None:
+        return None
+    if not isinstance(cache, Cache | EncoderDecoderCache):
+        return f"the cache is a {type(cache).__name__}, which can't be cropped"
+    own = _self_attention(cache)
+    if getattr(own, "offloading", False):
+        return f"the {type(own).__name__} is offloaded, and a layer that is elsewhere can't be cropped"
+    for layer in own.layers:
+        kind = type(layer)
+        if kind in (DynamicLayer, StaticLayer):
+            continue
+        if kind not in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer):
+            return f"the cache has a {kind.__name__}, which can't be cropped"
+        room = layer.max_cache_len if kind is StaticSlidingWindowLayer else layer.sliding_window - 1
+        if tokens is None or tokens > room:
+            held = "an unknown number of" if tokens is None else f"up to {tokens}"
+            return f"{held} tokens pass a {kind.__name__} that keeps {room}, and what it drops can't be put back"
+    return None
+
+
+def crop_cache(cache: Any, steps: int) -> None:
+    """Undo the last `steps` single-token updates of a cache for which `why_not_croppable` had nothing to say.
+
+    Raises:
+        ValueError: the cache has a layer of a kind that it can't undo, made during generation.
+    """
+    if cache is None:
+        return
+    for layer in _self_attention(cache).layers:
+        if isinstance(layer, StaticLayer):
+            _crop_static(layer, steps)
+        elif isinstance(layer, DynamicLayer):
+            layer.crop(-steps)
+        else:
+            raise ValueError(f"generation made a {type(layer).__name__}, which can't be cropped; pass another cache")
+
+
+def _crop_static(layer: Any, steps: int) -> None:
+    """Zero what was written, in place: compiled graphs know the address, and 4.57 counts tokens by what is not zero."""
+    length = layer.get_seq_length()
+    written = torch.arange(-steps, 0, device=layer.keys.device) + length
+    layer.keys.index_fill_(2, written, 0)
+    layer.values.index_fill_(2, written, 0)
+    for name in ("cumulative_length", "cumulative_length_int"):
+        if hasattr(layer, name):
+            counter = getattr(layer, name)
+            counter -= steps  # a tensor in place
+            setattr(layer, name, counter)
+
+
+def _self_attention(cache: Any) -> Any:
+    """The part of a cache that grows with each step."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -1,0 +1,169 @@
+"""Stopping criteria whose verdict the host learns late, and without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+
+from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
+from vllm_async_spec.generation.generator_trail import GeneratorTrail
+from vllm_async_spec.generation.once import say_once
+from vllm_async_spec.generation.stop_flags import StepFlags
+from vllm_async_spec.generation.stop_watch import StopWatch
+
+# Their verdict depends on the length and the clock alone, so it is known on the host and never late.
+_HOST_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria)
+
+
+class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here
+    """Any stopping criteria, evaluated on a stream of their own; serves one generation.
+
+    The host goes on launching steps until the flags of an earlier one arrive. `finish` tells how long the sequences
+    were when the last row stopped; what is longer is overshoot, which the caller crops. `max_length` and `max_time` are
+    decided on the host and never overshot, so a static cache is never written past its end.
+
+    On a device other than CUDA it is the list that it was given, and says so once.
+
+    Args:
+        criteria: what to evaluate, any mix of transformers' own and custom ones. A criterion that keeps state on the
+            host is called for the overshoot too.
+        poll_every: tokens between two looks at the flags, at least 1.
+        max_in_flight: copies of flags that may be under way, at least 1. One more is waited for, so that the host is
+            never more than `poll_every * (max_in_flight + 1) - 1` steps ahead of what it knows.
+        rewind_generator: whether `finish` undoes what the overshoot drew from the device's default generator.
+        open_channel: how flags reach the host; the default uses a CUDA stream and pinned memory.
+
+    Raises:
+        ValueError: `poll_every` or `max_in_flight` is less than 1.
+    """
+
+    def __init__(
+        self,
+        criteria: Iterable[Any] = (),
+        *,
+        poll_every: int = 1,
+        max_in_flight: int = 1,
+        rewind_generator: bool = True,
+        open_channel: OpenChannel = open_channel,
+    ) -> None:
+        for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        super().__init__(criteria)
+        self.poll_every = poll_every
+        self.max_in_flight = max_in_flight
+        self._rewind = rewind_generator
+        self._open_channel = open_channel
+        self._run: _Run | None = None
+        self._synchronous = False
+        self._length = 0
+        self._stopped_by_host: int | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the host knows that every row has stopped; never waits. False where nothing is asynchronous."""
+        return self._stopped_by_host is not None or (self._run is not None and self._run.watch.finished_at is not None)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Evaluate the criteria for one step.
+
+        Args:
+            input_ids: int64 (batch, length), with the token of this step.
+            scores: what was collected of them, handed to the criteria.
+            kwargs: handed to the criteria.
+
+        Returns:
+            bool (batch,), rows that have stopped at this step or before. Its maximum, once inverted, is what the host
+            knows; any other use waits on the device, not on the host.
+        """
+        if self._run is None and not self._synchronous:
+            self._start(input_ids.device)
+        if self._run is None:
+            verdict: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+            return verdict
+        return self._run_step(self._run, input_ids, scores, kwargs)
+
+    def finish(self) -> int:
+        """Wait for the flags still under way, and rewind the generator to the last step that counts.
+
+        Returns:
+            Steps to undo: those launched after the one at which the last row stopped.
+        """
+        run = self._run
+        if run is None:
+            return 0
+        run.watch.drain()
+        # What the side stream still reads, of steps that don't count, may be freed from here on.
+        run.channel.join()
+        length = run.watch.finished_at or self._length
+        overshoot = self._length - length
+        if overshoot and run.trail is not None:
+            run.trail.rewind(length)
+        return overshoot
+
+    def _start(self, device: torch.device) -> None:
+        channel = self._open_channel(device, self.poll_every, self.max_in_flight)
+        if channel is None:
+            self._synchronous = True
+            say_once(f"asynchronous flags need a CUDA device, and input_ids are on {device.type}")
+            return
+        furthest = self.poll_every * (self.max_in_flight + 1)
+        self._run = _Run(
+            channel,
+            StopWatch(channel, device, width=self.poll_every, in_flight=self.max_in_flight),
+            GeneratorTrail(device, furthest) if self._rewind else None,
+            StoppingCriteriaList(each for each in self if type(each) not in _HOST_CRITERIA),
+            [each for each in self if type(each) in _HOST_CRITERIA],
+        )
+
+    def _run_step(self, run: _Run, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        self._length = input_ids.shape[1]
+        is_first = run.finished is None
+        with run.channel.beside():
+            finished = run.device_criteria(input_ids, scores, **kwargs)
+            if run.finished is not None:
+                finished = finished | run.finished
+            run.finished = finished
+            unfinished = (~finished).long()
+            sent = run.watch.record(finished, self._length, input_ids, scores)
+        if run.trail is not None:
+            run.trail.mark(self._length)
+        if run.stopped_on_host(self._length):
+            self._stopped_by_host = self._length
+        elif sent:
+            run.watch.poll()
+        return StepFlags(finished, unfinished, run.channel, is_first=is_first, stopped=self.stopped).verdict()
+
+
+class _Run:
+    """What one generation needs beside the criteria."""
+
+    __slots__ = ("channel", "device_criteria", "finished", "host_criteria", "trail", "watch")
+
+    def __init__(
+        self,
+        channel: FlagChannel,
+        watch: StopWatch,
+        trail: GeneratorTrail | None,
+        device_criteria: StoppingCriteriaList,
+        host_criteria: list[Any],
+    ) -> None:
+        self.channel = channel
+        self.watch = watch
+        self.trail = trail
+        self.device_criteria = device_criteria
+        self.host_criteria = host_criteria
+        self.finished: torch.Tensor | None = None
+
+    def stopped_on_host(self, length: int) -> bool:
+        """Whether the length or the clock stops all rows now. A criterion sees ids of that length, all zero."""
+        ids = _ZERO.expand(1, length)
+        # No short cut: each is asked at each step, as in the synchronous loop.
+        verdicts = [bool(criterion(ids, None)) for criterion in self.host_criteria]
+        return any(verdicts)
+
+
+_ZERO = torch.zeros((1, 1), dtype=torch.long, device="cpu")
