@@ -486,3 +486,10 @@ def test_everything_else_is_computed_behind_the_side_stream():
     assert pads.tolist() == [9, 4]
     assert channel.joins == 1
     assert type(pads) is torch.Tensor
+
+
+def test_rows_of_another_origin_are_not_taken_for_those_of_the_step_before():
+    criteria = AsyncStoppingCriteriaList([Says([False, False])], open_channel=LateChannel(5).open)
+    for length in (4, 5):
+        unfinished = torch.tensor([0, 1]) & ~criteria(torch.ones(2, length, dtype=torch.long), None)
+    assert unfinished.tolist() == [0, 1]
