@@ -1,14 +1,12 @@
-"""An audit as one HTML file that needs nothing else: no network, no font, no script but its own."""
+"""An audit as one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
-
 from vllm_async_spec.audit import figures
+from vllm_async_spec.audit.pages import page_environment
 from vllm_async_spec.audit.report import Report
 
 
@@ -34,16 +32,5 @@ def _timelines(named: list[tuple[str, Report]]) -> list[dict[str, Any]]:
     ]
 
 
-def _breakable(text: str) -> Markup:
-    """A path that a narrow page may break after its slashes."""
-    return Markup(str(escape(text)).replace("/", "/<wbr>"))
-
-
-_PAGES = Environment(
-    loader=PackageLoader("vllm_async_spec.audit", "page"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
-_PAGES.filters |= {"number": figures.number, "percent": figures.percent, "breakable": _breakable}
+_PAGES = page_environment("vllm_async_spec.audit")
+_PAGES.filters |= {"number": figures.number, "percent": figures.percent}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from vllm_async_spec.audit.pages import page_environment
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.published import CLASSES, Row, Run
 
@@ -117,21 +117,10 @@ def _width(text: str) -> int:
     return round(6.3 * len(text)) + 10
 
 
-def _breakable(text: str) -> Markup:
-    """A path that a narrow page may break after its slashes."""
-    return Markup(str(escape(text)).replace("/", "/<wbr>"))
-
-
 def _named(text: str) -> Markup:
     """A name that a narrow page may break after its underscores."""
     return Markup(str(escape(text)).replace("_", "_<wbr>"))
 
 
-_PAGES = Environment(
-    loader=PackageLoader("vllm_async_spec.compat", "page"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
-_PAGES.filters |= {"breakable": _breakable, "named": _named}
+_PAGES = page_environment("vllm_async_spec.compat")
+_PAGES.filters["named"] = _named

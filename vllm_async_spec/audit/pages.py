@@ -1,0 +1,24 @@
+"""How pages that need nothing else are made: one HTML file, no network, no font, no script but its own."""
+
+from __future__ import annotations
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+
+def page_environment(package: str) -> Environment:
+    """Templates of the folder `page` in `package`, with the filter `breakable`; a name that they lack is an error."""
+    environment = Environment(
+        loader=PackageLoader(package, "page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["breakable"] = _breakable
+    return environment
+
+
+def _breakable(text: str) -> Markup:
+    """A path that a narrow page may break after its slashes."""
+    return Markup(str(escape(text)).replace("/", "/<wbr>"))
