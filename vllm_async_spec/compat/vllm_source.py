@@ -46,14 +46,24 @@ class Stub:
     to_build: bool = False
 
 
+def _until(last: str) -> tuple[str, ...]:
+    return _ALL[: _ALL.index(last) + 1]
+
+
+def _since(first: str) -> tuple[str, ...]:
+    return _ALL[_ALL.index(first) :]
+
+
 _COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
 
 STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", _ALL[:3], _COMPILED),
-    Stub("vllm._C_stable_libtorch", _ALL[3:], _COMPILED),
+    Stub("vllm._C", _until("0.18.1"), _COMPILED),
+    Stub("vllm._C_stable_libtorch", _since("0.26.0"), _COMPILED),
     Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
-    Stub("gguf", _ALL[:3], "a dependency that later releases dropped, imported by vllm.config; empty classes"),
-    Stub("diskcache", _ALL[:3], "a dependency that later releases dropped, imported by the runner; empty classes"),
+    Stub("gguf", _until("0.18.1"), "a dependency that later releases dropped, imported by vllm.config; empty classes"),
+    Stub(
+        "diskcache", _until("0.18.1"), "a dependency that later releases dropped, imported by the runner; empty classes"
+    ),
     Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
     Stub(
         "vllm.platforms.cuda:CudaPlatform",
@@ -67,12 +77,12 @@ STUBS: tuple[Stub, ...] = (
     ),
     Stub(
         "torch.cuda:get_device_capability",
-        _ALL[:2],
+        _until("0.13.0"),
         "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        _ALL[:4],
+        _until("0.26.0"),
         "called while fused MoE is imported; answers that there is no such kernel",
     ),
     Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
@@ -85,13 +95,13 @@ STUBS: tuple[Stub, ...] = (
     Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
     Stub(
         "torch.ops._flashmla_C:get_mla_decoding_metadata",
-        _ALL[:1],
+        _until("0.12.0"),
         "FlashMLA's tile scheduler; records its arguments, returns zeros",
         True,
     ),
     Stub(
         "torch._C._cpu:_is_amx_tile_supported",
-        _ALL[:3],
+        _until("0.18.1"),
         "the CPU backend asks for AMX under a name that newer PyTorch does not have; answers that there is none",
         True,
     ),
