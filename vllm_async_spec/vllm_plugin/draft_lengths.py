@@ -63,7 +63,11 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        def proposed() -> Any:
+        given = self.attn_metadata_builder
+        if last_token_indices is not None and self.num_speculative_tokens > 1:
+            rejected = common_attn_metadata.query_start_loc[1:] - 1 - last_token_indices
+            self.attn_metadata_builder = _Builder(given or self._get_attention_metadata_builder(), rejected)
+        try:
             return original(
                 self,
                 target_token_ids,
@@ -75,14 +79,6 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
                 *rest,
                 **more,
             )
-
-        if last_token_indices is None or self.num_speculative_tokens == 1:
-            return proposed()
-        given = self.attn_metadata_builder
-        rejected = common_attn_metadata.query_start_loc[1:] - 1 - last_token_indices
-        self.attn_metadata_builder = _Builder(given or self._get_attention_metadata_builder(), rejected)
-        try:
-            return proposed()
         finally:
             self.attn_metadata_builder = given
 
