@@ -35,6 +35,11 @@ _PROJECTIONS = {"fc", "eh_proj"}
 """From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP."""
 
 
+def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A model's parameters, each with the last part of its name, without `weight`."""
+    return [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+
+
 def is_head(name: str) -> bool:
     """Whether this, the last part of a parameter's name, is the head's."""
     return name in _HEADS
@@ -99,7 +104,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     Raises:
         ArrangementError: `share` is not between 0 and 1, or head and embeddings are one matrix.
     """
-    weights = [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+    weights = named_weights(model)
     embeddings = next(weight for name, weight in weights if name == "embed_tokens")
     own_head = getattr(model, "lm_head", None)
     if own_head is not None and own_head.weight is embeddings:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
-from benchmarks.soak import CONTROLS, Expected, delays, expect, soak
+from benchmarks.soak import CONTROLS, Expected, delays, expect, runner_of, soak
 from benchmarks.timing import Driver, Timing
 
 _OURS = "async_spec"
@@ -87,7 +87,7 @@ class BenchEngine:
         import vllm
 
         core = self._llm.llm_engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
+        runner = runner_of(self._llm)
         facts = {
             "vllm": vllm.__version__,
             "torch": torch.__version__,

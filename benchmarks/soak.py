@@ -142,7 +142,7 @@ def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
         raise RuntimeError("there is no CUDA device to delay")
     source, counted = random.Random(seed), Counter[str]()
     cycles_per_ms = _cycles_per_ms(torch)
-    runner = _runner(llm)
+    runner = runner_of(llm)
     builders = _builders(llm)
 
     def maybe(place: str) -> None:
@@ -172,13 +172,14 @@ def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
         yield counted
 
 
-def _runner(llm: Any) -> Any:
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine whose core and worker are in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def _builders(llm: Any) -> list[type[Any]]:
     """The classes of the target's metadata builders, each once."""
-    groups = (group for groups in _runner(llm).attn_groups for group in groups)
+    groups = (group for groups in runner_of(llm).attn_groups for group in groups)
     return list(dict.fromkeys(type(group.get_metadata_builder(0)) for group in groups))
 
 

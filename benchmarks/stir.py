@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection
+from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection, named_weights
 
 _GAIN = 1.5
 """Sharp enough that a token attends to a few others, and not to the mean of all."""
@@ -38,7 +38,7 @@ def stir(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = 
     """
     if votes:
         return
-    weights = [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+    weights = named_weights(model)
     drafts = any(is_projection(name) for name, _ in weights)
     numbers = [int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()]
     layers = max(numbers, default=0) + 1
