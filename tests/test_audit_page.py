@@ -120,6 +120,16 @@ def visible_range(browser: Browser) -> str:
     return browser.find_element(By.CSS_SELECTOR, ".range").text
 
 
+def assert_readable(browser: Browser, width: int) -> None:
+    """The page that is shown fits into the width, its text stands out from the ground, and it has fetched nothing."""
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert browser.execute_script(RIGHTMOST) <= width
+    contrasts = browser.execute_script(CONTRASTS)
+    assert len(contrasts) > 50
+    assert min(contrasts)[0] >= 4.5, min(contrasts)
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", PAGES)
@@ -129,12 +139,7 @@ def test_the_page_fits_and_can_be_read(browser: Browser, folder: Path, name: str
     for details in browser.find_elements(By.TAG_NAME, "summary"):
         details.click()
     assert browser.execute_script("return innerWidth") == width
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    assert browser.execute_script(RIGHTMOST) <= width
-    contrasts = browser.execute_script(CONTRASTS)
-    assert len(contrasts) > 50
-    assert min(contrasts)[0] >= 4.5, min(contrasts)
-    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert_readable(browser, width)
 
 
 def test_the_colour_scheme_is_the_readers(browser: Browser, folder: Path):

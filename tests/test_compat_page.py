@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_audit_page import CONTRASTS, RIGHTMOST, Browser, browser, chromium, look
+from test_audit_page import Browser, assert_readable, browser, chromium, look
 from test_audit_page import pytestmark as pytestmark
 
 from vllm_async_spec.compat.html import render_html
@@ -75,12 +75,7 @@ def link(browser: Browser, anchor: str) -> object:
 def test_the_page_fits_and_can_be_read(browser: Browser, page: str, which: str, width: int, scheme: str):
     look(browser, width, scheme)
     browser.get(page if which == "small" else PUBLISHED)
-    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    assert browser.execute_script(RIGHTMOST) <= width
-    contrasts = browser.execute_script(CONTRASTS)
-    assert len(contrasts) > 50
-    assert min(contrasts)[0] >= 4.5, min(contrasts)
-    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert_readable(browser, width)
 
 
 def test_no_text_of_a_cell_is_cut_off(browser: Browser):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreted import compare_on_a_gpu_or_interpreted
 
 from vllm_async_spec.kernels import PagedGroup, PagedGroups, correct_positions, correct_positions_reference
 from vllm_async_spec.kernels.triton_kernels import kernels_of
@@ -139,17 +136,7 @@ def test_a_step_after_no_step_needs_no_counts() -> None:
 
 
 def test_the_kernel_is_the_model() -> None:
-    if torch.cuda.is_available():
-        compare_kernel("cuda")
-        return
-    pytest.importorskip("triton", reason="Triton is not installed")
-    # In a process of its own, because Triton chooses the interpreter when it is first imported.
-    code = "import test_device_positions; test_device_positions.compare_kernel('cpu')"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    compare_on_a_gpu_or_interpreted(compare_kernel)
 
 
 def random_rows(choose: random.Random, batch: int) -> list[Row]:

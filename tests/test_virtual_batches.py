@@ -6,14 +6,11 @@ That vLLM's builders are handed the same is in tests/releases/test_virtual_batch
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import compare_on_a_gpu_or_interpreted
 from torch.nn.functional import pad
 
 from vllm_async_spec.kernels import (
@@ -85,17 +82,7 @@ def test_one_row_for_each_request_of_one_token_and_at_most_one_too_many_for_the_
 
 
 def test_the_kernels_equal_their_references() -> None:
-    if torch.cuda.is_available():
-        compare_kernels("cuda")
-        return
-    pytest.importorskip("triton", reason="Triton is not installed")
-    # In a process of its own, because Triton's sums choose the interpreter when Triton is first imported.
-    code = "import test_virtual_batches; test_virtual_batches.compare_kernels('cpu')"
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    compare_on_a_gpu_or_interpreted(compare_kernels)
 
 
 def compare_kernels(device: str) -> None:

@@ -1,0 +1,29 @@
+"""Triton kernels without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def compare_on_a_gpu_or_interpreted(compare: Callable[[str], None]) -> None:
+    """Call a test module's `compare(device)`: with `cuda` here, or with `cpu` where Triton interprets its kernels.
+
+    That is a process of its own, because Triton chooses the interpreter when it is first imported.
+    """
+    if torch.cuda.is_available():
+        compare("cuda")
+        return
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = f"import {compare.__module__} as module; module.{compare.__name__}('cpu')"
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
