@@ -18,6 +18,7 @@ from vllm_async_spec.compat.backends import backend_subject
 from vllm_async_spec.compat.cases import CASES, Host
 from vllm_async_spec.compat.check import AbsentError, check
 from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.kernels import device_positions
 from vllm_async_spec.vllm_plugin.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 
@@ -198,6 +199,26 @@ def test_no_function_of_upstreams_is_pasted(runner_class, upstream):
 
 def test_cascade_attention_is_off(runner):
     assert runner.cascade_attn_enabled is False
+
+
+def test_vllms_warm_up_compiles_the_kernel_and_changes_nothing(runner, upstream, monkeypatch):
+    """No request waits for it. While vLLM profiles its memory there is no KV cache yet, and nothing to settle."""
+    monkeypatch.setattr(upstream, "_dummy_sampler_run", lambda self, hidden_states: hidden_states)
+    runner._progress, groups, runner.attn_groups = None, runner.attn_groups, []
+    assert runner._dummy_sampler_run("logits") == "logits"
+    assert runner._progress is None
+    runner.attn_groups = groups
+    launched = []
+    kernel = device_positions.correct_positions_reference
+    monkeypatch.setattr(
+        device_positions, "correct_positions_reference", lambda *given: (launched.append(given), kernel(*given))
+    )
+    runner._dummy_sampler_run("logits")
+    assert len(launched) == 1
+    assert not any(runner.seq_lens.gpu.tolist() + runner.positions.gpu.tolist())
+    settled = runner._progress
+    runner._settle()
+    assert runner._progress is settled
 
 
 def test_an_optimistic_step_asks_the_device_for_nothing(runner, monkeypatch):

@@ -163,18 +163,40 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
         def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._num_drafts = None
             made = super()._prepare_inputs(scheduler_output, *args, **kwargs)
-            if self.valid_sampled_token_count_event is None or self._always_exact is not None:
-                return made
-            if self._progress is None:
-                self._always_exact = always_needed(self)
-                if self._always_exact is not None:
-                    return made
-                self._become_optimistic()
-            self._correct_inputs()
+            self._settle()
+            if self._progress is not None:
+                self._correct_inputs()
             return made
 
+        def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> Any:
+            made = super()._dummy_sampler_run(*args, **kwargs)
+            # The end of vLLM's warm-up, and before that of its memory profile, when there is no KV cache yet.
+            if self.attn_groups:
+                self._settle()
+            if self._progress is not None:
+                # A row that had no drafts: compiles the kernel, so that no request waits for it, and changes nothing.
+                self._progress.correct(
+                    ["warm-up"],
+                    {},
+                    np.zeros(1, dtype=np.int32),
+                    self.query_start_loc.gpu,
+                    self.seq_lens.gpu,
+                    self.positions.gpu,
+                    self._position_axes(),
+                    self._paged_groups(),
+                )
+            return made
+
+        def _settle(self) -> None:
+            """Decide, once, whether steps may be optimistic, and set up what they need."""
+            if self.valid_sampled_token_count_event is None or self._progress is not None:
+                return
+            if self._always_exact is None:
+                self._always_exact = always_needed(self)
+            if self._always_exact is None:
+                self._become_optimistic()
+
         def _become_optimistic(self) -> None:
-            """Set up what the first step needs, within its input preparation."""
             self._progress = DeviceProgress(self.max_num_reqs, self.device)
             self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
             masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
@@ -188,13 +210,6 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             """Write the device's positions over the host's, and take note of what the next step has to know."""
             progress, batch = self._progress, self.input_batch
             assert progress is not None
-            if self._paged_of is not batch.block_table:  # the first step, or vLLM has made its input batch anew
-                self._paged_of, self._paged = batch.block_table, _paged_groups(batch.block_table)
-            axes = None
-            if self.uses_mrope:
-                axes = self.mrope_positions.gpu
-            elif self.uses_xdrope_dim > 0:
-                axes = self.xdrope_positions.gpu
             progress.correct(
                 batch.req_ids,
                 {} if batch.prev_sampled_token_ids is None else batch.prev_req_id_to_index,
@@ -202,13 +217,28 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
                 self.query_start_loc.gpu,
                 self.seq_lens.gpu,
                 self.positions.gpu,
-                axes,
-                self._paged,
+                self._position_axes(),
+                self._paged_groups(),
             )
             progress.scheduled(self._num_drafts)
             self._exact = needed_by(batch)
             if self._exact is not None:
                 progress.fetch(batch.num_reqs)
+
+        def _position_axes(self) -> torch.Tensor | None:
+            if self.uses_mrope:
+                axes: torch.Tensor = self.mrope_positions.gpu
+            elif self.uses_xdrope_dim > 0:
+                axes = self.xdrope_positions.gpu
+            else:
+                return None
+            return axes
+
+        def _paged_groups(self) -> PagedGroups:
+            table = self.input_batch.block_table
+            if self._paged_of is not table:  # the first time, or vLLM has made its input batch anew
+                self._paged_of, self._paged = table, _paged_groups(table)
+            return self._paged
 
         def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
             made = super()._gather_mm_embeddings(*args, **kwargs)
