@@ -20,6 +20,7 @@ from vllm_async_spec.vllm_plugin import (
     mla_prefill,
     optimistic_runner,
     prometheus_registry,
+    top_k,
     virtual_batches,
 )
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
@@ -38,6 +39,7 @@ IMPLEMENTATIONS = {
     **min_tokens.IMPLEMENTATIONS,
     **optimistic_runner.IMPLEMENTATIONS,
     **prometheus_registry.IMPLEMENTATIONS,
+    **top_k.IMPLEMENTATIONS,
     **virtual_batches.IMPLEMENTATIONS,
 }
 

@@ -1,0 +1,75 @@
+"""Top-k sampling of vLLM up to 0.16 that does not wait for the largest k.
+
+Where a batch samples with top-k and without top-p, vLLM takes as many logits of each row as the largest k of the batch,
+which is on the device, and `Tensor.topk` needs a number: the host waits for all that was launched before. The host has
+known every k since the request came. So the batch tells the largest one when its sampling metadata is made, and as many
+are taken. Which logits are masked does not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+
+def _unneeded(make: Any) -> str | None:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    if "apply_top_k_only" not in apply_top_k_top_p.__code__.co_names:
+        return "top-k alone waits for nothing here"
+    return None
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    # By batch: what its metadata was made of holds until it is made anew, and a process may have two engines.
+    largest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    make, mask = module.InputBatch._make_sampling_metadata, topk_topp_sampler.apply_top_k_only
+
+    @functools.wraps(make)
+    def _make_sampling_metadata(self: Any) -> Any:
+        largest[self] = 0 if self.no_top_k else _largest(self)
+        return make(self)
+
+    @functools.wraps(mask)
+    def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        bound = max(largest.values(), default=0)
+        if bound == 0:  # vLLM's warm-up, whose k is of no request
+            masked: torch.Tensor = mask(logits, k)
+            return masked
+        return top_k_only(logits, k, bound)
+
+    transaction.set(module.InputBatch, "_make_sampling_metadata", _make_sampling_metadata)
+    transaction.set_function(topk_topp_sampler, "apply_top_k_only", apply_top_k_only)
+
+
+def _largest(batch: Any) -> int:
+    rows = batch.top_k_cpu[: batch.num_reqs]
+    return int(rows[rows < batch.vocab_size].max(initial=0))
+
+
+def top_k_only(logits: torch.Tensor, k: torch.Tensor, bound: int) -> torch.Tensor:
+    """Mask what is not among the k largest logits of a row. Launches kernels and waits for nothing.
+
+    Args:
+        logits: (rows, vocabulary) floating point, device; masked in place.
+        k: (rows,) int32, device; the size of the vocabulary for a row without top-k.
+        bound: no k of a row with top-k is larger.
+
+    Returns:
+        `logits`.
+    """
+    everything = (k == logits.shape[1]).unsqueeze(1)
+    smallest = logits.topk(bound, dim=1).values.gather(1, (k.clamp(max=bound) - 1).long().unsqueeze(1))
+    return logits.masked_fill_((logits < smallest) & ~everything, -float("inf"))
+
+
+IMPLEMENTATIONS = {"top-k-bound": Implementation(_unneeded, _apply)}
