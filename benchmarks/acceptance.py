@@ -12,7 +12,8 @@ every matrix dense:
   drafter is to be wrong and -1 for the others, and the head is blind to it. `VOTE` is zero there, and the head's row
   for one token that is nobody's successor, the stranger, has a large weight for it.
 - The drafter, which would otherwise say what the target says, gets the mark into `VOTE`: by the projection of its
-  input, which copies the embedding and writes the mark (EAGLE, MTP), or by its own embeddings (a draft model).
+  input, which copies the embedding and writes the mark (EAGLE, MTP), by its attention, of which each token looks at
+  itself alone (EAGLE-3, whose projection does not see the embedding), or by its own embeddings (a draft model).
 
 Marks are spread over the cycle at random and every step begins at a token that no step before it has looked at, so
 that each draft is accepted with probability `share`, independently of the others.
@@ -32,7 +33,10 @@ _HEADS = {"lm_head", "head"}
 _NORMS = {"norm", "enorm", "hnorm"}
 """Norms outside the layers: of the last hidden state, and of the inputs of a drafter's projection."""
 _PROJECTIONS = {"fc", "eh_proj"}
-"""From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP."""
+"""From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP; EAGLE-3's
+is from three of the target's hidden states."""
+_LOOK = 2.0
+"""With it a token's own key is so far ahead of the others' that next to nothing else is looked at."""
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -117,6 +121,8 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     rows = _directions(vocabulary, hidden, device, seed)
     marks = torch.full((vocabulary,), -1.0, device=device)
     marks[: orbit.stranger][orbit.wrong.to(device)] = 1
+    if any(is_projection(name) and weight.shape[1] == 3 * hidden for name, weight in weights):
+        _hand_on_by_attention(weights, hidden)
     for name, weight in weights:
         if name in _HEADS:
             weight.zero_()
@@ -124,7 +130,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
             weight[orbit.stranger, VOTE] = 4 * hidden  # four times the logit of a token's successor
         elif name in _NORMS:
             weight.fill_(1)
-        elif name in _PROJECTIONS:
+        elif name in _PROJECTIONS and weight.shape[1] == 2 * hidden:
             weight[:, :hidden] += torch.eye(hidden, dtype=weight.dtype, device=device)
             weight[VOTE] = 0
             weight[VOTE, MARK] = 1
@@ -133,6 +139,20 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
         rows[:, VOTE] = marks
     embeddings.zero_()
     embeddings[:vocabulary] = rows.to(embeddings.dtype)
+
+
+def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) -> None:
+    """Have the layer of an EAGLE-3 drafter, whose heads are as wide as its hidden size, hand on embedding and mark."""
+    for name, weight in weights:
+        if name == "input_layernorm":
+            weight.fill_(1)
+        elif name == "qkv_proj":  # from (embedding, hidden state)
+            same = torch.eye(hidden, dtype=weight.dtype, device=weight.device)
+            weight[:, :hidden] += torch.cat((_LOOK * same, same, same))
+        elif name == "o_proj":
+            weight[:] += torch.eye(hidden, dtype=weight.dtype, device=weight.device)
+            weight[VOTE] = 0
+            weight[VOTE, MARK] = 1
 
 
 def _directions(vocabulary: int, hidden: int, device: torch.device, seed: int) -> Tensor:

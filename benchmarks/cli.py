@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plot | tables | soak | host-time | generation`."""
+"""The command line: `python -m benchmarks run | plot | tables | soak | features | host-time | generation`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError, Plugin
 from benchmarks.child import ChildError
+from benchmarks.features import FEATURES, FeatureError, find_feature
+from benchmarks.featuring import Place, in_short, run_features
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
 from benchmarks.present import grid, notes
@@ -32,6 +34,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_FEATURE_CONTROLS = ("positions", "exact")
 _PAGE = 150
 """Columns of a table that goes to a file, which has no width of its own."""
 
@@ -223,6 +226,52 @@ def soak(
         choice = "none of its next four choices" if behind is None else f"a choice {behind:.3f} behind"
         typer.echo(f"  request {index} differs from its token {place} on: {choice}")
     raise typer.Exit(1 if outcomes["different"] else 0)
+
+
+@app.command()
+def features(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"All, or some of: {', '.join(FEATURES)}.")
+    ] = None,
+    release: Annotated[str, typer.Option(help="The vLLM release that it must be; this environment's if unset.")] = "",
+    plugin: Annotated[
+        Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
+    ] = Plugin.ON,
+    control: Annotated[
+        str, typer.Option(help="Break the plugin on purpose, which must be noticed: positions or exact.")
+    ] = "",
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="As far as a CPU engine goes; an EAGLE head's drafts are a model's.")
+    ] = False,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; none is written if unset.")] = None,
+    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+) -> None:
+    """Serve small cases of what else vLLM can do, stock and with the plugin, and hold the tokens to stock's.
+
+    Exit code 0: every case is as stock, or vLLM itself refuses it; 1: one is not, or an engine died.
+    """
+    if control not in ("", *_FEATURE_CONTROLS):
+        _fail(f"--control is {control!r}; it must be one of {', '.join(_FEATURE_CONTROLS)}")
+    if release and release not in (installed_vllm(), *(each.partition("=")[0] for each in env or [])):
+        _fail(f"no environment has vLLM {release}; give --env {release}=FILE")
+    try:
+        chosen = [find_feature(name) for name in names or FEATURES]
+    except FeatureError as error:
+        _fail(str(error))
+    place = Place(release or None, _environments(env or []).get(release), cache, cpu)
+    right = True
+    for feature, found in run_features(chosen, place, plugin=plugin, control=control or None, report=_say):
+        right = right and found["verdict"] != "wrong"
+        if out is not None:
+            kind = f"-control-{control}" if control else "" if plugin is Plugin.ON else f"-{plugin.value}"
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"features-{feature.name}{kind}.json").write_text(json.dumps(found, indent=1) + "\n")
+        _say(in_short(found))
+    raise typer.Exit(0 if right else 1)
 
 
 def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:

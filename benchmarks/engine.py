@@ -19,6 +19,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from benchmarks import mrope
+from benchmarks.feature_engine import serve_feature
+from benchmarks.features import find_feature
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
 from benchmarks.soak import CONTROLS, Expected, delays, expect, runner_of, soak
@@ -162,17 +165,30 @@ class BenchEngine:
             "fallbacks": dict(report.sync_report().fallbacks) if report else {},
         }
 
+    def feature(self, name: str, noted: bool, late: bool, control: str | None, adapter: str | None) -> dict[str, Any]:
+        """Serve the case `name`, with random delays of the device if `late`; see `feature_engine.serve_feature`."""
+        if control is not None:
+            CONTROLS[control](self._llm)
+        with contextlib.ExitStack() as stack:
+            if late:
+                stack.enter_context(delays(self._llm, seed=0))
+            return serve_feature(self._llm, find_feature(name), noted=noted, adapter=adapter)
+
     def _model_options(self, folder: Path) -> dict[str, Any]:
         """Model, drafter, and how their weights are made up."""
         arm = self._arm
         method = Method(arm["method"]) if arm["method"] else None
         models = write_models(find_shape(arm["shape"]), method, folder)
+        if mrope.ARCHITECTURE in find_shape(arm["shape"]).target["architectures"]:
+            mrope.register()
         options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
         if method is None:
             return options
         drafting: dict[str, Any] = {"method": method.value, "num_speculative_tokens": arm["draft_tokens"]}
         if models.drafter != models.target:
             drafting["model"] = str(models.drafter)
+        if method in (Method.NGRAM, Method.NGRAM_GPU):
+            drafting |= {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
         acceptance = arm["acceptance"]
         if acceptance and acceptance["means"] == "sampler":
             drafting |= self._synthetic(acceptance["share"])
@@ -264,6 +280,7 @@ def main() -> None:
             "audit": engine.audit,
             "expect": engine.expect,
             "soak": engine.soak,
+            "feature": engine.feature,
         }
         print(json.dumps({"ready": True}), file=answers)
         for line in sys.stdin:

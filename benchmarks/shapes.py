@@ -14,13 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.mrope import ARCHITECTURE as MROPE_LLAMA
+
 
 class Method(str, enum.Enum):
     """How drafts are made, by vLLM's names."""
 
     EAGLE = "eagle"
+    EAGLE3 = "eagle3"
     DRAFT_MODEL = "draft_model"
     MTP = "mtp"
+    NGRAM = "ngram"
+    NGRAM_GPU = "ngram_gpu"
 
 
 class ShapeError(ValueError):
@@ -38,7 +43,7 @@ class Shape:
     target: Mapping[str, Any]
     """Its config.json."""
     drafters: Mapping[Method, Mapping[str, Any] | None]
-    """A config.json for each way of drafting; None where the target's own directory holds the drafter."""
+    """A config.json for each way of drafting; None where the target's own directory holds the drafter, or none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +220,18 @@ _TINY_MOE = _QWEN3_MOE | _TINY_LAYER | {"num_key_value_heads": 2, "head_dim": 64
 _TINY_MOE_EAGLE = _llama(hidden=256, layers=1, heads=4, kv_heads=2, head_dim=64, intermediate=256, vocabulary=1024)
 _TINY_MLA = _DEEPSEEK_LITE | _TINY_LAYER | {"num_key_value_heads": 4, "n_routed_experts": 8}
 
+# No experts, so that a tiny engine needs none of their kernels; its prediction layer is dense too.
+_TINY_MTP = _TINY_MLA | {"first_k_dense_replace": _TINY_LAYER["num_hidden_layers"] + 1}
+# The vocabulary of the demo's bytes, with the end of text where its tokenizer has it.
+_TEXT = {"vocab_size": 272, "bos_token_id": 256, "eos_token_id": 256}
+# Keys and values as wide as the hidden state, so that attention can hand an embedding on.
+_TINY_EAGLE3 = _TINY | {
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+}
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 500_000.0}}
+
 
 def _one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """The EAGLE drafter of a Llama: one layer of it."""
@@ -257,9 +274,29 @@ SHAPES = {
             "a Llama for tests on a CPU",
             0.558e6,
             _TINY,
-            {Method.EAGLE: _one_layer(_TINY), Method.DRAFT_MODEL: _TINY_DRAFT},
+            {Method.EAGLE: _one_layer(_TINY), Method.EAGLE3: _TINY_EAGLE3, Method.DRAFT_MODEL: _TINY_DRAFT},
+        ),
+        Shape(
+            "tiny-text",
+            "the same with a byte for each token",
+            0.366e6,
+            _TINY | _TEXT,
+            {
+                Method.EAGLE: _one_layer(_TINY | _TEXT),
+                Method.DRAFT_MODEL: _TINY_DRAFT | _TEXT,
+                Method.NGRAM: None,
+                Method.NGRAM_GPU: None,
+            },
+        ),
+        Shape(
+            "tiny-mrope",
+            "the same with positions of three axes",
+            0.558e6,
+            _TINY | _MROPE | {"architectures": [MROPE_LLAMA]},
+            {Method.EAGLE: _one_layer(_TINY | _MROPE)},
         ),
         Shape("tiny-moe", "the same of moe", 1.72e6, _TINY_MOE, {Method.EAGLE: _TINY_MOE_EAGLE}),
         Shape("tiny-mla", "the same of mla", 3.22e6, _TINY_MLA, {Method.MTP: None}),
+        Shape("tiny-mtp", "the same without experts", 3.22e6, _TINY_MTP, {Method.MTP: None}),
     )
 }

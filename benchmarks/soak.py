@@ -23,7 +23,8 @@ NEAR = 0.05
 """Two choices this close may be swapped by the order of additions, in float16, where logits spread by 1."""
 
 _NOTED = 0.5
-_CHOICES = 5
+CHOICES = 5
+"""Most likely tokens that are asked for, the chosen one among them."""
 
 _LONGEST_DELAY_MS = 6.0
 _DELAYED = 0.25
@@ -76,12 +77,13 @@ def expect(llm: Any, requests: Sequence[Request], sampling: Callable[..., Any]) 
     """What `llm`, a `vllm.LLM`, says to each request, with its other choices."""
     prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
     outputs = llm.generate(
-        prompts, [sampling(request.max_tokens, logprobs=_CHOICES) for request in requests], use_tqdm=False
+        prompts, [sampling(request.max_tokens, logprobs=CHOICES) for request in requests], use_tqdm=False
     )
-    return [_expected(output.outputs[0]) for output in outputs]
+    return [expected_of(output.outputs[0]) for output in outputs]
 
 
-def _expected(output: Any) -> Expected:
+def expected_of(output: Any) -> Expected:
+    """What one output of vLLM's with log-probabilities says."""
     tokens = [int(token) for token in output.token_ids]
     behind = []
     for token, choices in zip(tokens, output.logprobs, strict=True):
@@ -223,5 +225,26 @@ def _short(llm: Any) -> None:
         builder.build = shortened(builder.build)
 
 
-CONTROLS: dict[str, Callable[[Any], None]] = {"lengths": _no_lengths, "fence": _no_fence, "short": _short}
+def _no_positions(llm: Any) -> None:
+    """What the runner of 0.14 to 0.18 sent as if every draft had been accepted is not corrected on the device."""
+    from vllm_async_spec.spec_decode import DeviceProgress
+
+    for name in ("correct",):
+        setattr(DeviceProgress, name, lambda *_: None)
+
+
+def _never_exact(llm: Any) -> None:
+    """No batch waits for exact counts, whatever its requests need."""
+    from vllm_async_spec.vllm_plugin import optimistic_runner
+
+    optimistic_runner.__dict__["needed_by"] = lambda _: None
+
+
+CONTROLS: dict[str, Callable[[Any], None]] = {
+    "lengths": _no_lengths,
+    "fence": _no_fence,
+    "short": _short,
+    "positions": _no_positions,
+    "exact": _never_exact,
+}
 """Ways to break an engine on purpose, each of which a soak must notice where the path uses it."""

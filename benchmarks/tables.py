@@ -5,7 +5,7 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is `demo`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
+NAME is `demo`, `features`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.feature_table import feature_grid
 from benchmarks.present import Grid, grid, notes
 from benchmarks.results import RESULTS, read_result
 
@@ -136,7 +137,16 @@ def _soak(results: Path) -> str:
     return Grid(head, rows).markdown()
 
 
-_MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {"demo": _demo, "host-time": _host_time, "soak": _soak}
+def _features(results: Path) -> str:
+    return feature_grid(results).markdown()
+
+
+_MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
+    "demo": _demo,
+    "features": _features,
+    "host-time": _host_time,
+    "soak": _soak,
+}
 
 
 def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:

@@ -1,0 +1,54 @@
+"""What a case needs on disk beside its model: a tokenizer of bytes, a LoRA adapter. Nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_RANK = 8
+_STRENGTH = 0.5
+"""Of the adapter's change of a matrix, next to a matrix of stirred weights."""
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write the demo's tokenizer, a token for each byte and one for the end of text; return its directory."""
+    from vllm_async_spec.demo.train import EOS, byte_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
+    return folder
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a LoRA adapter of noise for a Llama of this config.json, as PEFT does; return its directory."""
+    from safetensors.torch import save_file
+
+    source = torch.Generator().manual_seed(0)
+    hidden, head = config["hidden_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    outputs = {"q_proj": (hidden, query), "v_proj": (hidden, key), "o_proj": (query, hidden)}
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, (inputs, out) in outputs.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=source) / inputs**0.5
+            weights[f"{name}.lora_B.weight"] = torch.randn(out, _RANK, generator=source) * _STRENGTH / _RANK**0.5
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(outputs),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings) + "\n")
+    return folder
