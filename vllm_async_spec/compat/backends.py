@@ -22,6 +22,7 @@ from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
 from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.mla_layer import MlaLayer
 from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
@@ -49,6 +50,10 @@ def _triton_layer(**how: Any) -> MakeLayer:
 
 def _triton() -> Any:
     return importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+
+
+def _mla_layer(found: Any, builder: Any, device: Device, block_size: int) -> Layer:
+    return MlaLayer(found, builder, device, block_size)
 
 
 _LAYER = _layer()
@@ -272,15 +277,27 @@ BACKENDS: dict[str, Backend] = {
             _plain,
             layer="its KV cache is quantised, and the reference is of one that is not",
         ),
-        Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE)),
-        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE)),
-        Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
-        Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
-        Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
-        Backend("MLA_PREFILL_FLASH_ATTN", (_TRITON_MLA,), _mla_prefill("FLASH_ATTN")),
-        Backend("MLA_PREFILL_FLASHINFER", (_TRITON_MLA,), _mla_prefill("FLASHINFER"), capability=BLACKWELL),
-        Backend("MLA_PREFILL_TRTLLM", (_TRITON_MLA,), _mla_prefill("TRTLLM_RAGGED"), capability=BLACKWELL),
-        Backend("MLA_PREFILL_CUDNN", (_TRITON_MLA,), _mla_prefill("CUDNN"), capability=BLACKWELL),
+        Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE), layer=_mla_layer),
+        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE), layer=_mla_layer),
+        Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64, layer=_mla_layer),
+        Backend(
+            "FLASHINFER_MLA",
+            (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",),
+            _mla(64),
+            block_size=64,
+            layer=_mla_layer,
+        ),
+        Backend(
+            "CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128, layer=_mla_layer
+        ),
+        Backend("MLA_PREFILL_FLASH_ATTN", (_TRITON_MLA,), _mla_prefill("FLASH_ATTN"), layer=_mla_layer),
+        Backend(
+            "MLA_PREFILL_FLASHINFER", (_TRITON_MLA,), _mla_prefill("FLASHINFER"), capability=BLACKWELL, layer=_mla_layer
+        ),
+        Backend(
+            "MLA_PREFILL_TRTLLM", (_TRITON_MLA,), _mla_prefill("TRTLLM_RAGGED"), capability=BLACKWELL, layer=_mla_layer
+        ),
+        Backend("MLA_PREFILL_CUDNN", (_TRITON_MLA,), _mla_prefill("CUDNN"), capability=BLACKWELL, layer=_mla_layer),
         Backend(
             "INDEXER",
             (f"{_IN}mla.indexer:DeepseekV32IndexerBackend",),
