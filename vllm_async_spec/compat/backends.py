@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, fai
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
 from vllm_async_spec.compat.host_device import HostDevice
+from vllm_async_spec.compat.impl_layer import ImplLayer
+from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
 from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.mla_layer import MlaLayer
 from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
@@ -29,6 +33,30 @@ _LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
 """Where attention layers live, in newer releases and in older ones."""
 _LOCAL_CHUNK = 64
 """Tokens that a token of chunked local attention sees at most."""
+
+
+MakeLayer = Callable[[Any, Any, Device, int], Layer]
+"""From what was found, a builder, the device, and the tokens in a block of the KV cache."""
+
+
+def _layer(**how: Any) -> MakeLayer:
+    return lambda found, builder, device, block_size: ImplLayer(found, builder, device, block_size, **how)
+
+
+def _triton_layer(**how: Any) -> MakeLayer:
+    """As `_layer`, where what was found makes a backend of another."""
+    return lambda found, builder, device, block_size: ImplLayer(_triton(), builder, device, block_size, **how)
+
+
+def _triton() -> Any:
+    return importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+
+
+def _mla_layer(found: Any, builder: Any, device: Device, block_size: int) -> Layer:
+    return MlaLayer(found, builder, device, block_size)
+
+
+_LAYER = _layer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +76,7 @@ class Backend:
         common_prefix: As `Subject.common_prefix`.
         capability: The compute capability of the GPU that it is for; None for an H200's, or any.
         on_host: Whether its device is the host.
+        layer: Makes a layer that attends with what the builder has built; or why there is none.
     """
 
     name: str
@@ -61,6 +90,7 @@ class Backend:
     common_prefix: Callable[[Case], int] = lambda case: 0
     capability: tuple[int, int] | None = None
     on_host: bool = False
+    layer: MakeLayer | str = _LAYER
 
 
 def _plain(cls: Any, setting: Setting) -> Any:
@@ -112,10 +142,15 @@ def _sparse(cache_dtype: str) -> Callable[[Any, Setting], Any]:
     return lambda cls, setting: sparse_mla_builder(cls, setting, cache_dtype)
 
 
+def _before_hopper() -> contextlib.AbstractContextManager[None]:
+    """As on such a GPU: FA3 is what a release finds on an H200."""
+    module = importlib.import_module(f"{_IN}flash_attn")
+    return replaced(module, get_flash_attn_version=lambda *args, **kwargs: 2)
+
+
 def _flash_attention_2(cls: Any, setting: Setting) -> Any:
-    """As on a GPU before Hopper: FA3 is what the loaded release finds here."""
     arguments = setting.arguments()
-    with replaced(importlib.import_module(cls.__module__), get_flash_attn_version=lambda *args, **kwargs: 2):
+    with _before_hopper():
         return setting.construct(cls, *arguments)
 
 
@@ -162,10 +197,9 @@ def _cpu(cls: Any, setting: Setting) -> Any:
 def _encoder_only(found: Any, setting: Setting) -> Any:
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
     _, layers, config, device = setting.arguments()
     spec = EncoderOnlyAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
+    return setting.construct(found(_triton()).get_builder_cls(), spec, layers, config, device)
 
 
 def _no_encoder_batch(case: Case) -> str | None:
@@ -174,13 +208,11 @@ def _no_encoder_batch(case: Case) -> str | None:
 
 
 def _chunked_local(found: Any, setting: Setting) -> Any:
-    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
-    return local_attention_builder(backend, setting, _LOCAL_CHUNK, BLOCK_SIZE)
+    return local_attention_builder(_triton(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
 
 
 def _fast_prefill(found: Any, setting: Setting) -> Any:
-    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
-    return _plain(found("FastPrefill", backend).get_builder_cls(), setting)
+    return _plain(found("FastPrefill", _triton()).get_builder_cls(), setting)
 
 
 def _logits(case: Case, device: Device) -> Mapping[str, Any]:
@@ -205,10 +237,9 @@ def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
 def _cross(found: Any, setting: Setting) -> Any:
     from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-    backend = importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
     _, layers, config, device = setting.arguments()
     spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return setting.construct(found(backend).get_builder_cls(), spec, layers, config, device)
+    return setting.construct(found(_triton()).get_builder_cls(), spec, layers, config, device)
 
 
 def _flashinfer(way: Way) -> Callable[[Any, Setting], Any]:
@@ -220,13 +251,16 @@ _FLASH = f"{_IN}flash_attn:FlashAttentionBackend"
 _FLASHMLA_SPARSE = f"{_IN}mla.flashmla_sparse:FlashMLASparseBackend"
 _TRITON_MLA = f"{_IN}mla.triton_mla:TritonMLABackend"
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
+_TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
+_CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
+_STATES = "a layer of state space attends to nothing"
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("FLASH_ATTN", (_FLASH,), _plain),
-        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2),
-        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp),
+        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2, layer=_layer(surround=_before_hopper)),
+        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp, layer=_TWO_RANKS),
         Backend(
             "FLASH_ATTN_CASCADE",
             (_FLASH,),
@@ -237,50 +271,85 @@ BACKENDS: dict[str, Backend] = {
         Backend("TRITON_ATTN", (_TRITON,), _plain),
         Backend("FLEX_ATTENTION", (f"{_IN}flex_attention:FlexAttentionBackend",), _flex),
         Backend("TREE_ATTN", (f"{_IN}tree_attn:TreeAttentionBackend",), _plain),
-        Backend("TURBOQUANT", (f"{_IN}turboquant_attn:TurboQuantAttentionBackend",), _plain),
-        Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE)),
-        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE)),
-        Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64),
-        Backend("FLASHINFER_MLA", (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",), _mla(64), block_size=64),
-        Backend("CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128),
-        Backend("MLA_PREFILL_FLASH_ATTN", (_TRITON_MLA,), _mla_prefill("FLASH_ATTN")),
-        Backend("MLA_PREFILL_FLASHINFER", (_TRITON_MLA,), _mla_prefill("FLASHINFER"), capability=BLACKWELL),
-        Backend("MLA_PREFILL_TRTLLM", (_TRITON_MLA,), _mla_prefill("TRTLLM_RAGGED"), capability=BLACKWELL),
-        Backend("MLA_PREFILL_CUDNN", (_TRITON_MLA,), _mla_prefill("CUDNN"), capability=BLACKWELL),
-        Backend("INDEXER", (f"{_IN}mla.indexer:DeepseekV32IndexerBackend",), indexer_builder, block_size=64),
-        Backend("FLASHMLA_SPARSE", (_FLASHMLA_SPARSE,), _sparse("auto"), block_size=64),
-        Backend("FLASHMLA_SPARSE_FP8", (_FLASHMLA_SPARSE,), _sparse("fp8_ds_mla"), block_size=64),
+        Backend(
+            "TURBOQUANT",
+            (f"{_IN}turboquant_attn:TurboQuantAttentionBackend",),
+            _plain,
+            layer="its KV cache is quantised, and the reference is of one that is not",
+        ),
+        Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE), layer=_mla_layer),
+        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE), layer=_mla_layer),
+        Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64, layer=_mla_layer),
+        Backend(
+            "FLASHINFER_MLA",
+            (f"{_IN}mla.flashinfer_mla:FlashInferMLABackend",),
+            _mla(64),
+            block_size=64,
+            layer=_mla_layer,
+        ),
+        Backend(
+            "CUTLASS_MLA", (f"{_IN}mla.cutlass_mla:CutlassMLABackend",), _mla(128), block_size=128, layer=_mla_layer
+        ),
+        Backend("MLA_PREFILL_FLASH_ATTN", (_TRITON_MLA,), _mla_prefill("FLASH_ATTN"), layer=_mla_layer),
+        Backend(
+            "MLA_PREFILL_FLASHINFER", (_TRITON_MLA,), _mla_prefill("FLASHINFER"), capability=BLACKWELL, layer=_mla_layer
+        ),
+        Backend(
+            "MLA_PREFILL_TRTLLM", (_TRITON_MLA,), _mla_prefill("TRTLLM_RAGGED"), capability=BLACKWELL, layer=_mla_layer
+        ),
+        Backend("MLA_PREFILL_CUDNN", (_TRITON_MLA,), _mla_prefill("CUDNN"), capability=BLACKWELL, layer=_mla_layer),
+        Backend(
+            "INDEXER",
+            (f"{_IN}mla.indexer:DeepseekV32IndexerBackend",),
+            indexer_builder,
+            block_size=64,
+            layer="it chooses what others attend to",
+        ),
+        Backend("FLASHMLA_SPARSE", (_FLASHMLA_SPARSE,), _sparse("auto"), block_size=64, layer=_CHOSEN),
+        Backend("FLASHMLA_SPARSE_FP8", (_FLASHMLA_SPARSE,), _sparse("fp8_ds_mla"), block_size=64, layer=_CHOSEN),
         Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(Way.NATIVE), layout=PAGE_TABLE),
         Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(Way.XQA), layout=PAGE_TABLE),
         Backend("FLASHINFER_TRTLLM", (_FLASHINFER,), _flashinfer(Way.TRTLLM), layout=PAGE_TABLE, capability=BLACKWELL),
-        Backend("FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=PAGE_TABLE),
-        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted),
-        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted),
-        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted),
-        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), _mamba, arguments=_accepted),
-        Backend("SHORT_CONV", (f"{_IN}short_conv_attn:ShortConvAttentionBackend",), _mamba, arguments=_accepted),
+        Backend(
+            "FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=PAGE_TABLE, layer=_TWO_RANKS
+        ),
+        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
+        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
+        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
+        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
+        Backend(
+            "SHORT_CONV",
+            (f"{_IN}short_conv_attn:ShortConvAttentionBackend",),
+            _mamba,
+            arguments=_accepted,
+            layer=_STATES,
+        ),
         Backend(
             "CHUNKED_LOCAL",
             tuple(f"{layers}chunked_local_attention:create_chunked_local_attention_backend" for layers in _LAYERS),
             _chunked_local,
+            layer=_triton_layer(chunk=_LOCAL_CHUNK),
         ),
         Backend(
             "FAST_PREFILL",
             (f"{_IN}utils:create_fast_prefill_custom_backend",),
             _fast_prefill,
             fields=_logits,
+            layer=_triton_layer(last_only=True),
         ),
         Backend(
             "CROSS_ATTENTION",
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
             _cross,
             fields=_encoder,
+            layer="it attends to what an encoder made, and the suite has no encoder",
         ),
         Backend(
             "ENCODER_ONLY",
             tuple(f"{layers}encoder_only_attention:create_encoder_only_attention_backend" for layers in _LAYERS),
             _encoder_only,
             not_for=_no_encoder_batch,
+            layer=_triton_layer(encoder=True),
         ),
         # Its plan is bytes, not all of which its kernel writes.
         Backend(
@@ -337,7 +406,19 @@ def backend_subject(name: str, device: Device) -> Subject:
         layout=backend.layout,
         common_prefix=backend.common_prefix,
         device=HostDevice() if backend.on_host else None,
+        layer=_layer_of(backend, found, device),
     )
+
+
+def _layer_of(backend: Backend, found: Any, device: Device) -> Callable[[Any, Device], Layer] | str:
+    make = backend.layer
+    if isinstance(make, str):
+        return make
+    if loaded_source() is not None:
+        return "nothing is compiled of a release that is only unpacked"
+    if not device.validates_kernels and not backend.on_host:
+        return "no kernel runs on a simulated device"
+    return lambda builder, device: make(found, builder, device, backend.block_size)
 
 
 def _find(backend: Backend, release: str) -> Any:

@@ -22,9 +22,10 @@ from vllm_async_spec.compat import compare
 from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, MetadataFactory
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
+from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
-__all__ = ["AbsentError", "Subject", "SubjectError", "check", "failure_sentence"]
+__all__ = ["AbsentError", "Built", "Subject", "SubjectError", "build", "check", "configured", "failure_sentence"]
 
 
 class SubjectError(RuntimeError):
@@ -60,6 +61,8 @@ class Subject:
         device: Where it must be tried; None for anywhere.
         layout: Parts of field names that say where things lie, and not how long they are: sized by a bound, they
             differ and are right.
+        layer: Makes a layer that attends with what a builder has built, from the builder; or why there is none. May
+            raise `NoForwardError`.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Subject:
     common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
     device: Device | None = None
     layout: tuple[str, ...] = ()
+    layer: Callable[[Any, Device], Layer] | str = "only its builder is known; name its backend, which has its forward"
 
 
 def check(
@@ -134,7 +138,7 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     if reason is None:
         builder = _make(subject, device)
         try:
-            with _configured(builder):
+            with configured(builder):
                 reason = _has_no_such_call(builder, case)
         except Exception as error:
             reason = f"asking whether it can be captured fails: {failure_sentence(error)}"
@@ -168,7 +172,48 @@ def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
 
 
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
-    """Build once, with a new builder, lest it remembers what another host knew; no snapshot where that failed."""
+    """Build once; no snapshot where that failed."""
+    if device.validates_kernels:
+        build(subject, case, host, device)  # what is compiled or tuned waits, once
+    made = build(subject, case, host, device)
+    if made.failure is not None:
+        return Build(host, made.failure, made.waits, made.changed), None
+    snapshot = compare.take({"": made.metadata, **device.kernel_calls()}, device, made.builder)
+    skipped = tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
+    return Build(host, None, made.waits, made.changed, (), snapshot.not_validated, skipped), snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """One build.
+
+    Attributes:
+        builder: What built it.
+        metadata: What it built; None where that failed.
+        failure: The exception and where it was raised; None if it finished.
+        waits: Where the host would wait, in the order of time.
+        changed: Fields of the common metadata that the builder changed.
+    """
+
+    builder: Any
+    metadata: Any
+    failure: str | None
+    waits: tuple[Wait, ...]
+    changed: tuple[str, ...]
+
+
+def build(subject: Subject, case: Case, host: Host, device: Device) -> Built:
+    """Build a batch, with a new builder, lest it remembers what another host knew.
+
+    Args:
+        subject: The builder.
+        case: The batch.
+        host: What the host is told.
+        device: Where it is made and run; it is cleared before.
+
+    Returns:
+        What came of it. What `build` raises is told, not raised.
+    """
     builder = _make(subject, device)
     metadata = subject.metadata(
         case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
@@ -176,19 +221,12 @@ def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Bu
     before = _tensors(metadata)
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
-    with _without_warnings(), _configured(builder), device.watching() as waits:
+    with _without_warnings(), configured(builder), device.watching() as waits:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:
             failure = failure_sentence(error)
-    changed = _changed(metadata, before)
-    found: tuple[Wait, ...] = tuple(waits)
-    if failure is not None:
-        return Build(host, failure, found, changed), None
-    snapshot = compare.take({"": built, **device.kernel_calls()}, device, builder)
-    return Build(
-        host, None, found, changed, (), snapshot.not_validated, tuple(f"{p} ({t})" for p, t in snapshot.skipped.items())
-    ), snapshot
+    return Built(builder, built, failure, tuple(waits), _changed(metadata, before))
 
 
 @contextlib.contextmanager
@@ -199,7 +237,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
+def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
     """What a builder of vLLM's finds as the current configuration, as it does in an engine."""
     config = getattr(builder, "vllm_config", None)
     if config is None or "vllm" not in sys.modules:

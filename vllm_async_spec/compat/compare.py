@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_async_spec.compat.cases import BLOCK_SIZE
 from vllm_async_spec.compat.device import Device
 
 __all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
@@ -154,6 +155,8 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
         return None
     if hasattr(type(value), "compared"):
         return list(value.compared().items())  # type: ignore[attr-defined]
+    if hasattr(value, "_pin_memory_int_workspace_buffer"):
+        return list(_planned(value).items())
     if type(value).__name__ == "VllmConfig":  # what kernels carry beside the metadata is none
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -167,6 +170,20 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
     if callable(value) or not hasattr(value, "__dict__"):
         return None
     return [(name, part) for name, part in vars(value).items() if not callable(part)]
+
+
+def _planned(wrapper: Any) -> dict[str, object]:
+    """Of a wrapper of flashinfer-python's what a caller gave its plan, under the names of `flashinfer_stub`.
+
+    The plan itself is for the kernels alone. It is as long as some batch before left it, and what of it masks and what
+    only shares work out, nobody but them can tell: that is found by attending.
+    """
+    ends, last = (getattr(wrapper, f"_paged_kv_{name}_buf", None) for name in ("indptr", "last_page_len"))
+    if ends is None or last is None:
+        return {"queries": getattr(wrapper, "_qo_indptr_buf", None), "keys": getattr(wrapper, "_kv_indptr_buf", None)}
+    pages = ends[1:] - ends[:-1]
+    lengths = torch.where(pages == 0, 0, (pages - 1) * BLOCK_SIZE + last[: len(pages)])
+    return {"lengths": Derived(lengths, (ends, last)), "page ends": ends, "last page": last}
 
 
 def _parts_in_use(values: list[tuple[str, object]], builder: object) -> dict[int, str]:

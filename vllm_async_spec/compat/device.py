@@ -245,13 +245,13 @@ def _key(tensor: torch.Tensor) -> int:
 def _readable(stack: RawStack) -> tuple[Frame, ...]:
     """The frames between the suite's call of the builder and PyTorch."""
     frames = plain(stack)
-    called = next((at for at, entry in enumerate(frames) if entry[0] == _CALLER), len(frames))
+    called = next((at for at, entry in enumerate(frames) if entry[0] in _CALLERS), len(frames))
     theirs = [frame for frame in frames[:called] if not frame[0].startswith(_OURS)]
     return readable(tuple(frame for frame in theirs if not frame[0].endswith(_DECORATORS)), _SHOWN)
 
 
-_CALLER = _OURS + "check.py"
-"""What calls builders; frames below it are whoever called the suite."""
+_CALLERS = (_OURS + "check.py", _OURS + "forward.py")
+"""What calls builders and layers; frames below are whoever called the suite."""
 
 
 class _Copies(TorchDispatchMode):

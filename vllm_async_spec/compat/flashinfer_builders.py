@@ -50,6 +50,8 @@ def flashinfer_builder(cls: Any, setting: Setting, way: Way) -> Any:
     forced = {Way.TRTLLM: True, Way.XQA: None}.get(way, False)
     if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
         config.attention_config.use_trtllm_attention = forced
+    if hasattr(config.cache_config, "kv_cache_layout"):  # from 0.30 on, where the engine settles it at start-up
+        config.cache_config.kv_cache_layout = "LBNHC"
     _know_one_layer()
     if way is Way.CONTEXT_PARALLEL:
         with context_parallel(config, 2):
@@ -64,10 +66,7 @@ def flashinfer_builder(cls: Any, setting: Setting, way: Way) -> Any:
 
 
 def _know_one_layer() -> None:
-    """The layers' parameters, which it finds in the model, and the layout, which the engine settles at start-up."""
+    """The layers' parameters, which it finds in the model."""
     module = importlib.import_module(_MODULE)
     parameters = importlib.import_module("vllm.v1.attention.backends.utils").PerLayerParameters(-1, None, 0.125)
     module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]
-    if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
-        module.FlashInferMetadataBuilder.kv_cache_layout = None
-        module.get_flashinfer_layout_string = lambda layout: "NHD"  # type: ignore[attr-defined]

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.vllm_source import loaded_source
 
-__all__ = ["BLACKWELL", "HOPPER", "context_parallel", "replaced", "stand_on"]
+__all__ = ["BLACKWELL", "HOPPER", "context_parallel", "replaced", "stand_on", "workspace"]
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities: an H200's, and a B200's."""
@@ -83,3 +85,19 @@ def replaced(target: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name, value in kept.items():
             setattr(target, name, value)
+
+
+@contextlib.contextmanager
+def workspace(device: torch.device) -> Iterator[None]:
+    """Let builders and layers have what the engine shares for scratch, which it makes at start-up."""
+    try:
+        workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
+    except ModuleNotFoundError:
+        yield
+        return
+
+    def get_simultaneous(*wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
+
+    with replaced(workspace, _manager=SimpleNamespace(get_simultaneous=get_simultaneous)):
+        yield

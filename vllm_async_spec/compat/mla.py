@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +13,24 @@ import torch
 
 from vllm_async_spec.compat.cases import MAX_MODEL_LEN
 from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.machine import replaced
+from vllm_async_spec.compat.machine import replaced, workspace
 from vllm_async_spec.compat.setting import LAYER, Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
-__all__ = ["indexer_builder", "mla_builder", "mla_prefill_builder", "sparse_mla_builder"]
+__all__ = [
+    "DIMENSIONS",
+    "HEADS",
+    "SCALE",
+    "indexer_builder",
+    "mla_builder",
+    "mla_prefill_builder",
+    "sparse_mla_builder",
+]
 
-# Latent and rotary parts, as DeepSeek V2 and V3 have them.
-_DIMENSIONS = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+"""Latent and rotary parts, as DeepSeek V2 and V3 have them."""
+HEADS, SCALE = 8, 0.1
+"""Query heads, and the factor on their logits."""
 _SPARSE_BLOCK = 64
 """Tokens in a block, as all kernels of sparse MLA want it."""
 _FLAGS = {
@@ -42,16 +45,16 @@ _FLAGS = {
 class _Layer(SimpleNamespace):
     """What a builder asks of its layer: its dimensions, and the kernels of its prefills."""
 
-    num_heads = 8
+    num_heads = HEADS
+    q_lora_rank = None
     dcp_manager = None
     prefill_class: Any = None
     vllm_config: Any = None
 
     @property
     def prefill_backend(self) -> Any:
-        sizes = {name: size for name, size in _DIMENSIONS.items() if name != "q_lora_rank"}
         kernels = self.prefill_class or _no_kernels()
-        return kernels(num_heads=self.num_heads, scale=0.1, vllm_config=self.vllm_config, **sizes)
+        return kernels(num_heads=self.num_heads, scale=SCALE, vllm_config=self.vllm_config, **DIMENSIONS)
 
 
 def _no_kernels() -> Any:
@@ -70,16 +73,19 @@ def mla_builder(builder_class: Any, setting: Setting, block_size: int, prefill_c
         builder_class: Such as `FlashMLAMetadataBuilder`.
         setting: What it is made from, but for the shape of its layer and of its KV cache.
         block_size: Tokens in a block of the KV cache.
-        prefill_class: The kernels of prefills, in releases where the layer has them; else some that prepare nothing.
+        prefill_class: The kernels of prefills, in releases where the layer has them. If None, FlashAttention's on a
+            GPU, and elsewhere some that prepare nothing.
 
     Returns:
         The builder. Its model is a small Llama with the latent dimensions of DeepSeek V2.
     """
     layers, config, device = _latent(setting, block_size)
+    if prefill_class is None and device.type == "cuda" and (registry := _registry()) is not None:
+        prefill_class = registry.MLAPrefillBackendEnum.FLASH_ATTN.get_class()
     config.compilation_config.static_forward_context[LAYER] = _Layer(
-        **_DIMENSIONS, prefill_class=prefill_class, vllm_config=config
+        **DIMENSIONS, prefill_class=prefill_class, vllm_config=config
     )
-    with _workspace(device) if prefill_class is not None else contextlib.nullcontext():
+    with workspace(device) if prefill_class is not None else contextlib.nullcontext():
         return setting.construct(builder_class, _spec(block_size, 576), layers, config, device)
 
 
@@ -98,9 +104,8 @@ def mla_prefill_builder(setting: Setting, kernels: str, block_size: int) -> Any:
         AbsentError: This release has no such kernels.
     """
     found = importlib.import_module("vllm.v1.attention.backends.mla.triton_mla").TritonMLABackend.get_builder_cls()
-    try:
-        registry: Any = importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
-    except ModuleNotFoundError:
+    registry = _registry()
+    if registry is None:
         return _flagged(found, setting, kernels, block_size)
     named = getattr(registry.MLAPrefillBackendEnum, kernels, None)
     if named is None:
@@ -115,6 +120,14 @@ def mla_prefill_builder(setting: Setting, kernels: str, block_size: int) -> Any:
     if getattr(module, "flash_attn_varlen_func", 1) is None:
         module.flash_attn_varlen_func = _no_attention
     return mla_builder(found, setting, block_size, chosen)
+
+
+def _registry() -> Any:
+    """The release's kernels of prefills; None where the builder itself chooses them, as up to 0.18."""
+    try:
+        return importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
+    except ModuleNotFoundError:
+        return None
 
 
 def _flagged(builder_class: Any, setting: Setting, kernels: str, block_size: int) -> Any:
@@ -153,7 +166,7 @@ def sparse_mla_builder(builder_class: Any, setting: Setting, cache_dtype: str) -
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     config.cache_config.cache_dtype = cache_dtype
-    config.compilation_config.static_forward_context[LAYER] = _Layer(**_DIMENSIONS, vllm_config=config)
+    config.compilation_config.static_forward_context[LAYER] = _Layer(**DIMENSIONS, vllm_config=config)
     return setting.construct(builder_class, _spec(_SPARSE_BLOCK, 576, cache_dtype), layers, config, device)
 
 
@@ -198,7 +211,7 @@ def _latent(setting: Setting, block_size: int) -> tuple[list[str], Any, torch.de
     _, layers, config, device = setting.arguments(block_size=block_size)
     model: Any = config.model_config
     for target in (model.hf_text_config, model.hf_config):
-        for name, size in (_DIMENSIONS | {"index_topk": 2048}).items():
+        for name, size in (DIMENSIONS | {"q_lora_rank": None, "index_topk": 2048}).items():
             setattr(target, name, size)
     object.__setattr__(model, "get_head_size", lambda: 576)
     return layers, config, device
@@ -217,19 +230,3 @@ def _spec(block_size: int, head_size: int, cache_dtype: str | None = None) -> An
         head_size=head_size,
         **{name: value for name, value in named.items() if name in known},
     )
-
-
-@contextlib.contextmanager
-def _workspace(device: torch.device) -> Iterator[None]:
-    """Let builders have what the engine shares between layers for scratch, which it makes at start-up."""
-    try:
-        workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
-    except ModuleNotFoundError:
-        yield
-        return
-
-    def get_simultaneous(*wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
-
-    with replaced(workspace, _manager=SimpleNamespace(get_simultaneous=get_simultaneous)):
-        yield

@@ -10,7 +10,14 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
 
-__all__ = ["BackendResult", "Build", "CaseResult", "Need"]
+__all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
+
+TOLERANCE = 0.02
+"""How far an output of attention in bfloat16 may be from the reference in float32, for each 1 + |reference|.
+
+A value has 8 bits there. Keys, weights and output are rounded to it, each by up to 0.004 of itself. Rejected and free
+slots of the KV cache hold 1000, so that a single one of them among 8192 keys is not within it.
+"""
 
 
 class Need(enum.IntEnum):
@@ -81,6 +88,38 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
+class Attended:
+    """Attention over one batch, with metadata that was built for it.
+
+    Attributes:
+        host: What the host was told when that was built.
+        not_run: Why nothing was attended; None if it was.
+        waits: Where the host would wait in the layer's forward, in the order of time.
+        difference: The largest from the reference, of all outputs of real tokens, each for 1 + |reference|; NaN if an
+            output is no number. None where nothing was attended.
+    """
+
+    host: Host
+    not_run: str | None = None
+    waits: tuple[Wait, ...] = ()
+    difference: float | None = None
+
+    @property
+    def right(self) -> bool | None:
+        """Whether all outputs are within `TOLERANCE`; None where nothing was attended."""
+        return None if self.difference is None else self.difference <= TOLERANCE
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What goes wrong in it, in a sentence each."""
+        told = f"told {self.host.value}"
+        found = [f"{told}, in its forward it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
+        if self.right is False:
+            found.append(f"{told}, attention is wrong: it differs by up to {self.difference:.2g}")
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
 class CaseResult:
     """One batch under all that the host may be told.
 
@@ -92,6 +131,7 @@ class CaseResult:
         builds: One for each that the host was told.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
         capture: Whether it is built to record a CUDA graph, at start-up, and not in a step.
+        attended: Attention with what was built, one for each that the host was told there; empty where nobody tried.
     """
 
     case: str
@@ -101,6 +141,7 @@ class CaseResult:
     need: Need | None = None
     builds: tuple[Build, ...] = ()
     unsteady: tuple[str, ...] = ()
+    attended: tuple[Attended, ...] = ()
 
     def build(self, host: Host) -> Build | None:
         """The build under `host`, if there was one."""
@@ -110,7 +151,8 @@ class CaseResult:
     def faults(self) -> tuple[str, ...]:
         """What goes wrong in an engine with asynchronous speculative decoding."""
         build = self.build(self.realistic)
-        return () if build is None else build.faults
+        attended = [fault for each in self.attended if each.host is self.realistic for fault in each.faults]
+        return () if build is None else (*build.faults, *attended)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -121,7 +163,13 @@ class CaseResult:
             found.append("needs no host lengths, but uses them where they are given")
         elif self.need in (Need.PREFILL_ROWS, Need.UPPER_BOUND) and stale is not None and not stale.serves:
             found.append("needs the upper bound only, but uses host lengths where they are given")
+        found += [fault for each in self.attended if each.host is not self.realistic for fault in each.faults]
         return tuple(found)
+
+    @property
+    def was_attended(self) -> bool:
+        """Whether attention was run with what an engine with asynchronous speculative decoding can tell."""
+        return any(each.host is self.realistic and each.not_run is None for each in self.attended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +184,7 @@ class BackendResult:
         device: `cpu`, where device memory is simulated, or the GPU's name.
         failure: Why there is no builder; None if there is one.
         cases: All batches, in the order of `cases.CASES`.
+        not_attended: Why no attention was run with anything that it built; None if it was.
     """
 
     backend: str
@@ -145,6 +194,7 @@ class BackendResult:
     device: str
     failure: str | None = None
     cases: tuple[CaseResult, ...] = ()
+    not_attended: str | None = "nobody asked for it"
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -218,6 +268,7 @@ class BackendResult:
             "verdict": self.verdict,
             "passed": self.passed,
             "not_validated": list(self.not_validated),
+            "not_attended": self.not_attended,
             "cases": [_case(case) for case in self.cases],
         }
 
@@ -232,6 +283,19 @@ def _case(case: CaseResult) -> dict[str, Any]:
         "notes": list(case.notes),
         "unsteady": list(case.unsteady),
         "builds": [_build(build, build.host is case.realistic) for build in case.builds],
+        "attended": [_attended(each, each.host is case.realistic) for each in case.attended],
+    }
+
+
+def _attended(attended: Attended, realistic: bool) -> dict[str, Any]:
+    return {
+        "host": attended.host.value,
+        "realistic": realistic,
+        "not_run": attended.not_run,
+        "waits": _waits(attended.waits),
+        # JSON has no number for what is none.
+        "difference": None if attended.difference is None else str(attended.difference),
+        "right": attended.right,
     }
 
 
@@ -240,14 +304,7 @@ def _build(build: Build, realistic: bool) -> dict[str, Any]:
         "host": build.host.value,
         "realistic": realistic,
         "failure": build.failure,
-        "waits": [
-            {
-                "kind": wait.kind.value,
-                "what": wait.what,
-                "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
-            }
-            for wait in build.waits
-        ],
+        "waits": _waits(build.waits),
         "changed": list(build.changed),
         "differences": [
             {"field": d.field, "judgement": d.judgement.value, "exact": d.exact, "found": d.found}
@@ -257,3 +314,14 @@ def _build(build: Build, realistic: bool) -> dict[str, Any]:
         "not_validated": list(build.not_validated),
         "skipped": list(build.skipped),
     }
+
+
+def _waits(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "kind": wait.kind.value,
+            "what": wait.what,
+            "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
+        }
+        for wait in waits
+    ]

@@ -20,12 +20,13 @@ from vllm_async_spec.compat.vllm_source import loaded_source
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["LAYER", "Setting"]
+__all__ = ["HEADS", "HEAD_SIZE", "KV_HEADS", "LAYER", "Setting"]
 
 LAYER = "model.layers.0.self_attn.attn"
 """The name of the one layer that every builder is for."""
 
-_HEADS, _KV_HEADS, _HEAD_SIZE = 8, 2, 64
+HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
+"""Of the model: query heads, KV heads, and the width of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Setting:
         config = self.vllm_config(**engine_args)
         block_size = config.cache_config.block_size
         spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=_KV_HEADS, head_size=_HEAD_SIZE, dtype=torch.bfloat16
+            block_size=block_size, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
         )
         return spec, [LAYER], config, self.device
 
@@ -84,9 +85,9 @@ def _make(wanted: dict[str, Any]) -> VllmConfig:
     with tempfile.TemporaryDirectory() as scratch:
         model = write_llama(
             Path(scratch),
-            num_heads=_HEADS,
-            num_kv_heads=_KV_HEADS,
-            head_size=_HEAD_SIZE,
+            num_heads=HEADS,
+            num_kv_heads=KV_HEADS,
+            head_size=HEAD_SIZE,
             max_model_len=MAX_MODEL_LEN,
         )
         return engine_config(model, **wanted)

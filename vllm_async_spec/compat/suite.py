@@ -13,9 +13,10 @@ import torch
 from vllm_async_spec._version import __version__
 from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
-from vllm_async_spec.compat.check import AbsentError, SubjectError, check
+from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
 from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
+from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.machine import stand_on
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
@@ -97,12 +98,14 @@ def run(
     """
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
-    results: list[BackendResult] = []
+    results: dict[str, BackendResult] = {}
+    subjects: dict[str, Subject] = {}
     absent: dict[str, str] = {}
     for name in names or BACKENDS:
         progress(name)
         try:
-            results.append(_check(name, device, source, patched, device_name))
+            subjects[name] = subject = _subject(name, device, source)
+            results[name] = check(subject, subject.device or device, patched=patched, device_name=device_name)
         except AbsentError as error:
             if names:
                 raise
@@ -110,7 +113,12 @@ def run(
         except SubjectError as error:
             if names:
                 raise
-            results.append(BackendResult(name, name, "", patched, device_name, failure=str(error)))
+            results[name] = BackendResult(name, name, "", patched, device_name, failure=str(error))
+    # After all are built: a kernel that goes astray takes the GPU from whoever comes after it.
+    for name, found in results.items():
+        if name in subjects:
+            progress(f"{name}, attention")
+            results[name] = attend(subjects[name], subjects[name].device or device, found)
     vllm = sys.modules.get("vllm")
     return Report(
         version=__version__,
@@ -121,12 +129,12 @@ def run(
         date=datetime.date.today().isoformat(),
         command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
-        results=tuple(results),
+        results=tuple(results.values()),
         absent=absent,
     )
 
 
-def _check(name: str, device: Device, source: VllmSource | None, patched: bool, device_name: str) -> BackendResult:
+def _subject(name: str, device: Device, source: VllmSource | None) -> Subject:
     if is_foreign(name):
         stand_on(None, name)
         subject = foreign_subject(name, device)
@@ -135,4 +143,4 @@ def _check(name: str, device: Device, source: VllmSource | None, patched: bool, 
     tried_on = subject.device or device
     if source is not None and isinstance(tried_on, SimulatedDevice):
         source.on_kernel = tried_on.kernel_did_not_run
-    return check(subject, tried_on, patched=patched, device_name=device_name)
+    return subject

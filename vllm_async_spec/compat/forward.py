@@ -1,0 +1,139 @@
+"""Attention with the metadata that a builder made: what waits in a layer's forward, and whether its output is right.
+
+What a builder makes can be right field by field and wrong for the kernel, and a forward may wait by itself. So each
+batch is attended where kernels run, with what was built from exact host lengths, from what an engine with asynchronous
+speculative decoding can tell, and from garbage in whatever the builder was found not to need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm_async_spec.compat.cases import CASES, Call, Case, Host
+from vllm_async_spec.compat.check import Subject, build, configured, failure_sentence
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.layer import Batch, NoForwardError
+from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
+from vllm_async_spec.compat.setting import LAYER
+
+__all__ = ["attend"]
+
+_SECONDS = 90.0
+"""For all batches of one builder, with what is compiled for them; a kernel may take minutes to compile."""
+
+
+def attend(
+    subject: Subject,
+    device: Device,
+    found: BackendResult,
+    *,
+    cases: Sequence[Case] = CASES,
+    seconds: float = _SECONDS,
+) -> BackendResult:
+    """Attend over all batches that were built.
+
+    Args:
+        subject: The builder, and its layer.
+        device: Where it was checked.
+        found: What `check` found.
+        cases: The batches; those that `check` was given.
+        seconds: After how many no further batch is begun.
+
+    Returns:
+        `found`, with what came of it. What a layer raises is told, not raised.
+    """
+    if isinstance(subject.layer, str):
+        return replace(found, not_attended=subject.layer)
+    if not found.steps:
+        return replace(found, not_attended="no batch of a step was built")
+    until = time.monotonic() + seconds
+    by_name = {case.name: case for case in cases}
+    results = tuple(
+        replace(each, attended=tuple(_attended(subject, by_name[each.case], each, device, until)))
+        for each in found.cases
+    )
+    reasons = {a.not_run for each in results for a in each.attended}
+    ran = any(each.was_attended for each in results)
+    if not ran and len(reasons - {None, _CAPTURE}) == 1:
+        (reason,) = reasons - {None, _CAPTURE}
+        return replace(found, not_attended=reason)
+    return replace(found, cases=results, not_attended=None if ran else "it failed with every batch")
+
+
+_CAPTURE = "what is built for a capture is replayed with other batches"
+
+
+def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float) -> Iterator[Attended]:
+    if found.need is None:
+        return
+    for host in _hosts(found):
+        if case.call is Call.CAPTURE:
+            yield Attended(host, _CAPTURE)
+        elif time.monotonic() > until:
+            yield Attended(host, "the time for the forwards of this builder was used up")
+        else:
+            yield _attend(subject, case, host, device)
+
+
+def _hosts(found: CaseResult) -> tuple[Host, ...]:
+    """What the host is told: the truth, what it can tell, and garbage in what the builder was found not to need."""
+    garbage = {Need.NONE: Host.GARBAGE, Need.PREFILL_ROWS: Host.GARBAGE_DECODES, Need.UPPER_BOUND: Host.STALE}
+    wanted = [Host.EXACT, found.realistic, garbage.get(found.need) if found.need is not None else None]
+    built = {each.host for each in found.builds if each.failure is None}
+    return tuple(host for host in dict.fromkeys(wanted) if host in built)
+
+
+def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
+    try:
+        if device.validates_kernels:
+            _run(subject, case, host, device)  # what is compiled or tuned waits, once
+        return _run(subject, case, host, device)
+    except NoForwardError as error:
+        return Attended(host, str(error))
+    except Exception as error:
+        return Attended(host, f"its forward fails: {failure_sentence(error)}")
+
+
+def _run(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
+    assert not isinstance(subject.layer, str)
+    built = build(subject, case, host, device)
+    if built.failure is not None:
+        raise NoForwardError(f"it is built no more: {built.failure}")
+    prefix = subject.common_prefix(case)
+    with torch.no_grad(), configured(built.builder), _forward_context(built.builder, built.metadata):
+        batch = Batch.of(case, device, block_size=subject.block_size, common_prefix=prefix)
+        layer = subject.layer(built.builder, device)
+        layer.fill(batch)
+        with device.watching() as waits:
+            output = layer.attend(built.metadata)
+        difference = _difference(output, layer.expected())
+    return Attended(host, None, tuple(waits), difference)
+
+
+def _difference(output: torch.Tensor, expected: torch.Tensor) -> float:
+    assert output.shape == expected.shape, f"the output is {tuple(output.shape)}, not {tuple(expected.shape)}"
+    off = (output.float() - expected).abs() / (1 + expected.abs())
+    # A maximum may pass over what is no number.
+    return math.nan if bool(off.isnan().any()) else float(off.max())
+
+
+@contextlib.contextmanager
+def _forward_context(builder: Any, metadata: Any) -> Iterator[None]:
+    """What a forward of vLLM's finds as its context, as it does in an engine."""
+    config = getattr(builder, "vllm_config", None)
+    if config is None or "vllm" not in sys.modules:
+        yield
+        return
+    from vllm.forward_context import set_forward_context
+
+    enter: Callable[..., contextlib.AbstractContextManager[Any]] = set_forward_context
+    with enter({LAYER: metadata}, config):
+        yield
