@@ -25,10 +25,10 @@ def feature_grid(results: Path) -> Grid:
 
 
 def _row(feature: Feature, found: Mapping[str, Any] | None) -> tuple[str, ...]:
-    head = (f"`{feature.name}`: {feature.about}", feature.method.value)
+    case = (f"`{feature.name}`: {feature.about}", feature.method.value)
     if found is None:
-        return (*head, "", NOT_RUN, NOT_RUN, "", "")
-    head = (*head, found["vllm"])
+        return (*case, "", NOT_RUN, NOT_RUN, "", "")
+    head = (*case, str(found["vllm"]))
     if found["verdict"] == "refused by vLLM":
         return (*head, f"vLLM refuses it: “{found['refused']}”", "", "", "")
     if "outcomes" not in found:

@@ -102,6 +102,8 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
     method = feature.method
     if place.cpu:
         engine = {name: value for name, value in engine.items() if name not in _GPU_ONLY}
+        if "num_gpu_blocks_override" in engine:  # as much memory in the smallest blocks that there are
+            engine |= {"block_size": 32, "num_gpu_blocks_override": engine["num_gpu_blocks_override"] // 2}
         method = Method.DRAFT_MODEL if method is Method.EAGLE else method
     elif feature.asynchronous:
         engine["async_scheduling"] = True

@@ -297,6 +297,6 @@ SHAPES = {
         ),
         Shape("tiny-moe", "the same of moe", 1.72e6, _TINY_MOE, {Method.EAGLE: _TINY_MOE_EAGLE}),
         Shape("tiny-mla", "the same of mla", 3.22e6, _TINY_MLA, {Method.MTP: None}),
-        Shape("tiny-mtp", "the same without experts", 3.22e6, _TINY_MTP, {Method.MTP: None}),
+        Shape("tiny-mtp", "the same without experts", 2.92e6, _TINY_MTP, {Method.MTP: None}),
     )
 }
