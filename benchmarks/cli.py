@@ -240,9 +240,7 @@ def features(
     control: Annotated[
         str, typer.Option(help="Break the plugin on purpose, which must be noticed: positions or exact.")
     ] = "",
-    cpu: Annotated[
-        bool, typer.Option("--cpu", help="As far as a CPU engine goes; an EAGLE head's drafts are a model's.")
-    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="As far as a CPU engine goes, without delays.")] = False,
     env: Annotated[
         list[str] | None,
         typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),

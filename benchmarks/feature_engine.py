@@ -17,8 +17,8 @@ from benchmarks.soak import CHOICES, expected_of, runner_of
 class Steps:
     """What the scheduler decided while a case was served."""
 
-    drafted: int = 0
-    """Rows that had drafts to verify."""
+    decoded: int = 0
+    """Rows of requests that had tokens already."""
     chunks: int = 0
     """New requests whose prompt was longer than what of it was scheduled first."""
     resumed: int = 0
@@ -52,7 +52,7 @@ def serve_feature(llm: Any, feature: Feature, *, noted: bool, adapter: str | Non
     return {
         "requests": requests,
         "steps": asdict(steps),
-        "accepted": tokens / steps.drafted if steps.drafted else 0.0,
+        "accepted": tokens / steps.decoded if steps.decoded else 0.0,
         "fallbacks": dict(Counter(after) - Counter(before)),
         "mrope": bool(getattr(runner_of(llm), "uses_mrope", False)),
         "patch": _patch(),
@@ -112,8 +112,9 @@ def _watched(llm: Any) -> Iterator[Steps]:
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        steps.drafted += len(made.scheduled_spec_decode_tokens)
-        steps.resumed += len(made.scheduled_cached_reqs.resumed_req_ids)
+        running = made.scheduled_cached_reqs
+        steps.decoded += sum(outputs > 0 for outputs in running.num_output_tokens)
+        steps.resumed += len(running.resumed_req_ids)
         for request in made.scheduled_new_reqs:
             computed = request.num_computed_tokens
             steps.cached += computed

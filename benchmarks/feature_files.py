@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.acceptance import MARK, VOTE
+
 _RANK = 8
-_STRENGTH = 0.5
+_STRENGTH = 0.2
 """Of the adapter's change of a matrix, next to a matrix of stirred weights."""
 
 
@@ -39,6 +41,8 @@ def write_adapter(folder: Path, config: Mapping[str, Any]) -> Path:
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             weights[f"{name}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=source) / inputs**0.5
             weights[f"{name}.lora_B.weight"] = torch.randn(out, _RANK, generator=source) * _STRENGTH / _RANK**0.5
+            if module == "o_proj":
+                weights[f"{name}.lora_B.weight"][[MARK, VOTE]] = 0  # or the adapter would vote
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {

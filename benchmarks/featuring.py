@@ -20,7 +20,7 @@ from benchmarks.feature_checks import Served, check
 from benchmarks.feature_files import write_adapter, write_tokenizer
 from benchmarks.features import LOAD, STIRRED, Feature
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
-from benchmarks.shapes import Method, find_shape
+from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
 
 RELEASES = ("0.14.0", "0.14.1", "0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1")
@@ -51,7 +51,7 @@ class Place:
     cache: Path
     """Folder for directories of models and for logs."""
     cpu: bool = False
-    """As far as a CPU engine goes: a draft model instead of EAGLE, no delays, and vLLM's own choice of scheduling."""
+    """As far as a CPU engine goes: no delays, and vLLM's own choice of backend and of scheduling."""
 
 
 @dataclass(slots=True)
@@ -99,12 +99,10 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
     if feature.tokenizer:
         folder = write_tokenizer(place.cache / "models" / "byte-tokenizer")
         engine |= {"tokenizer": str(folder.resolve()), "skip_tokenizer_init": False}
-    method = feature.method
     if place.cpu:
         engine = {name: value for name, value in engine.items() if name not in _GPU_ONLY}
         if "num_gpu_blocks_override" in engine:  # as much memory in the smallest blocks that there are
             engine |= {"block_size": 32, "num_gpu_blocks_override": engine["num_gpu_blocks_override"] // 2}
-        method = Method.DRAFT_MODEL if method is Method.EAGLE else method
     elif feature.asynchronous:
         engine["async_scheduling"] = True
     return Arm(
@@ -113,7 +111,7 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         plugin=plugin,
         release=place.release,
         runner="V1",
-        method=method,
+        method=feature.method,
         acceptance=STIRRED,
         engine=(_CPU if place.cpu else _GPU) | engine,
         environment=CPU_ENVIRONMENT if place.cpu else {},

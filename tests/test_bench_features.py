@@ -41,6 +41,7 @@ def test_a_case_is_small_and_the_same_at_each_call(feature: Feature):
         assert LOAD.prompt[0] <= len(ask.prompt) <= LOAD.prompt[1]
         assert LOAD.output[0] <= ask.max_tokens <= LOAD.output[1]
         assert max(ask.prompt) < vocabulary
+        assert ask.sampling.get("min_tokens", 0) < ask.max_tokens
     assert set(feature.seen) <= CHECKS.keys()
 
 
@@ -77,7 +78,7 @@ def served(feature: Feature, **more: Any) -> dict[str, Any]:
         {"tokens": [7 * number % 250 + place for place in range(ask.max_tokens)], "finished": "length", "text": ""}
         for number, ask in enumerate(feature.asks())
     ]
-    steps = {"drafted": 100, "chunks": 0, "resumed": 0, "cached": 0}
+    steps = {"decoded": 100, "chunks": 0, "resumed": 0, "cached": 0}
     made = {"requests": requests, "steps": steps, "accepted": 2.0, "mrope": False, "fallbacks": {}, "patch": "applied"}
     return made | more
 
@@ -203,7 +204,7 @@ SEEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "min tokens": (lambda made: made["requests"][1].update(tokens=[1] * (MIN_TOKENS - 1)), "min-tokens"),
     "logprobs": (lambda made: made["requests"][1].update(logprobs=[-1.0]), "logprobs"),
 }
-GOOD = {"chunks": 3, "resumed": 2, "cached": 50, "drafted": 100}
+GOOD = {"chunks": 3, "resumed": 2, "cached": 50, "decoded": 100}
 
 
 def good(feature: Feature) -> dict[str, Any]:
@@ -340,7 +341,8 @@ def test_the_adapter_is_as_wide_as_the_model(tmp_path: Path):
     assert sizes["v_proj.lora_A.weight"] == (8, 128)
     assert sizes["v_proj.lora_B.weight"] == (64, 8)
     assert len(weights) == 2 * 3 * 2
-    assert all((weight != 0).all() for weight in weights.values())
+    assert all(weight.any() for weight in weights.values())
+    assert not weights["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"][:2].any()
 
 
 def test_positions_of_a_picture_differ_by_axis_and_end_behind_the_tokens():

@@ -54,12 +54,19 @@ def attend(
         return replace(found, not_attended=subject.layer)
     if not found.steps:
         return replace(found, not_attended="no batch of a step was built")
+    if _is_lost(device):
+        return replace(
+            found, not_attended="the GPU failed in the forward of a builder before it, and does nothing more"
+        )
     until = time.monotonic() + seconds
     by_name = {case.name: case for case in cases}
-    results = tuple(
-        replace(each, attended=tuple(_attended(subject, by_name[each.case], each, device, until)))
-        for each in found.cases
-    )
+    try:
+        results = tuple(
+            replace(each, attended=tuple(_attended(subject, by_name[each.case], each, device, until)))
+            for each in found.cases
+        )
+    except _LostError as error:
+        return replace(found, not_attended=str(error))
     reasons = {a.not_run for each in results for a in each.attended}
     ran = any(each.was_attended for each in results)
     if not ran and len(reasons - {None, _CAPTURE}) == 1:
@@ -99,7 +106,24 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
     except NoForwardError as error:
         return Attended(host, str(error))
     except Exception as error:
-        return Attended(host, f"its forward fails: {failure_sentence(error)}")
+        failure = f"its forward fails: {failure_sentence(error)}"
+        if _is_lost(device):
+            raise _LostError(f"{failure}; batch {case.name!r}, told {host.value}; the GPU does nothing more") from error
+        return Attended(host, failure)
+
+
+class _LostError(RuntimeError):
+    """A kernel went astray, after which CUDA refuses whatever this process asks for."""
+
+
+def _is_lost(device: Device) -> bool:
+    if device.device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
 
 
 def _run(subject: Subject, case: Case, host: Host, device: Device) -> Attended:

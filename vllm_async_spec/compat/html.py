@@ -9,12 +9,9 @@ from markupsafe import Markup, escape
 
 from vllm_async_spec.audit.pages import page_environment
 from vllm_async_spec.compat.backends import BACKENDS
-from vllm_async_spec.compat.published import CLASSES, Row, Run
+from vllm_async_spec.compat.published import CLASSES, NOT_RUN, Row, Run
 
-__all__ = ["NOT_RUN", "badge", "render_html"]
-
-NOT_RUN = "not run"
-"""What a cell says that nobody has run."""
+__all__ = ["badge", "render_html"]
 
 _MEANINGS = {
     "none": "device lengths are enough",

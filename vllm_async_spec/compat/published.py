@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ SCHEMA = 1
 
 CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "not run", "not constructed")
 """The verdicts, better ones first."""
+
+NOT_RUN = "not run"
+"""What is said of what nobody has run."""
 
 _SHOWN_SITES = 3
 _WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
@@ -50,6 +53,9 @@ class Row:
         notes: What is no fault there and may be one elsewhere.
         not_validated: Fields that depend on kernels that did not run.
         failure: Why there is no builder; None if there is one.
+        attention: `right`, or `wrong` and how far off, and of how many batches that is said; or `not run` and why.
+        forward_waits: How many places wait in its layer's forward, or `none`; or `not run`.
+        not_attended: Why batches were not attended to, though others were, and which.
     """
 
     backend: str
@@ -66,6 +72,9 @@ class Row:
     notes: list[str]
     not_validated: list[str]
     failure: str | None
+    attention: str = NOT_RUN
+    forward_waits: str = NOT_RUN
+    not_attended: _Grouped = field(default_factory=dict)
 
     @property
     def cell(self) -> str:
@@ -82,6 +91,7 @@ class Row:
         found += [(note, []) for note in self.notes]
         if self.not_validated:
             found.append((f"not validated, because no kernel ran: {', '.join(self.not_validated)}", []))
+        found += [(f"attention not run: {reason}", cases) for reason, cases in self.not_attended.items()]
         return found
 
 
@@ -207,7 +217,33 @@ def _row(backend: Mapping[str, Any]) -> Row:
         notes=sorted({note for case in steps for note in case["notes"]}),
         not_validated=backend["not_validated"],
         failure=backend["failure"],
+        **_forward(backend, steps),
     )
+
+
+def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is published of attention; of a result of before there was any, that it was not run."""
+    reason = backend.get("not_attended", "the suite did not do that yet")
+    if reason is not None:
+        return {"attention": f"{NOT_RUN}: {reason}"}
+    each = [(case["case"], attended) for case in steps for attended in case["attended"]]
+    ran = [(case, attended) for case, attended in each if attended["not_run"] is None]
+    batches = {case for case, attended in ran if attended["realistic"]}
+    wrong = [attended for _, attended in ran if not attended["right"]]
+    # What an engine can tell comes before what it can't.
+    worst = max(wrong, key=lambda a: (a["realistic"], float(a["difference"])), default=None)
+    said = "right" if worst is None else f"wrong by {float(worst['difference']):.2g} told {worst['host']}"
+    sites = {tuple(wait["stack"][:2]) or wait["what"] for _, attended in ran for wait in attended["waits"]}
+    return {
+        "attention": f"{said}, {len(batches)} of {len(steps)} batches",
+        "forward_waits": f"{len(sites)} {'place' if len(sites) == 1 else 'places'}" if sites else "none",
+        "not_attended": {
+            sentence: list(dict.fromkeys(cases))
+            for sentence, cases in _grouped(
+                (a["not_run"], case) for case, a in each if a["not_run"] is not None
+            ).items()
+        },
+    }
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:

@@ -101,12 +101,14 @@ def markdown(run: Run) -> str:
     ]
     if run.plugin is not None:
         lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
-    lines += ["", "| backend | needs of the host | batches run | waits or fails at |", "|---|---|---|---|"]
+    columns = ("backend", "needs of the host", "batches run", "waits or fails at", "waits in forward", "attention")
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in run.rows:
         at = "<br>".join(f"`{site}`" for site in row.sites)
         link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
-        lines.append(f"| {link} | {row.cell} | {row.ran} of {row.batches} | {at} |")
-    lines += [f"| {name} | {why} | - |  |" for name, why in run.absent.items()]
+        ran = f"{row.ran} of {row.batches}"
+        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
+    lines += [f"| {name} | {why} | - |  | - | - |" for name, why in run.absent.items()]
     for row in run.rows:
         if row.evidence:
             told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]

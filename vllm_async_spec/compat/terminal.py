@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_async_spec.compat.published import NOT_RUN
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult, Need
 
@@ -31,15 +32,18 @@ def print_report(report: Report, console: Console) -> None:
     vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
     plugin = " with the plugin" if report.patched else ""
     table = Table(title=f"{vllm}{plugin}, PyTorch {report.torch}, {report.device}", title_justify="left")
-    for name in ("backend", "needs of the host", "batches", "waits or fails at"):
-        table.add_column(name, overflow="fold", no_wrap=name == "backend")
     run = report.published
+    attended = any(not row.attention.startswith(NOT_RUN) for row in run.rows)
+    forward = ("waits in forward", "attention") if attended else ()
+    for name in ("backend", "needs of the host", "batches", "waits or fails at", *forward):
+        table.add_column(name, overflow="fold", no_wrap=name == "backend")
     for result, row in zip(report.results, run.rows, strict=True):
         style = "bold red" if result.faults else _STYLE[result.need]
         at = "\n".join(row.sites)
-        table.add_row(row.backend, f"[{style}]{escape(row.cell)}[/]", f"{row.ran} of {row.batches}", escape(at))
+        cells = row.backend, f"[{style}]{escape(row.cell)}[/]", f"{row.ran} of {row.batches}", escape(at)
+        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()))
     for name, why in run.absent.items():
-        table.add_row(name, f"[dim]{escape(why)}[/]", "-", "")
+        table.add_row(name, f"[dim]{escape(why)}[/]", "-", "", *(("-", "-") if attended else ()))
     console.print(table)
     for result in report.results:
         for line in _first_faults(result):
@@ -47,11 +51,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.summary, style="bold")
     console.print(run.line, markup=False, highlight=False)
     if report.device == "cpu":
-        console.print(
-            "A simulated device: what kernels compute, memory that is not pinned, and waits of a forward are not seen. "
-            "--json has every batch and every line.",
-            style="dim",
+        seen = (
+            "what kernels compute, and memory that is not pinned,"
+            if attended
+            else ("what kernels compute, memory that is not pinned, and waits of a forward")
         )
+        console.print(f"A simulated device: {seen} are not seen. --json has every batch and every line.", style="dim")
 
 
 def _first_faults(result: BackendResult) -> list[str]:
