@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plot | tables | soak | features | host-time | generation`."""
+"""The command line: `python -m benchmarks run | plot | tables | soak | features | host-time | held | generation`."""
 
 from __future__ import annotations
 
@@ -138,6 +138,23 @@ def host_time(
     from benchmarks.host_time import measure, table
 
     found = measure(rounds)
+    console.print(table(found))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@app.command()
+def held(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    times: Annotated[int, typer.Option(min=1, help="How often each call is looked at.")] = 20,
+) -> None:
+    """How long single calls of a step hold the host while the device is busy."""
+    from benchmarks.held import HeldError, measure, table
+
+    try:
+        found = measure(times)
+    except HeldError as error:
+        _fail(str(error))
     console.print(table(found))
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n")

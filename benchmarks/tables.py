@@ -5,7 +5,7 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is `demo`, `features`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
+NAME is `demo`, `features`, `held`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.feature_table import feature_grid
+from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
 from benchmarks.results import RESULTS, read_result
 
@@ -104,6 +105,11 @@ def _host_time(results: Path) -> str:
     return Grid(("vLLM", "constructing the metadata", "`unpadded`, which constructs one"), rows).markdown()
 
 
+def _held(results: Path) -> str:
+    found = json.loads((results / "held-h200.json").read_text())
+    return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
+
+
 def _soak(results: Path) -> str:
     rows = []
     for found in _by_release(results, "soak-*.json"):
@@ -144,6 +150,7 @@ def _features(results: Path) -> str:
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "demo": _demo,
     "features": _features,
+    "held": _held,
     "host-time": _host_time,
     "soak": _soak,
 }
