@@ -27,7 +27,7 @@ SCHEMA = {
     "required": sorted(SCHEMA_KEYS),
     "additionalProperties": False,
 }
-MIN_TOKENS = 16
+MIN_TOKENS = 24
 TEXT_BYTES = 94
 """Tokens of the text shape that are printable ASCII, from `!` on: its first ones."""
 
