@@ -12,7 +12,6 @@ copies.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,8 +107,7 @@ class CudaDevice:
         recorder = CudaWaits()
         recorder.start()
         try:
-            with _same_memory():
-                yield found
+            yield found
         finally:
             recorder.stop()
             kinds = {"warning": WaitKind.STREAM, "event": WaitKind.EVENT, "device": WaitKind.DEVICE}
@@ -130,29 +128,6 @@ class CudaDevice:
 
     def clear(self) -> None:
         """Nothing: PyTorch knows what is whose."""
-
-
-@contextlib.contextmanager
-def _same_memory() -> Iterator[None]:
-    """Have `torch.empty` and its like give zeros.
-
-    What nobody has written is otherwise what was there before, and would pass for a difference between two builds.
-    """
-    owners = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
-    with contextlib.ExitStack() as stack:
-        for owner, name in owners:
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _zeroed(original))
-        yield
-
-
-def _zeroed(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(make)
-    def zeroed(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return make(*args, **kwargs).zero_()
-
-    return zeroed
 
 
 _ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
