@@ -251,6 +251,8 @@ _FLASH = f"{_IN}flash_attn:FlashAttentionBackend"
 _FLASHMLA_SPARSE = f"{_IN}mla.flashmla_sparse:FlashMLASparseBackend"
 _TRITON_MLA = f"{_IN}mla.triton_mla:TritonMLABackend"
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
+_TILES = (".scheduler_metadata",)
+"""How FlashAttention's kernels share the work out, which its planner sizes by the longest. Lengths are beside it."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
 _STATES = "a layer of state space attends to nothing"
@@ -258,13 +260,14 @@ _STATES = "a layer of state space attends to nothing"
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("FLASH_ATTN", (_FLASH,), _plain),
-        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2, layer=_layer(surround=_before_hopper)),
-        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp, layer=_TWO_RANKS),
+        Backend("FLASH_ATTN", (_FLASH,), _plain, layout=_TILES),
+        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2, layout=_TILES, layer=_layer(surround=_before_hopper)),
+        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp, layout=_TILES, layer=_TWO_RANKS),
         Backend(
             "FLASH_ATTN_CASCADE",
             (_FLASH,),
             _flash_attention_cascade,
+            layout=_TILES,
             not_for=_shares_nothing,
             common_prefix=_shared_prefix,
         ),
@@ -278,7 +281,13 @@ BACKENDS: dict[str, Backend] = {
             layer="its KV cache is quantised, and the reference is of one that is not",
         ),
         Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE), layer=_mla_layer),
-        Backend("FLASH_ATTN_MLA", (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",), _mla(BLOCK_SIZE), layer=_mla_layer),
+        Backend(
+            "FLASH_ATTN_MLA",
+            (f"{_IN}mla.flashattn_mla:FlashAttnMLABackend",),
+            _mla(BLOCK_SIZE),
+            layout=_TILES,
+            layer=_mla_layer,
+        ),
         Backend("FLASHMLA", (f"{_IN}mla.flashmla:FlashMLABackend",), _mla(64), block_size=64, layer=_mla_layer),
         Backend(
             "FLASHINFER_MLA",

@@ -174,7 +174,7 @@ def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
     """Build once; no snapshot where that failed."""
     if device.validates_kernels:
-        build(subject, case, host, device)  # what is compiled or tuned waits, once
+        build(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
     made = build(subject, case, host, device)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None
@@ -202,7 +202,7 @@ class Built:
     changed: tuple[str, ...]
 
 
-def build(subject: Subject, case: Case, host: Host, device: Device) -> Built:
+def build(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Built:
     """Build a batch, with a new builder, lest it remembers what another host knew.
 
     Args:
@@ -210,6 +210,7 @@ def build(subject: Subject, case: Case, host: Host, device: Device) -> Built:
         case: The batch.
         host: What the host is told.
         device: Where it is made and run; it is cleared before.
+        watched: Whether waits are looked for, which compilers may not like.
 
     Returns:
         What came of it. What `build` raises is told, not raised.
@@ -221,7 +222,8 @@ def build(subject: Subject, case: Case, host: Host, device: Device) -> Built:
     before = _tensors(metadata)
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
-    with _without_warnings(), configured(builder), device.watching() as waits:
+    watching = device.watching() if watched else contextlib.nullcontext(())
+    with _without_warnings(), torch.no_grad(), configured(builder), watching as waits:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:

@@ -132,7 +132,7 @@ def differences(
         one, other = exact.leaves.get(path), found.leaves.get(path)
         if path in unsteady or (one is not None and other is not None and _same(one.value, other.value)):
             continue
-        judgement = Judgement.NOT_VALIDATED if any(part in path for part in layout) else _judge(one, other)
+        judgement = Judgement.NOT_VALIDATED if any(part in f".{path}" for part in layout) else _judge(one, other)
         result.append(Difference(path, judgement, _show(one), _show(other)))
     return tuple(result)
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from vllm_async_spec.audit.cuda_waits import CudaWaits
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import Frame, WaitKind
+from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, plain, readable, take
 
 __all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait"]
@@ -106,9 +107,15 @@ class CudaDevice:
         torch.cuda.synchronize()
         recorder = CudaWaits()
         recorder.start()
+        undo: list[Callable[[], None]] = []
+        for owner, name in _MAKE_UNINITIALISED:
+            replace(owner, name, _zeroed(getattr(owner, name)), undo)
         try:
-            yield found
+            with torch.no_grad():  # as vLLM's runner has it
+                yield found
         finally:
+            while undo:
+                undo.pop()()
             recorder.stop()
             kinds = {"warning": WaitKind.STREAM, "event": WaitKind.EVENT, "device": WaitKind.DEVICE}
             # A copy that was asked for without blocking is noted too, and waits for nothing.
@@ -128,6 +135,26 @@ class CudaDevice:
 
     def clear(self) -> None:
         """Nothing: PyTorch knows what is whose."""
+
+
+_MAKE_UNINITIALISED = (
+    (torch, "empty"),
+    (torch, "empty_like"),
+    (torch, "empty_strided"),
+    (torch.Tensor, "new_empty"),
+)
+_MAPPED = 32 << 20
+"""More is mapped afresh by the allocator, and so is zero on a CPU; writing it would cost more than all else."""
+
+
+def _zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As `function`, but two builds of the same don't differ by what lay in memory before them."""
+
+    def zeroed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = function(*args, **kwargs)
+        return out.zero_() if out.nbytes <= _MAPPED else out
+
+    return zeroed
 
 
 _ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
@@ -289,9 +316,7 @@ _ATEN = torch.ops.aten
 _DEVICE_OF = torch.Tensor.device.__get__
 # These take the caller's data, from the host unless it is a device tensor.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-_MAPPED = 32 << 20
-"""More is mapped afresh by the allocator, and so is zero; writing it would cost more than all else."""
-_UNINITIALISED = {torch.empty, torch.empty_like, torch.Tensor.new_empty, torch.empty_strided}
+_UNINITIALISED = {getattr(owner, name) for owner, name in _MAKE_UNINITIALISED}
 
 
 class _Sides(TorchFunctionMode):

@@ -27,7 +27,7 @@ from vllm_async_spec.compat.setting import LAYER
 __all__ = ["attend"]
 
 _SECONDS = 90.0
-"""For all batches of one builder, with what is compiled for them; a kernel may take minutes to compile."""
+"""For all batches of one builder but the first, for which kernels may take minutes to compile."""
 
 
 def attend(
@@ -58,15 +58,17 @@ def attend(
         return replace(
             found, not_attended="the GPU failed in the forward of a builder before it, and does nothing more"
         )
-    until = time.monotonic() + seconds
     by_name = {case.name: case for case in cases}
-    try:
-        results = tuple(
-            replace(each, attended=tuple(_attended(subject, by_name[each.case], each, device, until)))
-            for each in found.cases
-        )
-    except _LostError as error:
-        return replace(found, not_attended=str(error))
+    until = None
+    attended: list[CaseResult] = []
+    for each in found.cases:
+        try:
+            of_case = tuple(_attended(subject, by_name[each.case], each, device, until))
+        except _LostError as error:
+            return replace(found, not_attended=str(error))
+        attended.append(replace(each, attended=of_case))
+        until = until or time.monotonic() + seconds
+    results = tuple(attended)
     reasons = {a.not_run for each in results for a in each.attended}
     ran = any(each.was_attended for each in results)
     if not ran and len(reasons - {None, _CAPTURE}) == 1:
@@ -78,13 +80,15 @@ def attend(
 _CAPTURE = "what is built for a capture is replayed with other batches"
 
 
-def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float) -> Iterator[Attended]:
+def _attended(
+    subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None
+) -> Iterator[Attended]:
     if found.need is None:
         return
     for host in _hosts(found):
         if case.call is Call.CAPTURE:
             yield Attended(host, _CAPTURE)
-        elif time.monotonic() > until:
+        elif until is not None and time.monotonic() > until:
             yield Attended(host, "the time for the forwards of this builder was used up")
         else:
             yield _attend(subject, case, host, device)
@@ -101,7 +105,7 @@ def _hosts(found: CaseResult) -> tuple[Host, ...]:
 def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
     try:
         if device.validates_kernels:
-            _run(subject, case, host, device)  # what is compiled or tuned waits, once
+            _run(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
         return _run(subject, case, host, device)
     except NoForwardError as error:
         return Attended(host, str(error))
@@ -126,9 +130,9 @@ def _is_lost(device: Device) -> bool:
     return False
 
 
-def _run(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
+def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Attended:
     assert not isinstance(subject.layer, str)
-    built = build(subject, case, host, device)
+    built = build(subject, case, host, device, watched=watched)
     if built.failure is not None:
         raise NoForwardError(f"it is built no more: {built.failure}")
     prefix = subject.common_prefix(case)
@@ -136,7 +140,7 @@ def _run(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
         batch = Batch.of(case, device, block_size=subject.block_size, common_prefix=prefix)
         layer = subject.layer(built.builder, device)
         layer.fill(batch)
-        with device.watching() as waits:
+        with device.watching() if watched else contextlib.nullcontext(()) as waits:
             output = layer.attend(built.metadata)
         difference = _difference(output, layer.expected())
     return Attended(host, None, tuple(waits), difference)

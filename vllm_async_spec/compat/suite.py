@@ -42,6 +42,8 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     if source is None:
         if not plugin:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
+        # Without it vLLM asks a server on the network whether there are kernels, and XQA, which is compiled, has none.
+        os.environ.setdefault("VLLM_HAS_FLASHINFER_CUBIN", "1")
         return None
     handle = load_vllm(source)
     os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
