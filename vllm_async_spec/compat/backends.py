@@ -18,7 +18,7 @@ from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
 from vllm_async_spec.compat.host_device import HostDevice
 from vllm_async_spec.compat.impl_layer import ImplLayer
-from vllm_async_spec.compat.layer import Layer
+from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
 from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
@@ -424,7 +424,7 @@ def _layer_of(backend: Backend, found: Any, device: Device) -> Callable[[Any, De
     if isinstance(make, str):
         return make
     if loaded_source() is not None:
-        return "nothing is compiled of a release that is only unpacked"
+        return NOTHING_COMPILED
     if not device.validates_kernels and not backend.on_host:
         return "no kernel runs on a simulated device"
     return lambda builder, device: make(found, builder, device, backend.block_size)

@@ -76,7 +76,7 @@ class Subject:
     common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
     device: Device | None = None
     layout: tuple[str, ...] = ()
-    layer: Callable[[Any, Device], Layer] | str = "only its builder is known; name its backend, which has its forward"
+    layer: Callable[[Any, Device], Layer] | str = "only its builder is known"
 
 
 def check(

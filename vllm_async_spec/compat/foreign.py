@@ -1,7 +1,8 @@
 """Builders named on the command line: `module:name`, of any backend in anybody's package.
 
 The name may be a builder class that takes some of vLLM's four arguments, a backend class with `get_builder_cls`, an
-adapter, or a factory: a function that is given a `Setting` and returns a builder.
+adapter, or a factory: a function that is given a `Setting` and returns a builder. A backend class that has
+`get_impl_cls` too is attended with.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_async_spec.compat.cases import MetadataFactory, our_metadata, release_metadata
+from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
 from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.impl_layer import ImplLayer
+from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
 from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["foreign_subject", "is_foreign"]
 
@@ -44,10 +48,19 @@ def foreign_subject(name: str, device: Device) -> Subject:
     Raises:
         SubjectError: The module or the name does not exist, or is nothing that makes a builder.
     """
-    target = _resolve(name)
+    named = _resolve(name)
+    target = named.get_builder_cls() if hasattr(named, "get_builder_cls") else named
     make = _maker(name, target)
     metadata, source = _metadata_for(target if inspect.isclass(target) else type(make(device)))
-    return Subject(name, make, metadata, source)
+    return Subject(name, make, metadata, source, layer=_layer(named))
+
+
+def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:
+    if not hasattr(named, "get_impl_cls"):
+        return "only its builder is known; name a backend with get_impl_cls, which has its forward"
+    if loaded_source() is not None:
+        return NOTHING_COMPILED
+    return lambda builder, device: ImplLayer(named, builder, device, BLOCK_SIZE)
 
 
 def _resolve(name: str) -> Any:
@@ -66,7 +79,7 @@ def _resolve(name: str) -> Any:
         if not hasattr(value, part):
             raise SubjectError(f"{name}: {module_name} has no {qualname!r}; name a builder class or a factory of it")
         value = getattr(value, part)
-    return value.get_builder_cls() if hasattr(value, "get_builder_cls") else value
+    return value
 
 
 def _maker(name: str, target: Any) -> Callable[[Device], Any]:

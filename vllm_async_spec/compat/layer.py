@@ -16,10 +16,13 @@ from vllm_async_spec.attention.reference import ReferenceArguments, paged_attent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, NUM_BLOCKS, Case
 from vllm_async_spec.compat.device import Device
 
-__all__ = ["POISON", "Batch", "Layer", "NoForwardError", "blocks_of", "random", "reference"]
+__all__ = ["NOTHING_COMPILED", "POISON", "Batch", "Layer", "NoForwardError", "blocks_of", "random", "reference"]
 
 POISON = 1000.0
 """A number, because kernels multiply what they mask by 0; and far from any key or value of a batch."""
+
+NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
+"""Why no layer of an unpacked release attends."""
 
 
 class NoForwardError(RuntimeError):

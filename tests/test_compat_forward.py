@@ -1,0 +1,289 @@
+"""Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compat_attention as planted
+import pytest
+import torch
+
+from vllm_async_spec.compat import forward, layer, results
+from vllm_async_spec.compat.cases import CASES, Call, Host
+from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
+from vllm_async_spec.compat.foreign import foreign_subject
+from vllm_async_spec.compat.forward import attend
+from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
+from vllm_async_spec.compat.published import Run
+from vllm_async_spec.compat.report import Report, junit, markdown
+from vllm_async_spec.compat.results import BackendResult
+
+NAMED = {case.name: case for case in CASES}
+STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def subject(kind: type[planted.Right], device: Device) -> Subject:
+    return foreign_subject(f"compat_attention:{kind.__name__}", device)
+
+
+def attended(kind: type[planted.Right], *names: str, device: Device | None = None, **how: Any) -> BackendResult:
+    device = device or SimulatedDevice()
+    tried, cases = subject(kind, device), [NAMED[name] for name in names or NAMED]
+    return attend(tried, device, check(tried, device, cases=cases), cases=cases, **how)
+
+
+def line_of(kind: type) -> str:
+    lines, first = inspect.getsourcelines(kind)
+    return f"compat_attention.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
+
+
+def report(*found: BackendResult) -> Report:
+    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-21", "compat", (), found)
+
+
+@pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
+def test_a_right_backend_is_right_with_every_batch_whatever_the_host_is_told(kind: type[planted.Right]):
+    names = list(NAMED) if kind is planted.Right else ["mixed", "padded rows", "capture, K + 1"]
+    found = attended(kind, *names)
+    assert found.passed, found.explain()
+    assert found.not_attended is None
+    assert [case.case for case in found.cases if case.was_attended] == [name for name in names if name in STEPS]
+    for case in found.steps:
+        assert [each.host for each in case.attended] == [Host.EXACT, Host.BOUND, Host.GARBAGE]
+        assert all(each.right and not each.waits for each in case.attended)
+    assert {each.not_run for case in found.cases if case.capture for each in case.attended} <= {forward._CAPTURE}
+
+
+@pytest.mark.parametrize("kind", planted.FAULTY, ids=lambda kind: kind.__name__)
+def test_a_fault_that_only_attending_shows_is_caught(kind: type[planted.Right]):
+    device = SimulatedDevice()
+    cases = [NAMED["spec K + 1"]]
+    tried = subject(kind, device)
+    built = check(tried, device, cases=cases)
+    assert built.passed, "the builder alone is faulty"
+    found = attend(tried, device, built, cases=cases)
+    assert not found.passed
+    assert kind.fault is not None
+    assert any(kind.fault in fault for fault in found.cases[0].faults), found.cases[0].faults
+    if "# here" in inspect.getsource(kind):
+        assert any(line_of(kind) in fault for fault in found.cases[0].faults)
+
+
+def test_garbage_that_a_builder_is_found_not_to_need_and_that_attention_goes_by_is_noted():
+    found = attended(planted.SecretLengths, "spec K + 1")
+    assert found.passed, found.explain()
+    assert any(str(planted.SecretLengths.note) in note for note in found.cases[0].notes), found.cases[0].notes
+
+
+@pytest.mark.parametrize("name", ["compared", "watched", "poisoned"])
+def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+    kind = {"compared": planted.LongestForAll, "watched": planted.Reads, "poisoned": planted.LooksAhead}[name]
+    assert not attended(kind, "long").passed
+    if name == "compared":
+        monkeypatch.setattr(results, "TOLERANCE", float("inf"))
+    elif name == "watched":
+        monkeypatch.setattr(SimulatedDevice, "waited", lambda *_: None)
+    else:
+        monkeypatch.setattr("vllm_async_spec.compat.impl_layer.POISON", 0.0)
+    assert attended(kind, "long").passed
+
+
+def test_what_fails_is_not_run_and_says_why():
+    found = attended(planted.Fails, "decode", "mixed")
+    assert str(found.not_attended).startswith(str(planted.Fails.reason))
+    row = report(found).published.rows[0]
+    assert row.attention == f"not run: {found.not_attended}"
+    assert row.forward_waits == "not run"
+
+
+def test_what_fails_with_one_batch_is_told_of_that_one():
+    found = attended(planted.FailsWithPrefills, "decode", "prefill")
+    assert found.not_attended is None
+    row = report(found).published.rows[0]
+    assert row.attention == "right, 1 of 2 batches"
+    assert list(row.not_attended.values()) == [["prefill"]]
+    assert "attention not run: its forward fails: ValueError: no prefills" in markdown(report(found).published)
+
+
+def test_when_the_time_is_used_up_the_rest_is_not_run():
+    found = attended(planted.Right, "decode", "mixed", "long", seconds=0.0)
+    assert [case.was_attended for case in found.cases] == [True, False, False]
+    assert report(found).published.rows[0].attention == "right, 1 of 3 batches"
+
+
+def test_a_layer_may_refuse_with_a_reason():
+    def refuse(builder: Any, device: Device) -> Any:
+        raise NoForwardError("there is no such kernel")
+
+    device = SimulatedDevice()
+    tried = subject(planted.Right, device)
+    refusing = Subject(tried.name, tried.make, tried.metadata, tried.source, layer=refuse)
+    cases = [NAMED["decode"]]
+    assert attend(refusing, device, check(refusing, device, cases=cases), cases=cases).not_attended == (
+        "there is no such kernel"
+    )
+
+
+def test_a_builder_of_which_nothing_else_is_known_is_not_attended_with():
+    device = SimulatedDevice()
+    tried = foreign_subject("compat_planted:Clean", device)
+    found = attend(tried, device, check(tried, device, cases=[NAMED["decode"]]), cases=[NAMED["decode"]])
+    assert str(found.not_attended).startswith("only its builder is known; name a backend with get_impl_cls")
+
+
+def test_reports_say_it(tmp_path: Path):
+    batches = ("decode", "long", "capture, K + 1")
+    full = report(*(attended(kind, *batches) for kind in (planted.Right, planted.LongestForAll, planted.Reads)))
+    data = json.loads(json.dumps(full.to_dict()))
+    right, wrong, reads = Run.read(data).rows
+    assert (right.attention, right.forward_waits) == ("right, 2 of 2 batches", "none")
+    assert wrong.attention.startswith("wrong by 1e+03 told upper bound, 2 of 2 batches")
+    assert (reads.attention, reads.forward_waits) == ("right, 2 of 2 batches", "1 place")
+    assert any(line_of(planted.Reads) in site for site in reads.sites)
+    page = markdown(full.published)
+    assert "| 2 of 3 |  | none | right, 2 of 2 batches |" in page
+    assert "| none | wrong by 1e+03 told upper bound, 2 of 2 batches |" in page
+    assert "attention is wrong: it differs by up to 1e+03" in junit(full)
+
+
+def test_a_result_of_before_there_was_attention_says_that_it_was_not_run():
+    data = report(attended(planted.Right, "decode")).to_dict()
+    del data["backends"][0]["not_attended"]
+    for case in data["backends"][0]["cases"]:
+        del case["attended"]
+    row = Run.read(data).rows[0]
+    assert row.attention == "not run: the suite did not do that yet"
+    assert row.forward_waits == "not run"
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_chunked_attention_of_the_reference_is_that_of_one_long_mask(name: str):
+    """Written out for each token, with 16 tokens to a chunk and one head."""
+    case, device, chunk = NAMED[name], SimulatedDevice(), 16
+    batch = Batch.of(case, device)
+    query, keys, values = (
+        layer.random(device, seed, count, 1, 8, dtype=torch.float32)
+        for seed, count in ((3, batch.tokens), (1, len(batch.content)), (2, len(batch.content)))
+    )
+    found = reference(batch, query, keys, values, scale=0.5, chunk=chunk)
+    ends = torch.tensor(case.seq_lens).cumsum(0).tolist()
+    token = 0
+    for end, length, queries in zip(ends, case.seq_lens, case.query_lens, strict=True):
+        for position in range(length - queries, length):
+            if token % 7 == 0:  # a few of many
+                seen = slice(end - length + position // chunk * chunk, end - length + position + 1)
+                weights = (query[token, 0] @ keys[seen, 0].T * 0.5).softmax(-1)
+                torch.testing.assert_close(found[token, 0], weights @ values[seen, 0], atol=1e-4, rtol=1e-4)
+            token += 1
+    assert token == len(found)
+
+
+def test_requests_that_share_a_prefix_have_the_same_keys_there():
+    case = NAMED["decode"]
+    batch = Batch.of(case, SimulatedDevice(), common_prefix=16)
+    starts = [0, *torch.tensor(case.seq_lens).cumsum(0).tolist()[:-1]]
+    content = [batch.content[start : start + 17].tolist() for start in starts]
+    assert all(each[:16] == content[0][:16] for each in content)
+    assert len({each[16] for each in content}) == len(content)
+
+
+def installed(*arguments: str) -> Any:
+    """In a process of its own, since vLLM stays what it is imported as."""
+    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
+
+
+@needs_vllm
+def test_the_cpu_backend_of_the_installed_vllm_attends_right(tmp_path: Path):
+    """With its own kernels, its own way to write keys, and the KV cache as the release lays it out."""
+    done = installed("--backend", "CPU_ATTN", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 builders run without a wait" in done.stdout
+    assert "async-spec: none" in done.stdout
+    (backend,) = json.loads((tmp_path / "found.json").read_text())["backends"]
+    assert backend["not_attended"] is None
+    ran = [each for case in backend["cases"] for each in case["attended"] if each["not_run"] is None]
+    assert len(ran) == 3 * 16
+    assert all(each["right"] for each in ran)
+
+
+MLA = """
+import sys
+try:
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+    from vllm.v1.attention.backends.mla.prefill.cpu_sdpa import CPUSDPAMLAPrefillBackend
+except ModuleNotFoundError as error:
+    sys.exit(f"there is no {error.name}")
+from vllm_async_spec.compat.cases import CASES, release_metadata
+from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.forward import attend
+from vllm_async_spec.compat.host_device import HostDevice
+from vllm_async_spec.compat.mla import mla_builder
+from vllm_async_spec.compat.mla_layer import MlaLayer
+from vllm_async_spec.compat.setting import Setting
+
+def make(device):
+    return mla_builder(CPUMLABackend.get_builder_cls(), Setting(device.device), 16, CPUSDPAMLAPrefillBackend)
+
+device = HostDevice()
+layer = lambda builder, device: MlaLayer(CPUMLABackend, builder, device, 16)
+subject = Subject("CPU_MLA", make, release_metadata(), "vLLM", layer=layer)
+cases = [case for case in CASES if case.name in ("decode", "prefill with context", "non-uniform spec")]
+found = attend(subject, device, check(subject, device, cases=cases), cases=cases)
+for case in found.cases:
+    print(f"{case.case}: {', '.join(f'{each.host.value} {each.right}' for each in case.attended)}")
+"""
+
+
+@needs_vllm
+@pytest.mark.parametrize("way", ["stock", "plugin"])
+def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_vllm(way: str):
+    """The finding, attended: with the bound, requests with drafts see slots of rejected ones; the plugin mends it."""
+    environment = os.environ | {"VLLM_ASYNC_SPEC": "off" if way == "stock" else "strict"}
+    done = subprocess.run([sys.executable, "-c", MLA], capture_output=True, text=True, env=environment)
+    if "there is no " in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    decode, ragged, prefill = (line.partition(": ")[2] for line in done.stdout.splitlines()[-3:])
+    assert decode == "exact lengths True, upper bound True, garbage True", done.stderr[-2000:]
+    assert prefill == "exact lengths True, upper bound True, garbage for decodes True"
+    assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits and kernels need a CUDA device")
+@pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)
+def test_on_a_gpu_the_same_backends_are_found_to_be_the_same(kind: type[planted.Right]):
+    found = attended(kind, "spec K + 1", "mixed", device=CudaDevice())
+    assert found.not_attended is None
+    assert found.passed is (kind.fault is None), found.explain()
+    if kind.fault is not None:
+        told = kind.fault.partition(":")[0]
+        assert any(told in fault for faults in found.faults.values() for fault in faults), found.faults
+    if "# here" in inspect.getsource(kind):
+        assert any(line_of(kind) in fault for faults in found.faults.values() for fault in faults)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be lost")
+def test_a_kernel_that_goes_astray_costs_nobody_but_those_after_it():
+    """In a process of its own, whose CUDA is of no use afterwards."""
+    code = """
+import torch
+from vllm_async_spec.compat.suite import open_device, run
+found = run(["compat_attention:Astray", "compat_attention:Right"], open_device("cuda", None))
+for each in found.results:
+    print(each.passed, each.not_attended)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    astray, right = done.stdout.splitlines()[-2:]
+    assert "the GPU does nothing more" in astray, done.stderr[-2000:]
+    assert right == "True the GPU failed in the forward of a builder before it, and does nothing more"
