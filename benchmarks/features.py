@@ -276,12 +276,6 @@ FEATURES: dict[str, Feature] = {
             refused="Custom logits processors are not supported when speculative decoding is enabled",
         ),
         Feature(
-            "logit-bias",
-            "a bias of single tokens",
-            twins("tiny", {"logit_bias": {5: 2.0}}),
-            refused="logit_bias sampling parameters are not yet supported with speculative decoding",
-        ),
-        Feature(
             "top-k",
             "the first of one, drawn: greedy by another way",
             twins("tiny", {"temperature": 1.0, "top_k": 1, "seed": 1}),
@@ -302,6 +296,13 @@ FEATURES: dict[str, Feature] = {
             _of("tiny-mrope"),
             ("accepted", "M-RoPE"),
             shape="tiny-mrope",
+        ),
+        # Last, because an engine does not survive what vLLM refuses of a request.
+        Feature(
+            "logit-bias",
+            "a bias of single tokens",
+            twins("tiny", {"logit_bias": {5: 2.0}}),
+            refused="logit_bias sampling parameters are not yet supported with speculative decoding",
         ),
     )
 }
