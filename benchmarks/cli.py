@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.arms import Plan, PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.features import FEATURES, FeatureError, find_feature
-from benchmarks.featuring import Place, in_short, run_features
+from benchmarks.featuring import RUNNER_RELEASES, Place, in_short, run_features
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
 from benchmarks.present import grid, notes
@@ -271,12 +271,21 @@ def features(
     """
     if control not in ("", *_FEATURE_CONTROLS):
         _fail(f"--control is {control!r}; it must be one of {', '.join(_FEATURE_CONTROLS)}")
+    if control and (cpu or release not in RUNNER_RELEASES):
+        _fail(
+            f"--control {control} breaks the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU; "
+            f"give --release {RUNNER_RELEASES[-1]}, and not --cpu"
+        )
     if release and release not in (installed_vllm(), *(each.partition("=")[0] for each in env or [])):
         _fail(f"no environment has vLLM {release}; give --env {release}=FILE")
     try:
         chosen = [find_feature(name) for name in names or FEATURES]
     except FeatureError as error:
         _fail(str(error))
+    for feature in chosen:
+        if cpu and feature.no_cpu:
+            _say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")
+    chosen = [feature for feature in chosen if not (cpu and feature.no_cpu)]
     place = Place(release or None, _environments(env or []).get(release), cache, cpu)
     right = True
     for feature, found in run_features(chosen, place, plugin=plugin, control=control or None, report=_say):

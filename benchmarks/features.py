@@ -73,6 +73,8 @@ class Feature:
     """Whether tokens are drawn, each request with a seed: then no near tie is forgiven, because none can be told."""
     tokenizer: bool = False
     """Whether the engine needs one."""
+    no_cpu: str | None = None
+    """What vLLM's CPU platform lacks for it."""
 
 
 def find_feature(name: str) -> Feature:
@@ -172,6 +174,7 @@ _GRAMMARS: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"choice": list(CHOICES)}, "ignore_eos": False},
     {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}, "ignore_eos": False},
 )
+_NO_DRAWING = "kernels that draw tokens where there are drafts"
 _STOPS = {"stop_token_ids": list(range(0, 1024, 8)), "ignore_eos": False}
 
 FEATURES: dict[str, Feature] = {
@@ -187,6 +190,7 @@ FEATURES: dict[str, Feature] = {
             shape="tiny-mtp",
             method=Method.MTP,
             engine={"attention_config": {"backend": "FLASH_ATTN_MLA"}, "block_size": 64},
+            no_cpu="multi-head latent attention",
         ),
         Feature("draft_model", "drafts of a model of their own", _plain, ("accepted",), method=Method.DRAFT_MODEL),
         Feature(
@@ -206,6 +210,7 @@ FEATURES: dict[str, Feature] = {
             shape="tiny-text",
             method=Method.NGRAM_GPU,
             fallback="n-gram drafts on the GPU",
+            no_cpu="drafts on a GPU",
         ),
         Feature(
             "preemption",
@@ -271,16 +276,11 @@ FEATURES: dict[str, Feature] = {
             refused="Custom logits processors are not supported when speculative decoding is enabled",
         ),
         Feature(
-            "logit-bias",
-            "a bias of single tokens",
-            twins("tiny", {"logit_bias": {5: 2.0}}),
-            refused="logit_bias sampling parameters are not yet supported with speculative decoding",
-        ),
-        Feature(
             "top-k",
             "the first of one, drawn: greedy by another way",
             twins("tiny", {"temperature": 1.0, "top_k": 1, "seed": 1}),
             ("accepted",),
+            no_cpu=_NO_DRAWING,
         ),
         Feature(
             "top-k-top-p",
@@ -288,6 +288,7 @@ FEATURES: dict[str, Feature] = {
             _seeded,
             ("accepted", "changed"),
             sampled=True,
+            no_cpu=_NO_DRAWING,
         ),
         Feature(
             "mrope",
@@ -295,6 +296,13 @@ FEATURES: dict[str, Feature] = {
             _of("tiny-mrope"),
             ("accepted", "M-RoPE"),
             shape="tiny-mrope",
+        ),
+        # Last, because an engine does not survive what vLLM refuses of a request.
+        Feature(
+            "logit-bias",
+            "a bias of single tokens",
+            twins("tiny", {"logit_bias": {5: 2.0}}),
+            refused="logit_bias sampling parameters are not yet supported with speculative decoding",
         ),
     )
 }

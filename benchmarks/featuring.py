@@ -23,7 +23,7 @@ from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
 
-RELEASES = ("0.14.0", "0.14.1", "0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1")
+RUNNER_RELEASES = ("0.14.0", "0.14.1", "0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1")
 """Those whose runner the plugin changes; elsewhere no wait for exact counts is asked for."""
 
 _GPU = GPU_ENGINE | {
@@ -281,7 +281,7 @@ def _why_not_ours(
     if subject.facts["async_scheduling"] is not feature.asynchronous:
         state = "asynchronous" if subject.facts["async_scheduling"] else "synchronous"
         yield f"scheduling was {state}" + (f": {subject.says}" if subject.says else "")
-    if plugin is not Plugin.ON or release not in RELEASES:
+    if plugin is not Plugin.ON or release not in RUNNER_RELEASES:
         return
     if not patch.startswith("applied"):
         yield f"the patch optimistic-runner is {patch}"

@@ -411,6 +411,10 @@ def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: P
     [
         (("no-such",), "benchmarks: there is no feature 'no-such'; there are eagle, eagle3, "),
         (("eagle", "--control", "luck"), "benchmarks: --control is 'luck'; it must be one of positions, exact"),
+        (
+            ("eagle", "--control", "exact", "--cpu"),
+            "benchmarks: --control exact breaks the runner of 0.14.0 to 0.18.1 on",
+        ),
         (("eagle", "--release", "0.18.1"), "benchmarks: no environment has vLLM 0.18.1; give --env 0.18.1=FILE"),
     ],
 )
