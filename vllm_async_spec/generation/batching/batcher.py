@@ -63,7 +63,8 @@ class ContinuousBatcher:
         cuda_graphs: whether decodes are captured, one graph for each size and slot; on a CUDA device if None.
         steps_ahead: steps launched before the tokens of one are read, at least 1; more than 1 learns later, and
             seldom wins.
-        synchronous: wait for each step before the next is planned, as the specification of what must come out.
+        synchronous: wait for each step before the next is planned, as the specification of what must come out. An
+            attribute of this name may be changed while nothing runs.
         open_lanes: where work is launched; streams on a CUDA device by default.
 
     Raises:
@@ -107,6 +108,7 @@ class ContinuousBatcher:
             raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
         self._tokenizer = tokenizer
         self._device = device
+        self._steps_ahead = steps_ahead
         self._ahead = 0 if synchronous else steps_ahead
         self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", max_length)
         max_length = min(max_length, self._positions)
@@ -120,21 +122,21 @@ class ContinuousBatcher:
         try:
             layers = layers_of(model)
             kernels = choose_kernels(
-                attention, layers.values(), page_size=page_size, slots=self._ahead + 1, device=device
+                attention, layers.values(), page_size=page_size, slots=steps_ahead + 1, device=device
             )
             self.attention = kernels.name
             """The adapter that was chosen."""
             pages = PageAllocator(cached + 1)
             with torch.inference_mode():
                 cache = PagedCache(layers, num_pages=pages.num_pages, page_size=page_size, device=device)
-            self._lanes = open_lanes(device, self._ahead + 1)
+            self._lanes = open_lanes(device, steps_ahead + 1)
             self._runner = Runner(
                 model,
                 cache=cache,
                 kernels=kernels,
                 lanes=self._lanes,
                 sizes=sizes,
-                slots=self._ahead + 1,
+                slots=steps_ahead + 1,
                 decode_sizes=_decode_sizes(decode_sizes, max_batch),
                 max_length=max_length,
                 eos_token_ids=_eos_token_ids(eos_token_id, model),
@@ -186,6 +188,17 @@ class ContinuousBatcher:
     def cancel(self, request: Request) -> None:
         """End a request, from any thread: no token is given for it after the next step has been planned."""
         self._commands.append(lambda: self._scheduler.cancel(request))
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether each step is waited for before the next is planned."""
+        return self._ahead == 0
+
+    @synchronous.setter
+    def synchronous(self, value: bool) -> None:
+        if self.busy:
+            raise BatcherError("synchronous can't be changed while requests run; let run() finish them first")
+        self._ahead = 0 if value else self._steps_ahead
 
     @property
     def busy(self) -> bool:

@@ -21,6 +21,8 @@ def take_over(model: Any) -> str:
         ModelError: its attention is not taken from transformers' registry.
     """
     before: str = model.config._attn_implementation
+    if before == IMPLEMENTATION:
+        raise ModelError(f"this {type(model).__name__} belongs to a ContinuousBatcher; close that one first")
     if not model._can_set_attn_implementation():
         raise ModelError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it can't "
