@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import statistics
 import tempfile
@@ -93,11 +94,11 @@ def measure(
         for _ in range(passes):
             turns: dict[str, list[float]] = {name: [] for name in arms}
             for name in (*arms, *reversed(arms)):
-                turns[name].append(generated / _seconds(lambda run=runs[name]: run(new_tokens)))
+                turns[name].append(generated / _seconds(functools.partial(runs[name], new_tokens)))
             for name, found_speeds in turns.items():
                 speeds[name].append(statistics.fmean(found_speeds))
         shorter = min(new_tokens, _BUSY_TOKENS)
-        busy = {name: _busy(lambda run=run: run(shorter)) for name, run in runs.items()} if on_gpu else {}
+        busy = {name: _busy(functools.partial(run, shorter)) for name, run in runs.items()} if on_gpu else {}
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -213,7 +214,7 @@ def _arms(
             return [request.result() for request in found]
 
         for name in _OURS:
-            runs[name] = lambda tokens, synchronous=name != "asynchronous": run(synchronous, tokens)
+            runs[name] = functools.partial(run, name != "asynchronous")
             described[name] = batcher.attention
     return {name: runs[name] for name in names}, {name: described[name] for name in names}
 
@@ -279,7 +280,8 @@ def _busy(arm: Callable[[], object]) -> float:
         trace = read_trace(path)
     start, end = int(trace.start[0]), int(trace.end.max())
     idle = sum(stop - begin for begin, stop, _ in gaps_between(trace, start, end))
-    return 1 - idle / (end - start)
+    busy: float = 1 - idle / (end - start)
+    return busy
 
 
 @contextlib.contextmanager
