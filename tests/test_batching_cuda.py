@@ -240,7 +240,7 @@ def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str])
 
 @contextlib.contextmanager
 def failing_prompt(model: Any, call: int) -> Iterator[None]:
-    """Let the model's call of this number ask for more memory than there is, after it has begun; graphs call nothing."""
+    """Let the model's call of this number ask for too much memory, after it has begun; graphs call nothing."""
     calls = itertools.count(1)
 
     def ask(*_: Any) -> None:
