@@ -23,7 +23,7 @@ from vllm_async_spec.generation.batching.model_check import end_of_sequence, lay
 from vllm_async_spec.generation.batching.paged_cache import PagedCache
 from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
-from vllm_async_spec.generation.batching.runner import Launched, Runner
+from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
 from vllm_async_spec.generation.batching.step_slots import Sizes
 from vllm_async_spec.sync_policy import ReadKind, host_read
@@ -107,6 +107,7 @@ class ContinuousBatcher:
         if cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
         self._tokenizer = tokenizer
+        self._vocabulary = model.get_input_embeddings().num_embeddings
         self._device = device
         self._steps_ahead = steps_ahead
         self._ahead = 0 if synchronous else steps_ahead
@@ -154,6 +155,7 @@ class ContinuousBatcher:
             max_prefills=max_prefills,
         )
         self._in_flight: deque[_InFlight] = deque()
+        self._spare: OpenStep | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
         self._driver: asyncio.Task[None] | None = None
@@ -182,6 +184,11 @@ class ContinuousBatcher:
         if not -(1 << 63) <= seed < 1 << 63:
             raise RequestError(f"seed is {seed}; it must fit into 64 bits")
         self._scheduler.check(request)
+        for token in request.prompt:
+            if not 0 <= token < self._vocabulary:
+                raise RequestError(
+                    f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
+                )
         self._commands.append(lambda: self._scheduler.add(request))
         return request
 
@@ -288,12 +295,16 @@ class ContinuousBatcher:
 
     def _launch(self, step: Step) -> None:
         with _on(self._device):
-            opened = self._runner.open()
+            opened = self._spare or self._runner.open()
             opened.fill(step.decodes, step.prefills)
             decodes = self._tried(opened.decode, step.decodes)
             prefills = self._tried(opened.prefill, step.prefills)
             if decodes or prefills:
+                self._spare = None
                 self._in_flight.append(_InFlight(Step(decodes, prefills), opened.close()))
+            else:
+                # The next turn's slot may be that of a step in flight.
+                self._spare = opened
 
     def _tried(self, launch: Callable[[Sequence[Row]], None], rows: list[Row]) -> list[Row]:
         """The rows that were launched: all, or, where memory does not suffice, none, and one request less next time."""

@@ -244,6 +244,7 @@ class OpenStep:
     def fill(self, decodes: Sequence[Row], prefills: Sequence[Row]) -> None:
         """Write the inputs of both, and send them to the device."""
         runner, slot, host = self._runner, self._slot, self._host
+        self._warm_decodes = self._warm_prefills = False
         page_size, padding_seat = runner._cache.page_size, runner._padding_seat
         if decodes:
             size = runner.size_of(len(decodes))
