@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks run | plot | tables | soak | features | host-time | held | generation`."""
+"""The command line: `python -m benchmarks COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -178,6 +178,46 @@ def generation(
     try:
         found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes)
     except GenerationError as error:
+        _fail(str(error))
+    console.print(table(found))
+    for note in notes(found):
+        typer.echo(note)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@app.command()
+def batching(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
+    requests: Annotated[int, typer.Option(min=0, help="Sequences in all; those of one batch if 0.")] = 0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 64,
+    passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 3,
+    attention: Annotated[str, typer.Option(help="Of the batcher; its option of this name.")] = "auto",
+    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
+) -> None:
+    """Continuous batching: steps waited for and not, and transformers' own."""
+    import torch
+
+    from benchmarks.batching import ARMS, BatchingError, measure, notes, table
+    from vllm_async_spec.generation.batching import AttentionChoiceError
+
+    try:
+        found = measure(
+            size=model,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            batch=batch,
+            requests=requests or batch,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            passes=passes,
+            attention=attention,
+            arms=[name.strip() for name in arms.split(",")] if arms else list(ARMS),
+        )
+    except (AttentionChoiceError, BatchingError) as error:
         _fail(str(error))
     console.print(table(found))
     for note in notes(found):

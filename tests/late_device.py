@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -53,3 +53,62 @@ class LateArrival:
     def wait(self) -> list[bool]:
         self.channel.waits += not self.arrived()
         return self.flags.tolist()
+
+
+@dataclass
+class LateLanes:
+    """`Lanes` on the CPU whose work runs when somebody waits for it, and, if seeded, some of it at random before.
+
+    The order is that in which it was launched. A buffer that the host fills too early is read when its work runs, as on
+    a GPU.
+    """
+
+    seed: int | None = None
+    waits: int = 0
+    _queue: list[Callable[[], None]] = field(default_factory=list)
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self):
+        self._random = random.Random(self.seed)
+
+    def open(self, device: torch.device, slots: int) -> LateLanes:
+        assert device.type == "cpu"
+        return self
+
+    def copy_in(self, slot: int, copy: Callable[[], None]) -> None:
+        self._launch(copy)
+
+    def compute(self, slot: int, work: Callable[[], None]) -> None:
+        self._launch(work)
+
+    def copy_out(self, slot: int, copy: Callable[[], None]) -> LaneArrival:
+        self._launch(copy)
+        return LaneArrival(self, copy)
+
+    def drain(self) -> None:
+        while self._queue:
+            self._run_first()
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        if self.seed is not None:
+            for _ in range(self._random.randint(0, 2)):
+                self._run_first()
+
+    def _run_first(self) -> None:
+        if self._queue:
+            self._queue.pop(0)()
+
+
+@dataclass
+class LaneArrival:
+    lanes: LateLanes
+    copy: Callable[[], None]
+
+    def query(self) -> bool:
+        return all(work is not self.copy for work in self.lanes._queue)
+
+    def synchronize(self) -> None:
+        self.lanes.waits += 1
+        while not self.query():
+            self.lanes._run_first()

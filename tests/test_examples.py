@@ -18,3 +18,12 @@ def test_async_stopping():
     assert done.returncode == 0, done.stderr
     assert "custom_generate: the same tokens" in done.stdout
     assert "async_stopping_criteria: the same tokens" in done.stdout
+
+
+def test_continuous_batching():
+    pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
+    command = [sys.executable, EXAMPLES / "continuous_batching.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "6 requests, the same tokens" in done.stdout
+    assert done.stdout.count("streamed ") == 3

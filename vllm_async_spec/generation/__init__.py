@@ -4,12 +4,14 @@ Importing it imports transformers, which the extra `vllm-async-spec[transformers
 """
 
 from vllm_async_spec.generation.async_generate import disable, enable, generate
+from vllm_async_spec.generation.batching import ContinuousBatcher
 from vllm_async_spec.generation.flag_channel import FlagChannel
 from vllm_async_spec.generation.once import SynchronousGenerationWarning
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
 __all__ = [
     "AsyncStoppingCriteriaList",
+    "ContinuousBatcher",
     "FlagChannel",
     "SynchronousGenerationWarning",
     "disable",

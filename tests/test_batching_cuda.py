@@ -1,0 +1,324 @@
+"""Continuous batching on a GPU: the streams, events and graphs that `LateLanes` stands for, and the kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import transformers
+
+from vllm_async_spec import CommonAttentionMetadata
+from vllm_async_spec.generation import ContinuousBatcher
+from vllm_async_spec.generation.batching import Request
+from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, ReferenceKernels, choose_kernels
+from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Work
+from vllm_async_spec.generation.batching.paged_cache import LayerShape
+from vllm_async_spec.generation.batching.step_slots import PrefillInputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a CUDA device"),
+]
+
+VOCABULARY = 64
+EOS = [2, 5, 11]
+PROMPTS = [3, 1, 40, 9, 17, 2, 65, 5, 33, 16]
+ATTENTIONS = ["TORCH_REFERENCE", "FLASHINFER_TRTLLM"]
+
+
+def make_model(attention: str) -> Any:
+    """Random weights, large enough that sequences differ; bfloat16 for kernels that take nothing wider."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        initializer_range=0.3,
+    )
+    dtype = torch.float32 if attention == "TORCH_REFERENCE" else torch.bfloat16
+    model = transformers.LlamaForCausalLM(config).eval().to("cuda", dtype)
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model
+
+
+@pytest.fixture(scope="module", params=ATTENTIONS)
+def subject(request: pytest.FixtureRequest) -> tuple[Any, str]:
+    """A model and the name of an attention that this machine has."""
+    if request.param == "FLASHINFER_TRTLLM":
+        pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
+        capability = torch.cuda.get_device_capability()
+        if capability[0] not in (9, 10, 12):
+            pytest.skip(f"FlashInfer has no such kernel for compute capability {capability[0]}.{capability[1]}")
+    return make_model(request.param), request.param
+
+
+def prompts(seed: int = 0, lengths: Sequence[int] = PROMPTS) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [[choose.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+SETTINGS: dict[str, Any] = {
+    "max_batch": 4,
+    "max_length": 160,
+    "max_prefills": 1,
+    "decode_sizes": [4],
+    "max_prefill_tokens": 32,
+    "eos_token_id": EOS,
+}
+"""What shares a step changes no bit of any request's logits."""
+
+
+def submit(batcher: ContinuousBatcher, index: int, prompt: list[int]) -> Request:
+    return batcher.submit(prompt, max_new_tokens=40 + 3 * index, temperature=float(index % 2), seed=index)
+
+
+def tokens(
+    subject: tuple[Any, str],
+    seed: int = 0,
+    *,
+    alone: bool = False,
+    lengths: Sequence[int] = PROMPTS,
+    **options: Any,
+) -> list[list[int]]:
+    """Of more requests than run at once, some of them sampled."""
+    model, attention = subject
+    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+        free = batcher.free_pages
+        found = []
+        for index, prompt in enumerate(prompts(seed, lengths)):
+            found.append(submit(batcher, index, prompt))
+            if alone:
+                batcher.run()
+        batcher.run()
+        assert batcher.free_pages == free
+        return [request.result() for request in found]
+
+
+class DelayedLanes(CudaLanes):
+    """Keeps each stream busy for a random while, a millisecond at most, before and after what is launched there."""
+
+    def __init__(self, device: torch.device, slots: int, seed: int) -> None:
+        super().__init__(device, slots)
+        self._random = random.Random(seed)
+
+    def _delayed(self, work: Work) -> Work:
+        before, after = self._random.randrange(1_500_000), self._random.randrange(1_500_000)
+
+        def delayed() -> None:
+            torch.cuda._sleep(before)
+            work()
+            torch.cuda._sleep(after)
+
+        return delayed
+
+    def copy_in(self, slot: int, copy: Work) -> None:
+        super().copy_in(slot, self._delayed(copy))
+
+    def compute(self, slot: int, work: Work) -> None:
+        super().compute(slot, self._delayed(work))
+
+    def copy_out(self, slot: int, copy: Work) -> Arrival:
+        return super().copy_out(slot, self._delayed(copy))
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tokens_are_the_synchronous_ones_under_random_delays(
+    seed: int, cuda_graphs: bool, subject: tuple[Any, str]
+) -> None:
+    expected = tokens(subject, seed, synchronous=True, cuda_graphs=cuda_graphs)
+    assert len({len(each) for each in expected}) > 2
+    for ahead in (1, 2):
+        found = tokens(
+            subject,
+            seed,
+            cuda_graphs=cuda_graphs,
+            steps_ahead=ahead,
+            open_lanes=lambda device, slots: DelayedLanes(device, slots, seed),
+        )
+        assert found == expected
+
+
+class NoFence:
+    """An event that nobody waits for."""
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Let the stream go on."""
+
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Mark nothing."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host go on."""
+
+
+class UnfencedLanes(DelayedLanes):
+    def __init__(self, device: torch.device, slots: int, fence: str) -> None:
+        super().__init__(device, slots, seed=0)
+        changes: Any = {fence: NoFence()}
+        self._events = [dataclasses.replace(events, **changes) for events in self._events]
+
+
+@pytest.mark.parametrize("fence", ["copied_in", "computed", "copied_out"])
+def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tuple[Any, str]) -> None:
+    """The control of the test above: it would see each of them missing."""
+    if subject[1] != "TORCH_REFERENCE":
+        pytest.skip("a kernel given lengths that don't fit its plan may read anywhere")
+    # All of one length, so that what is read too early is always of a step of the same sizes.
+    lengths = [16] * 8
+    expected = tokens(subject, synchronous=True, lengths=lengths)
+    found = tokens(subject, lengths=lengths, open_lanes=lambda device, slots: UnfencedLanes(device, slots, fence))
+    assert found != expected
+
+
+def test_graphs_change_no_token(subject: tuple[Any, str]) -> None:
+    assert tokens(subject, cuda_graphs=True) == tokens(subject, cuda_graphs=False)
+
+
+def test_other_company_changes_no_token(subject: tuple[Any, str]) -> None:
+    assert tokens(subject, alone=True) == tokens(subject)
+
+
+def test_the_tokens_are_those_of_generate() -> None:
+    model = make_model("TORCH_REFERENCE")
+    expected = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt], device="cuda")
+        mask = torch.ones_like(ids)
+        made = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=EOS)
+        expected.append(made[0, len(prompt) :].tolist())
+    with ContinuousBatcher(
+        model, max_batch=4, max_length=160, eos_token_id=EOS, attention="TORCH_REFERENCE"
+    ) as batcher:
+        found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts()]
+        batcher.run()
+    assert [request.result() for request in found] == expected
+
+
+def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) -> None:
+    """PyTorch itself refuses a copy that blocks. The wait for the event of the step before is not one."""
+    model, attention = subject
+    with ContinuousBatcher(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
+        found = [batcher.submit(prompt, max_new_tokens=30, temperature=0.5) for prompt in prompts()]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            batcher.run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(request.result() for request in found)
+
+
+def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str]) -> None:
+    model, attention = subject
+    expected = tokens(subject)
+    with ContinuousBatcher(model, attention=attention, **SETTINGS) as batcher:
+        found = [submit(batcher, index, prompt) for index, prompt in enumerate(prompts())]
+        with failing_prompt(model, call=3):
+            batcher.run()
+    failed = [request for request in found if request.error is not None]
+    assert len(failed) == 1
+    assert "memory does not suffice" in str(failed[0].error)
+    assert all(request.result() == each for request, each in zip(found, expected, strict=True) if request.error is None)
+
+
+@contextlib.contextmanager
+def failing_prompt(model: Any, call: int) -> Iterator[None]:
+    """Let the model's call of this number ask for too much memory, after it has begun; graphs call nothing."""
+    calls = itertools.count(1)
+
+    def ask(*_: Any) -> None:
+        if next(calls) == call:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    handle = model.model.layers[1].register_forward_pre_hook(ask)
+    yield
+    handle.remove()
+
+
+SHAPE = LayerShape(
+    num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, scale=128**-0.5, sliding_window=None
+)
+PAGE = 64
+
+
+@pytest.fixture(params=["FLASH_ATTN", "FLASHINFER_TRTLLM"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
+    page = 256 if request.param == "FLASH_ATTN" else PAGE
+    try:
+        yield (
+            choose_kernels(request.param, [SHAPE], page_size=page, slots=2, device=torch.device("cuda", 0)),
+            page,
+        )
+    except AttentionChoiceError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("query_lens", [[1] * 6, [7, 1, 300, 64, 1]])
+def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tuple[Any, int]) -> None:
+    """|kernel - reference in float32| <= 0.02 + 0.02 |reference|: inputs are bfloat16."""
+    made, page = kernels
+    choose = random.Random(len(query_lens))
+    seq_lens = [length + choose.choice([0, 1, page - 1, page, 700]) for length in query_lens]
+    width = -(-max(seq_lens) // page) + 1
+    rows, count = len(query_lens), sum(query_lens)
+    table = torch.randperm(rows * width).to(torch.int32).reshape(rows, width)
+    torch.manual_seed(0)
+    shape = (rows * width, page, SHAPE.num_kv_heads, SHAPE.head_size)
+    keys, values = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    query = torch.randn(count, SHAPE.num_heads, SHAPE.head_size, device="cuda").bfloat16()
+    starts = torch.tensor([sum(query_lens[:row]) for row in range(rows + 1)], dtype=torch.int32)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    metadata = CommonAttentionMetadata(
+        query_start_loc=starts.cuda(),
+        query_start_loc_cpu=starts,
+        seq_lens=lengths.cuda(),
+        num_reqs=rows,
+        num_actual_tokens=count,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table.cuda(),
+        slot_mapping=torch.zeros(count, dtype=torch.int64, device="cuda"),
+        seq_lens_cpu_upper_bound=lengths,
+    )
+    if max(query_lens) == 1:
+        attend: Callable[..., torch.Tensor] = made.decode(metadata)
+    else:
+        used = [-(-length // page) for length in seq_lens]
+        empty = torch.empty(0)
+        host = PrefillInputs(
+            tokens=empty,
+            positions=empty,
+            slot_mapping=empty,
+            query_start_loc=starts,
+            seq_lens=lengths,
+            block_table=table,
+            last=empty,
+            seats=empty,
+            temperature=empty,
+            seeds=empty,
+            page_indptr=torch.tensor([sum(used[:row]) for row in range(rows + 1)], dtype=torch.int32),
+            page_indices=torch.cat([table[row, :pages] for row, pages in enumerate(used)]),
+            last_page_len=(lengths - 1) % page + 1,
+        )
+        device = dataclasses.replace(host, page_indices=host.page_indices.cuda())
+        attend = made.prefill(metadata, host, device)
+    got = attend(SHAPE, query, keys, values)
+    expected = ReferenceKernels().decode(metadata)(SHAPE, query.float(), keys.float(), values.float())
+    torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)

@@ -1,0 +1,220 @@
+"""The scheduler of continuous batching against a device that tells what a step gave some steps late. No tensors."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+
+import pytest
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+from vllm_async_spec.generation.batching.pages import NULL_PAGE, PageAllocator
+from vllm_async_spec.generation.batching.request import Request, RequestError
+from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
+
+PAGE, BATCH, LENGTH, PAGES = 4, 4, 40, 24
+STOP = 7
+
+
+def token_at(prompt: tuple[int, ...], position: int) -> int:
+    """What the "model" says after so many tokens of a sequence: known in advance, and now and then the end."""
+    return zlib.crc32(repr((prompt, position)).encode()) % 24
+
+
+def whole(request: Request) -> list[int]:
+    """All the tokens that a request has to get."""
+    tokens: list[int] = []
+    while len(tokens) < request.max_new_tokens and STOP not in tokens:
+        tokens.append(token_at(request.prompt, len(request.prompt) + len(tokens)))
+    return tokens
+
+
+def make(pages: int = PAGES, **options: int) -> Scheduler:
+    settings = {
+        "page_size": PAGE,
+        "max_batch": BATCH,
+        "max_length": LENGTH,
+        "max_prefill_tokens": 8,
+        "max_prefills": 2,
+    }
+    return Scheduler(PageAllocator(pages + 1), **(settings | options))
+
+
+class LateDevice:
+    """Runs steps, tells of each `late` steps later, and watches who writes where."""
+
+    def __init__(self, scheduler: Scheduler, late: int) -> None:
+        self.scheduler = scheduler
+        self.late = late
+        self.in_flight: deque[Step] = deque()
+        self.too_many = 0
+        """Rows that were computed for a request that had already ended."""
+
+    def step(self) -> None:
+        step = self.scheduler.plan()
+        if step is not None:
+            self.check(step)
+            self.in_flight.append(step)
+        if self.in_flight and (step is None or len(self.in_flight) > self.late):
+            self.tell()
+
+    def tell(self) -> None:
+        step = self.in_flight.popleft()
+        results = []
+        for row in step.rows:
+            token = token_at(row.job.request.prompt, row.stop)
+            results.append((token, token == STOP))
+            self.too_many += row.samples and row.job.request.finished
+        self.scheduler.learn(step.rows, results)
+
+    def check(self, step: Step) -> None:
+        rows = step.rows
+        assert len({row.job.seat for row in rows}) == len(rows) <= BATCH
+        assert sum(row.stop - row.start for row in step.prefills) <= 8
+        assert len(step.prefills) <= 2
+        owners: dict[int, Request] = {}
+        for row in [row for flying in (*self.in_flight, step) for row in flying.rows]:
+            request = row.job.request
+            assert 0 <= row.start < row.stop <= len(request.prompt) + request.max_new_tokens - 1
+            assert row.stop <= len(row.job.pages) * PAGE
+            for page in row.job.pages:
+                assert page != NULL_PAGE
+                assert owners.setdefault(page, request) is request, "two requests have a page that a step writes to"
+
+    def finish(self) -> None:
+        while self.scheduler.busy or self.in_flight:
+            self.step()
+
+
+def random_request(choose: random.Random) -> Request:
+    prompt = tuple(choose.randrange(100) for _ in range(choose.randint(1, 20)))
+    return Request(prompt, choose.randint(1, LENGTH - len(prompt)))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2, 3])
+def test_ten_thousand_operations_leave_all_pages_free(late: int):
+    """Submit, cancel, step and run out of memory, at random; every token is there once, and none after the end."""
+    choose = random.Random(late)
+    device = LateDevice(make(), late)
+    scheduler = device.scheduler
+    requests: list[Request] = []
+    failed: set[int] = set()
+    for _ in range(10_000):
+        kind = choose.random()
+        waiting = sum(not request.finished for request in requests)
+        if kind < 0.2 and waiting < 12:
+            request = random_request(choose)
+            scheduler.check(request)
+            scheduler.add(request)
+            requests.append(request)
+        elif kind < 0.24 and requests:
+            scheduler.cancel(choose.choice(requests[-12:]))
+        elif kind < 0.26:
+            step = scheduler.plan()
+            if step is not None:
+                rows = step.prefills or step.decodes
+                scheduler.undo(rows)
+                failed.add(id(rows[-1].job.request))
+                scheduler.fail(rows[-1].job, RequestError("no memory"))
+                kept = Step([], []) if rows is step.decodes else Step(step.decodes, [])
+                if kept.rows:
+                    device.check(kept)
+                    device.in_flight.append(kept)
+        else:
+            device.step()
+        while len(device.in_flight) > late:
+            device.tell()
+    device.finish()
+    assert scheduler.pages.free == PAGES
+    reasons = {reason: [each for each in requests if each.finish_reason == reason] for reason in REASONS}
+    assert sum(map(len, reasons.values())) == len(requests) > 500
+    assert all(len(each) > 20 for each in reasons.values())
+    for request in reasons["eos"] + reasons["length"]:
+        assert request.tokens == whole(request)
+    for request in reasons["cancelled"] + reasons["error"]:
+        assert request.tokens == whole(request)[: len(request.tokens)]
+    assert {id(request) for request in reasons["error"]} <= failed
+    assert (device.too_many > 0) == (late > 0)
+
+
+REASONS = ("eos", "length", "cancelled", "error")
+
+
+def test_a_finished_request_keeps_its_pages_until_no_step_writes_to_them():
+    device = LateDevice(make(), late=2)
+    found = (random_request(random.Random(seed)) for seed in range(999))
+    request = next(each for each in found if len(whole(each)) == 3 and each.max_new_tokens > 6)
+    device.scheduler.add(request)
+    kept = []
+    while not request.finished or device.scheduler.pages.free < PAGES:
+        device.step()
+        if request.finished:
+            kept.append(PAGES - device.scheduler.pages.free)
+    assert kept[:2] == [kept[0]] * 2 != [0, 0]
+    assert kept[-1] == 0
+    assert device.too_many == 2
+    assert request.tokens == whole(request)
+
+
+def test_nobody_is_let_past_a_request_that_waits_for_pages():
+    device = LateDevice(make(pages=10), late=1)
+    first, large, small = Request((1,) * 20, 5), Request((2,) * 20, 20), Request((3,), 1)
+    for request in (first, large, small):
+        device.scheduler.add(request)
+    order = []
+    while device.scheduler.busy:
+        device.step()
+        order += [each for each in (first, large, small) if each.finished and each not in order]
+    assert order == [first, large, small]
+    assert device.scheduler.pages.free == 10
+
+
+def test_a_prompt_longer_than_a_step_takes_several_and_gives_one_token():
+    scheduler = make()
+    request = Request(tuple(range(19)), 1)
+    scheduler.add(request)
+    rows: list[Row] = []
+    while (step := scheduler.plan()) is not None:
+        rows += step.rows
+    assert [(row.start, row.stop, row.samples) for row in rows] == [(0, 8, False), (8, 16, False), (16, 19, True)]
+    scheduler.learn(rows, [(9, True), (9, True), (3, False)])
+    assert (request.tokens, request.finish_reason) == ([3], "length")
+    assert scheduler.pages.free == PAGES
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "message"),
+    [
+        ((), 3, "the prompt is empty; give at least one token"),
+        ((1,), 0, "max_new_tokens is 0; it must be at least 1"),
+        (
+            (1,) * 30,
+            11,
+            "the prompt has 30 tokens and max_new_tokens is 11, together more than max_length, 40; shorten",
+        ),
+        (
+            (1,) * 30,
+            10,
+            "may need 10 pages of 4 tokens, and the cache has 9; make the batcher with larger cache_tokens",
+        ),
+    ],
+)
+def test_what_can_never_be_served_is_refused(prompt: tuple[int, ...], new_tokens: int, message: str):
+    with pytest.raises(RequestError, match=message):
+        make(pages=9).check(Request(prompt, new_tokens))
+
+
+def test_pages_are_given_back_once_and_by_whoever_has_them():
+    pages = PageAllocator(4)
+    taken = pages.take(2)
+    assert taken is not None
+    assert NULL_PAGE not in taken
+    assert pages.take(2) is None
+    pages.give_back(taken)
+    assert pages.free == pages.capacity == 3
+    with pytest.raises(ValueError, match=f"page {taken[0]} is given back, and nobody has it"):
+        pages.give_back(taken)
+    with pytest.raises(ValueError, match="num_pages is 1; it must be at least 2"):
+        PageAllocator(1)

@@ -1,0 +1,16 @@
+"""Asynchronous continuous batching for decoder models of transformers."""
+
+from vllm_async_spec.generation.batching.attention import ModelError
+from vllm_async_spec.generation.batching.batcher import BatcherError, ContinuousBatcher
+from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, SlowAttentionWarning
+from vllm_async_spec.generation.batching.request import Request, RequestError
+
+__all__ = [
+    "AttentionChoiceError",
+    "BatcherError",
+    "ContinuousBatcher",
+    "ModelError",
+    "Request",
+    "RequestError",
+    "SlowAttentionWarning",
+]

@@ -1,0 +1,133 @@
+"""The attention of every layer, entered through transformers' registry of attention functions.
+
+The model is unchanged; it calls the function that its configuration names. That one asks who is at work: a `Probe`,
+that finds out what the layers are like, or a `Forward`, that writes to the cache and attends over its pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCache
+
+IMPLEMENTATION = "vllm_async_spec_paged"
+"""The name in transformers' registry."""
+
+Attend = Callable[[LayerShape, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""From a layer's shape, query (tokens, heads, head size) and pages of keys and values to (tokens, heads, head size)."""
+
+
+class ModelError(ValueError):
+    """The model can't be batched continuously; the message says why."""
+
+
+class _Worker(Protocol):
+    def layer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
+        """Attention of one layer; all are (1, heads, tokens, head size), the result (1, tokens, heads, head size)."""
+        ...
+
+
+_at_work: contextvars.ContextVar[_Worker | None] = contextvars.ContextVar("_at_work", default=None)
+
+
+@contextlib.contextmanager
+def at_work(worker: _Worker) -> Iterator[None]:
+    """Let `worker` answer for the attention of the block."""
+    token = _at_work.set(worker)
+    try:
+        yield
+    finally:
+        _at_work.reset(token)
+
+
+def paged_attention_of_layer(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function in transformers' registry.
+
+    Raises:
+        RuntimeError: the model was called while it belongs to a batcher, but not by it.
+    """
+    worker = _at_work.get()
+    if worker is None:
+        raise RuntimeError("this model belongs to a ContinuousBatcher; call the batcher's close() to use it elsewhere")
+    return worker.layer(module, query, key, value, **options), None
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention_of_layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One call of the model: where its keys and values are written, and how it attends."""
+
+    cache: PagedCache
+    slot_mapping: torch.Tensor
+    """(tokens,) int64, device."""
+    attend: Attend
+
+    def layer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+        """See `_Worker`."""
+        index = module.layer_idx
+        self.cache.write(index, self.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        keys, values = self.cache.pages(index)
+        attended = self.attend(self.cache.layers[index], query[0].transpose(0, 1).contiguous(), keys, values)
+        return attended[None]
+
+
+class Probe:
+    """Learns the shapes of the layers from one call of the model with one token, which attends to itself alone."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def layer(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """See `_Worker`.
+
+        Raises:
+            ModelError: a layer attends in a way that no adapter does.
+        """
+        name = type(module).__name__
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int) or index in self.layers:
+            raise ModelError(f"{name} has layer_idx {index!r}, not one of its own; keys and values can't be kept apart")
+        if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+            raise ModelError(f"{name} is not causal; only decoders can be batched")
+        for option in ("softcap", "s_aux", "position_bias"):
+            if options.get(option) is not None:
+                raise ModelError(f"{name} attends with {option}, which no adapter does; use model.generate")
+        if key.shape != value.shape:
+            raise ModelError(
+                f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]}; adapters need the same size"
+            )
+        self.layers[index] = LayerShape(
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_size=query.shape[-1],
+            dtype=key.dtype,
+            scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+            sliding_window=sliding_window,
+        )
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)

@@ -1,0 +1,146 @@
+"""The three lanes that the work of a step goes through: to the device, on the device, and back.
+
+On a CUDA device each is a stream, and events join them, so that the inputs of a step travel while the one before runs,
+and its tokens while the next one does. Elsewhere what is launched has run when the call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Arrival(Protocol):
+    """Results on their way to the host; a CUDA event is one."""
+
+    def query(self) -> bool:
+        """Whether they are there. Never waits."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait on the host until they are."""
+        ...
+
+
+class Lanes(Protocol):
+    """Where the parts of steps are launched. A slot is one of the sets of inputs that steps use in turn."""
+
+    def copy_in(self, slot: int, copy: Work) -> None:
+        """Launch the copy of a slot's inputs to the device, after all that computed with those before."""
+        ...
+
+    def compute(self, slot: int, work: Work) -> None:
+        """Launch what computes with a slot's inputs, after their copy and all that was launched here before."""
+        ...
+
+    def copy_out(self, slot: int, copy: Work) -> Arrival:
+        """Launch the copy of a slot's results to the host, after what computed them."""
+        ...
+
+    def drain(self) -> None:
+        """Wait for everything that was launched."""
+        ...
+
+
+OpenLanes = Callable[[torch.device, int], Lanes]
+"""From a device and how many slots there are to the lanes."""
+
+
+def open_lanes(device: torch.device, slots: int) -> Lanes:
+    """Streams on a CUDA device; else none, and all is done at once."""
+    return CudaLanes(device, slots) if device.type == "cuda" else HostLanes()
+
+
+class HostLanes:
+    """Of a device that nothing is late on."""
+
+    def copy_in(self, slot: int, copy: Work) -> None:
+        """See `Lanes`."""
+        copy()
+
+    def compute(self, slot: int, work: Work) -> None:
+        """See `Lanes`."""
+        work()
+
+    def copy_out(self, slot: int, copy: Work) -> Arrival:
+        """See `Lanes`."""
+        copy()
+        return _Arrived()
+
+    def drain(self) -> None:
+        """See `Lanes`."""
+
+
+class _Arrived:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Events:
+    """Of one slot."""
+
+    copied_in: torch.cuda.Event
+    computed: torch.cuda.Event
+    copied_out: torch.cuda.Event
+
+
+class CudaLanes:
+    """Three streams of a device.
+
+    Args:
+        device: a CUDA device.
+        slots: how many sets of inputs steps use in turn.
+    """
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self.stream = torch.cuda.Stream(device)
+        """The one that computes."""
+        self._in = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
+        self._events = [_Events(torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]
+        # Weights and caches were made on the stream that is current now.
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._in.wait_stream(self.stream)
+
+    def copy_in(self, slot: int, copy: Work) -> None:
+        """See `Lanes`."""
+        events = self._events[slot]
+        self._in.wait_event(events.computed)
+        with torch.cuda.stream(self._in):
+            copy()
+        events.copied_in.record(self._in)
+
+    def compute(self, slot: int, work: Work) -> None:
+        """See `Lanes`."""
+        events = self._events[slot]
+        self.stream.wait_event(events.copied_in)
+        try:
+            with torch.cuda.stream(self.stream):
+                work()
+        finally:
+            # Also of work that failed half-way: it may read the inputs still.
+            events.computed.record(self.stream)
+
+    def copy_out(self, slot: int, copy: Work) -> Arrival:
+        """See `Lanes`."""
+        events = self._events[slot]
+        self._out.wait_event(events.computed)
+        with torch.cuda.stream(self._out):
+            copy()
+        events.copied_out.record(self._out)
+        arrival: Arrival = events.copied_out
+        return arrival
+
+    def drain(self) -> None:
+        """See `Lanes`."""
+        for stream in (self._in, self.stream, self._out):
+            stream.synchronize()

@@ -1,0 +1,93 @@
+"""Whether a model can be batched continuously, and what its layers are like. Found out by calling it once."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from vllm_async_spec.generation.batching.attention import IMPLEMENTATION, ModelError, Probe, at_work
+from vllm_async_spec.generation.batching.paged_cache import LayerShape
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_CHANGING_ROPE = ("dynamic", "longrope")
+
+
+def take_over(model: Any) -> str:
+    """Make the model attend through our function; returns the name of the one before.
+
+    Raises:
+        ModelError: its attention is not taken from transformers' registry.
+    """
+    before: str = model.config._attn_implementation
+    if before == IMPLEMENTATION:
+        raise ModelError(f"this {type(model).__name__} belongs to a ContinuousBatcher; close that one first")
+    if not model._can_set_attn_implementation():
+        raise ModelError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it can't "
+            "attend over pages; use model.generate"
+        )
+    model.set_attn_implementation(IMPLEMENTATION)
+    return before
+
+
+def layers_of(model: Any) -> dict[int, LayerShape]:
+    """Shape of each layer of a model that `take_over` has taken, by its index.
+
+    Raises:
+        ModelError: the model can't be batched.
+    """
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    _check_configuration(model, name, config)
+    probe = Probe()
+    zero = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    with torch.inference_mode(), at_work(probe):
+        model(input_ids=zero, position_ids=zero, use_cache=False)
+    expected = getattr(config, "num_hidden_layers", len(probe.layers))
+    if not probe.layers or len(probe.layers) != expected:
+        raise ModelError(
+            f"{len(probe.layers)} of the {expected} layers of {name} attend through transformers' AttentionInterface; "
+            "all must, because what the others remember is in no page"
+        )
+    windows = [layer.sliding_window for layer in probe.layers.values()]
+    if "sliding_attention" in _layer_types(config) and not any(windows):
+        raise ModelError(f"{name} has sliding layers, and tells its attention no window; use model.generate")
+    return probe.layers
+
+
+def takes_logits_to_keep(model: Any) -> bool:
+    """Whether the model can be told which tokens' logits are wanted."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def end_of_sequence(model: Any) -> list[int]:
+    """The end-of-sequence ids of the model's generation configuration; none if it has none."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ids is None:
+        return []
+    return [int(ids)] if isinstance(ids, int) else [int(each) for each in ids]
+
+
+def _check_configuration(model: Any, name: str, config: Any) -> None:
+    if model.training:
+        raise ModelError(f"{name} is in training mode, and would drop out at random; call its eval()")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder and a decoder; only decoders can be batched")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{name} takes no position_ids, so sequences can't share a batch; use model.generate")
+    if unknown := sorted(_layer_types(config) - _LAYER_TYPES):
+        raise ModelError(f"{name} has layers of type {', '.join(unknown)}; only {', '.join(sorted(_LAYER_TYPES))} can")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise ModelError(f"{name} attends within chunks of {config.attention_chunk_size} tokens, which no adapter does")
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in _CHANGING_ROPE:
+                raise ModelError(
+                    f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
+                )
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or ())

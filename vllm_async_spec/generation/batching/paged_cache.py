@@ -1,0 +1,64 @@
+"""Keys and values of all layers in pages, and what a layer's attention is like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What does not change from step to step in the attention of a layer. Layers of one shape share their plans."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    scale: float
+    """Factor on the logits."""
+    sliding_window: int | None
+    """How many tokens back, itself included, a token sees; all if None."""
+
+
+class PagedCache:
+    """Pages of keys and of values, each (pages, page size, KV heads, head size), for every layer.
+
+    Zeros at first: a kernel may multiply what is beyond a sequence's end by zero, which of a NaN is a NaN.
+
+    Args:
+        layers: shape of each layer, by its index.
+        num_pages: pages of each layer.
+        page_size: tokens in a page.
+        device: of the model.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, LayerShape], *, num_pages: int, page_size: int, device: torch.device
+    ) -> None:
+        self.layers = layers
+        self.page_size = page_size
+        self._pages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for index, layer in layers.items():
+            shape = (num_pages, page_size, layer.num_kv_heads, layer.head_size)
+            self._pages[index] = (
+                torch.zeros(shape, dtype=layer.dtype, device=device),
+                torch.zeros(shape, dtype=layer.dtype, device=device),
+            )
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer."""
+        return self._pages[layer]
+
+    def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the keys and values of a step's tokens.
+
+        Args:
+            layer: index of the layer.
+            slot_mapping: (tokens,) int64, device. Several rows of padding may share a slot.
+            key: (tokens, KV heads, head size).
+            value: the same.
+        """
+        for pages, tokens in zip(self._pages[layer], (key, value), strict=True):
+            pages.flatten(0, 1).index_copy_(0, slot_mapping, tokens)

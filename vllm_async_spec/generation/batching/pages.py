@@ -1,0 +1,55 @@
+"""Which pages of the KV cache are free. Only numbers: the tensors are those of `PagedCache`."""
+
+from __future__ import annotations
+
+NULL_PAGE = 0
+"""What rows of padding write to and read from; never handed out."""
+
+
+class PageAllocator:
+    """Hands out pages 1 to `num_pages - 1`; page 0 is `NULL_PAGE`.
+
+    Args:
+        num_pages: pages in all, the null page included; at least 2.
+
+    Raises:
+        ValueError: there are fewer than 2.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 2, one of which is for padding")
+        self.num_pages = num_pages
+        # Taken from the end, so the lowest first.
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def capacity(self) -> int:
+        """Pages that requests can have in all."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        """Pages that are not handed out."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages, or None where so many are not free."""
+        if count > len(self._free):
+            return None
+        pages = [self._free.pop() for _ in range(count)]
+        self._taken.update(pages)
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """Free what `take` gave.
+
+        Raises:
+            ValueError: one of them is not taken.
+        """
+        for page in pages:
+            if page not in self._taken:
+                raise ValueError(f"page {page} is given back, and nobody has it")
+            self._taken.remove(page)
+        self._free.extend(reversed(pages))

@@ -1,0 +1,290 @@
+"""What a step is on the device: its inputs in, the model, its tokens out.
+
+The token that a request was given last stays on the device, at the request's seat: the step that decodes it takes it
+from there, whether or not the host has seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_async_spec.generation.batching.attention import Forward, at_work
+from vllm_async_spec.generation.batching.kernels import Kernels
+from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Lanes
+from vllm_async_spec.generation.batching.model_check import takes_logits_to_keep
+from vllm_async_spec.generation.batching.paged_cache import PagedCache
+from vllm_async_spec.generation.batching.sampling import sample
+from vllm_async_spec.generation.batching.scheduler import Row
+from vllm_async_spec.generation.batching.step_inputs import fill_decodes, fill_prefills
+from vllm_async_spec.generation.batching.step_slots import HostInputs, Sizes, StepSlot, StepSlots
+from vllm_async_spec.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The results of a step on their way to the host."""
+
+    arrival: Arrival
+    results: torch.Tensor
+    """(rows, 2) int64, host: token, and whether it ends the sequence; valid once they have arrived."""
+
+
+class Runner:
+    """Launches steps of one model.
+
+    Args:
+        model: a causal language model of transformers that attends through our function.
+        cache: its keys and values.
+        kernels: how it attends.
+        lanes: where work is launched.
+        sizes: of a step.
+        slots: sets of inputs that steps use in turn: one more than the steps ahead of what is known.
+        decode_sizes: numbers of rows that decodes are padded to, ascending; the last is `sizes.batch`.
+        max_length: tokens of a sequence at most.
+        eos_token_ids: tokens that end a sequence.
+        cuda_graphs: whether decodes are captured, each size in each slot; all share one pool of memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache: PagedCache,
+        kernels: Kernels,
+        lanes: Lanes,
+        sizes: Sizes,
+        slots: int,
+        decode_sizes: Sequence[int],
+        max_length: int,
+        eos_token_ids: Sequence[int],
+        cuda_graphs: bool,
+    ) -> None:
+        device = model.device
+        self._model = model
+        self._cache = cache
+        self._kernels = kernels
+        self._lanes = lanes
+        self._sizes = sizes
+        self.batch = sizes.batch
+        """Results of decodes come before this row, those of prompts from it on."""
+        self._decode_sizes = decode_sizes
+        self._max_length = max_length
+        self._keeps = takes_logits_to_keep(model)
+        self._slots = StepSlots(slots, sizes, device)
+        self._padding_seat = sizes.batch
+        self._last_tokens = torch.zeros(sizes.batch + 1, dtype=torch.int64, device=device)
+        """(seats + 1,) int64: the last token of each request; that of padding at the end."""
+        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
+        self._starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device)
+        self._starts_cpu = torch.arange(sizes.batch + 1, dtype=torch.int32)
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._warm_up()
+        if cuda_graphs:
+            assert isinstance(lanes, CudaLanes)
+            self._capture(lanes)
+
+    def open(self) -> OpenStep:
+        """Begin a step in the slot whose turn it is."""
+        return OpenStep(self, *self._slots.next())
+
+    def _warm_up(self) -> None:
+        """Call every kernel once, on the null page: what is compiled at first use is compiled now."""
+        slot, host, _ = self._slots.next()
+        for name in ("query_start_loc", "page_indptr"):
+            host.prefill[name][:2] = (0, 1)
+        for name in ("seq_lens", "last_page_len"):
+            host.prefill[name][0] = 1
+        host.prefill["seats"][0] = self._padding_seat
+        fill_decodes(host, [], size=self._sizes.batch, page_size=self._cache.page_size, padding_seat=self._padding_seat)
+        self._lanes.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
+        self._lanes.compute(slot.number, lambda: self._warm_up_in(slot, host))
+        self._lanes.drain()
+
+    def _warm_up_in(self, slot: StepSlot, host: HostInputs) -> None:
+        with torch.inference_mode():
+            self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, warm=True)
+            for size in self._decode_sizes:
+                self._decode(slot, size, longest=1, warm=True)
+
+    def _capture(self, lanes: CudaLanes) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode():
+            # The largest first: the others fit into the memory that it took.
+            for size in reversed(self._decode_sizes):
+                for slot in self._slots.slots:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, pool=pool, stream=lanes.stream, capture_error_mode="thread_local"):
+                        logits = self._decode_logits(slot, size, self._max_length)
+                    self._graphs[slot.number, size] = (graph, logits)
+        lanes.drain()
+
+    def size_of(self, rows: int) -> int:
+        """The number of rows that so many decodes are padded to."""
+        return next(size for size in self._decode_sizes if size >= rows)
+
+    def _decode(self, slot: StepSlot, size: int, *, longest: int, warm: bool) -> None:
+        captured = self._graphs.get((slot.number, size))
+        if captured is not None:
+            graph, logits = captured
+            graph.replay()
+        else:
+            logits = self._decode_logits(slot, size, longest)
+        inputs = slot.inputs.decode
+        self._hand_over(
+            logits,
+            inputs.temperature[:size] if warm else None,
+            inputs.seeds[:size],
+            inputs.positions[:size],
+            inputs.seats[:size],
+            slot.results[:size],
+        )
+
+    def _decode_logits(self, slot: StepSlot, size: int, longest: int) -> torch.Tensor:
+        """(size, vocabulary): the model on one token of each row, taken from its seat."""
+        inputs = slot.inputs.decode
+        metadata = CommonAttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            query_start_loc_cpu=self._starts_cpu[: size + 1],
+            seq_lens=inputs.seq_lens[:size],
+            num_reqs=size,
+            num_actual_tokens=size,
+            max_query_len=1,
+            max_seq_len=longest,
+            block_table_tensor=inputs.block_table[:size],
+            slot_mapping=inputs.slot_mapping[:size],
+        )
+        tokens = self._last_tokens.index_select(0, inputs.seats[:size])
+        attend = self._kernels.decode(metadata)
+        return self._logits(tokens, inputs.positions[:size], metadata, attend, None)
+
+    def _prefill(
+        self,
+        slot: StepSlot,
+        host: HostInputs,
+        *,
+        rows: int,
+        tokens: int,
+        longest: int,
+        longest_query: int,
+        warm: bool,
+    ) -> None:
+        inputs, known = slot.inputs.prefill, host.tensors.prefill
+        metadata = CommonAttentionMetadata(
+            query_start_loc=inputs.query_start_loc[: rows + 1],
+            query_start_loc_cpu=known.query_start_loc[: rows + 1],
+            seq_lens=inputs.seq_lens[:rows],
+            num_reqs=rows,
+            num_actual_tokens=tokens,
+            max_query_len=longest_query,
+            max_seq_len=longest,
+            block_table_tensor=inputs.block_table[:rows],
+            slot_mapping=inputs.slot_mapping[:tokens],
+            seq_lens_cpu_upper_bound=known.seq_lens[:rows],
+        )
+        attend = self._kernels.prefill(metadata, known, inputs)
+        last = inputs.last[:rows]
+        logits = self._logits(inputs.tokens[:tokens], inputs.positions[:tokens], metadata, attend, last)
+        batch = self._sizes.batch
+        self._hand_over(
+            logits,
+            inputs.temperature[:rows] if warm else None,
+            inputs.seeds[:rows],
+            inputs.seq_lens[:rows] - 1,
+            inputs.seats[:rows],
+            slot.results[batch : batch + rows],
+        )
+
+    def _logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: CommonAttentionMetadata,
+        attend: Callable[..., torch.Tensor],
+        last: torch.Tensor | None,
+    ) -> torch.Tensor:
+        keep = {"logits_to_keep": last} if last is not None and self._keeps else {}
+        with at_work(Forward(self._cache, metadata.slot_mapping, attend)):
+            logits: torch.Tensor = self._model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep
+            ).logits[0]
+        return logits if last is None or self._keeps else logits.index_select(0, last)
+
+    def _hand_over(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor | None,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        seats: torch.Tensor,
+        results: torch.Tensor,
+    ) -> None:
+        """Sample, and leave the tokens for the next step and for the host."""
+        tokens = sample(logits, temperature, seeds, positions)
+        stops = (tokens[:, None] == self._eos).any(-1)
+        # Last, and without an allocation: a step that fails leaves all tokens as they were.
+        results[:, 0].copy_(tokens)
+        results[:, 1].copy_(stops)
+        self._last_tokens.index_copy_(0, seats, tokens)
+
+
+class OpenStep:
+    """One step while it is launched: `fill`, then `decode` and `prefill`, then `close`."""
+
+    def __init__(self, runner: Runner, slot: StepSlot, host: HostInputs, results: torch.Tensor) -> None:
+        self._runner = runner
+        self._slot = slot
+        self._host = host
+        self._results = results
+        self._warm_decodes = self._warm_prefills = False
+
+    def fill(self, decodes: Sequence[Row], prefills: Sequence[Row]) -> None:
+        """Write the inputs of both, and send them to the device."""
+        runner, slot, host = self._runner, self._slot, self._host
+        self._warm_decodes = self._warm_prefills = False
+        page_size, padding_seat = runner._cache.page_size, runner._padding_seat
+        if decodes:
+            size = runner.size_of(len(decodes))
+            self._warm_decodes = fill_decodes(host, decodes, size=size, page_size=page_size, padding_seat=padding_seat)
+        if prefills:
+            self._warm_prefills = fill_prefills(host, prefills, page_size=page_size, padding_seat=padding_seat)
+        runner._lanes.copy_in(slot.number, lambda: runner._slots.send(slot, host, prefills=bool(prefills)))
+
+    def decode(self, rows: Sequence[Row]) -> None:
+        """Launch the decodes."""
+        runner, size = self._runner, self._runner.size_of(len(rows))
+        longest = max(row.stop for row in rows)
+
+        def work() -> None:
+            with torch.inference_mode():
+                runner._decode(self._slot, size, longest=longest, warm=self._warm_decodes)
+
+        runner._lanes.compute(self._slot.number, work)
+
+    def prefill(self, rows: Sequence[Row]) -> None:
+        """Launch the prompts."""
+        runner = self._runner
+        lengths = [row.stop - row.start for row in rows]
+
+        def work() -> None:
+            with torch.inference_mode():
+                runner._prefill(
+                    self._slot,
+                    self._host,
+                    rows=len(rows),
+                    tokens=sum(lengths),
+                    longest=max(row.stop for row in rows),
+                    longest_query=max(lengths),
+                    warm=self._warm_prefills,
+                )
+
+        runner._lanes.compute(self._slot.number, work)
+
+    def close(self) -> Launched:
+        """Send the results to the host."""
+        runner = self._runner
+        arrival = runner._lanes.copy_out(self._slot.number, lambda: runner._slots.fetch(self._slot, self._results))
+        return Launched(arrival, self._results)

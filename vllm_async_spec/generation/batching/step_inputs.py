@@ -1,0 +1,80 @@
+"""Filling the host's inputs of a step from its rows. Nothing here touches the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_async_spec.generation.batching.pages import NULL_PAGE
+from vllm_async_spec.generation.batching.scheduler import Row
+from vllm_async_spec.generation.batching.step_slots import Array, HostInputs
+
+
+def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size: int, padding_seat: int) -> bool:
+    """Write rows of one token, and padding up to `size` rows.
+
+    A row of padding is a sequence of one token on the null page, so that no kernel has to know of it.
+
+    Returns:
+        Whether one of the rows is sampled, and not greedy.
+    """
+    fields, warm = host.decode, False
+    seats, positions, slots = fields["seats"], fields["positions"], fields["slot_mapping"]
+    table, temperature, seeds = fields["block_table"], fields["temperature"], fields["seeds"]
+    for index, row in enumerate(rows):
+        job, at = row.job, row.start
+        pages = job.pages
+        seats[index] = job.seat
+        positions[index] = at
+        slots[index] = pages[at // page_size] * page_size + at % page_size
+        table[index, : len(pages)] = pages
+        temperature[index] = job.request.temperature
+        seeds[index] = job.request.seed
+        warm = warm or job.request.temperature > 0
+    padding = slice(len(rows), size)
+    seats[padding] = padding_seat
+    positions[padding] = 0
+    slots[padding] = NULL_PAGE * page_size
+    table[padding] = NULL_PAGE
+    temperature[padding] = 0
+    np.add(positions[:size], 1, out=fields["seq_lens"][:size], casting="unsafe")
+    return warm
+
+
+def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padding_seat: int) -> bool:
+    """Write rows of prompts, one behind the other.
+
+    Returns:
+        Whether one of the rows is sampled, and not greedy.
+    """
+    fields, warm, token, page = host.prefill, False, 0, 0
+    fields["query_start_loc"][0] = fields["page_indptr"][0] = 0
+    for index, row in enumerate(rows):
+        job, request = row.job, row.job.request
+        at = np.arange(row.start, row.stop)
+        here = slice(token, token + len(at))
+        pages = np.asarray(job.pages, dtype=np.int32)
+        # Of the prompt alone: a plan reads as many as the sequence has now.
+        used = pages[: -(-row.stop // page_size)]
+        fields["tokens"][here] = request.prompt[row.start : row.stop]
+        fields["positions"][here] = at
+        fields["slot_mapping"][here] = _slots(pages, at, page_size)
+        fields["seq_lens"][index] = row.stop
+        fields["block_table"][index, : len(pages)] = pages
+        fields["page_indices"][page : page + len(used)] = used
+        fields["last_page_len"][index] = (row.stop - 1) % page_size + 1
+        fields["last"][index] = token + len(at) - 1
+        fields["seats"][index] = job.seat if row.samples else padding_seat
+        fields["temperature"][index] = request.temperature
+        fields["seeds"][index] = request.seed
+        token, page = token + len(at), page + len(used)
+        fields["query_start_loc"][index + 1] = token
+        fields["page_indptr"][index + 1] = page
+        warm = warm or (row.samples and request.temperature > 0)
+    return warm
+
+
+def _slots(pages: Array, at: Array, page_size: int) -> Array:
+    slots: Array = pages[at // page_size].astype(np.int64) * page_size + at % page_size
+    return slots
