@@ -35,23 +35,47 @@ def compat(backend: str, tmp_path: Path) -> Any:
     code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
     command = [sys.executable, "-c", code, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"VLLM_ASYNC_SPEC": "off"})
+    if done.returncode == 2:
+        pytest.skip(f"{backend} is not tried here: {found_failure(result) or done.stderr.strip()[-500:]}")
     assert result.is_file(), done.stderr[-2000:]
     (found,) = json.loads(result.read_text())["backends"]
-    assert found["failure"] is None, found["failure"]
     return found
 
 
-def wrong_fields(found: Any) -> set[str]:
-    builds = [build for case in found["cases"] if not case["capture"] for build in case["builds"] if build["realistic"]]
-    return {each["field"] for build in builds for each in build["differences"] if each["judgement"] == "wrong"}
+def found_failure(result: Path) -> str | None:
+    """Why nothing could be tried, as the suite says it."""
+    if not result.is_file():
+        return None
+    (found,) = json.loads(result.read_text())["backends"]
+    return found["failure"] or next((case["not_run"] for case in found["cases"] if case["not_run"]), None)
+
+
+def steps(found: Any, what: str) -> list[tuple[str, Any]]:
+    """The builds, or what was attended, with what an engine can tell: batch and result."""
+    cases = [case for case in found["cases"] if not case["capture"]]
+    return [(case["case"], each) for case in cases for each in case[what] if each["realistic"]]
 
 
 @pytest.mark.parametrize("backend", ["TRITON_MLA", "FLASHMLA", "FLASHMLA_SPARSE"])
 def test_mla_prefill_path_attends_past_the_end_of_requests_with_drafts(backend: str, tmp_path: Path):
     found = compat(backend, tmp_path)
-    if not any(build["host"] == "upper bound" for case in found["cases"] for build in case["builds"]):
-        pytest.skip("no batch of it runs here")
-    assert any("chunked_context" in field for field in wrong_fields(found))
+    builds = steps(found, "builds")
+    if not any(build["host"] == "upper bound" for _, build in builds):
+        pytest.skip("this release gives builders no upper bound, and MLA asks the device")
+    cut = {
+        case
+        for case, build in builds
+        for each in build["differences"]
+        if each["judgement"] == "wrong" and "chunked_context" in each["field"]
+    }
+    assert cut
+    if found["not_attended"] is not None:
+        return  # the metadata is wrong, and no kernel was asked
+    attended = {case: each for case, each in steps(found, "attended") if each["not_run"] is None}
+    assert cut & attended.keys(), [each["not_run"] for _, each in steps(found, "attended")]
+    wrong = {case for case, each in attended.items() if not each["right"]}
+    assert wrong  # among thousands of keys three more are within the tolerance
+    assert wrong <= cut
 
 
 @pytest.mark.parametrize("backend", ["FLASHINFER", "CHUNKED_LOCAL"])
@@ -82,9 +106,13 @@ def test_fast_prefill_reads_offsets_before_their_copy_arrives(monkeypatch: pytes
     batch.num_logits_indices = 9
     if hasattr(batch, "max_logits_per_req"):
         batch.max_logits_per_req = 4
-    utils.make_kv_sharing_fast_prefill_common_attn_metadata(batch)  # compiles what it compiles
+    # Compiles what it compiles. It is kept, or its pinned memory would serve again, with the truth in it.
+    before = utils.make_kv_sharing_fast_prefill_common_attn_metadata(batch)
     torch.cuda.synchronize()
     truth = [0, 4, 8, 9]
+    assert before.query_start_loc_cpu.tolist() == truth
+    stale = torch.full((len(truth),), -1, dtype=torch.int32, pin_memory=True)
+    del stale  # as an engine's pinned memory is full of other batches
     copy = torch.Tensor.to
 
     def after_a_busy_device(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -140,7 +168,7 @@ from vllm_async_spec.demo.train import PROMPTS
 model, draft, asynchronous = sys.argv[1], sys.argv[2], sys.argv[3] == "async"
 drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
 llm = LLM(model=model, speculative_config=drafts, async_scheduling=asynchronous, max_model_len=256,
-          gpu_memory_utilization=0.3, enforce_eager=True)
+          dtype="float16", gpu_memory_utilization=0.3, enforce_eager=True)
 free = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
 usual = sorted({token for out in free for token in out.outputs[0].token_ids})
 wanted = SamplingParams(temperature=0, max_tokens=40, min_tokens=20, stop_token_ids=usual)
@@ -151,8 +179,13 @@ print("LENGTHS", json.dumps([len(out.outputs[0].token_ids) for out in llm.genera
 def test_min_tokens_is_lifted_early(tmp_path: Path):
     """Each request may stop at every token that it would choose, once it has 20; asynchronous, it stops before."""
     from vllm_async_spec.demo.train import prepare_models
+    from vllm_async_spec.vllm_plugin.min_tokens import IMPLEMENTATIONS
 
-    models = prepare_models(tmp_path)
+    batch: Any = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
+    mended = IMPLEMENTATIONS["min-tokens"].unneeded(batch.update_async_output_token_ids)
+    if mended is not None:
+        pytest.skip(f"this release is not concerned: {mended}")
+    models = prepare_models(tmp_path, device="cuda")
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def shortest(way: str) -> int:
