@@ -25,6 +25,8 @@ class Steps:
     """Requests that were preempted and have come back."""
     cached: int = 0
     """Prompt tokens that were found in the cache."""
+    early: int = 0
+    """Steps that were scheduled when the outputs of all before them had come."""
 
 
 def serve_feature(llm: Any, feature: Feature, *, noted: bool, adapter: str | None) -> dict[str, Any]:
@@ -107,12 +109,13 @@ def _said(llm: Any, feature: Feature, ask: Ask, output: Any, *, noted: bool) -> 
 @contextlib.contextmanager
 def _watched(llm: Any) -> Iterator[Steps]:
     """Note what the scheduler decides."""
-    scheduler, steps = llm.llm_engine.engine_core.engine_core.scheduler, Steps()
-    original = scheduler.schedule
+    core, steps = llm.llm_engine.engine_core.engine_core, Steps()
+    scheduler, original = core.scheduler, core.scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         running = made.scheduled_cached_reqs
+        steps.early += not core.batch_queue and bool(running.req_ids)
         steps.decoded += sum(outputs > 0 for outputs in running.num_output_tokens)
         steps.resumed += len(running.resumed_req_ids)
         for request in made.scheduled_new_reqs:

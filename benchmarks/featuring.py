@@ -208,7 +208,7 @@ def judge(feature: Feature, stock: Seen, subject: Seen, place: Place, plugin: Pl
     if stock.noted is None or stock.served is None or subject.served is None:
         why = [error for error in (stock.error, subject.error) if error]
         return made | {"verdict": "wrong", "why": why}
-    runs = {"again": stock.served, "plugin": subject.served, "late": subject.late}
+    runs = {"stock again": stock.served, "plugin": subject.served, "late": subject.late}
     expected = [Expected(each["tokens"], each.get("behind", [{}] * len(each["tokens"]))) for each in _said(stock.noted)]
     outcomes = {name: _compare(expected, served) for name, served in runs.items() if served}
     gaps = {name: _widest_gap(stock.served, served) for name, served in runs.items() if served}
@@ -228,6 +228,7 @@ def judge(feature: Feature, stock: Seen, subject: Seen, place: Place, plugin: Pl
         "logprob_gaps": gaps,
         "seen": seen,
         "accepted": {name: served["accepted"] for name, served in runs.items() if served},
+        "steps": {name: served["steps"] for name, served in runs.items() if served},
         "fallbacks": dict(waits),
         "patch": patch,
     }

@@ -78,7 +78,7 @@ def served(feature: Feature, **more: Any) -> dict[str, Any]:
         {"tokens": [7 * number % 250 + place for place in range(ask.max_tokens)], "finished": "length", "text": ""}
         for number, ask in enumerate(feature.asks())
     ]
-    steps = {"decoded": 100, "chunks": 0, "resumed": 0, "cached": 0}
+    steps = {"decoded": 100, "chunks": 0, "resumed": 0, "cached": 0, "early": 0}
     made = {"requests": requests, "steps": steps, "accepted": 2.0, "mrope": False, "fallbacks": {}, "patch": "applied"}
     return made | more
 

@@ -24,6 +24,8 @@ from simulation.model import Draft, greedy
 from simulation.planted import MISTAKES, optimistic
 from simulation.planted_exact import MISTAKES as MISTAKES_IN_EXACT
 from simulation.planted_exact import exact
+from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
+from simulation.planted_features import featured
 from simulation.schedule import Schedule, play, random_schedule, wishful_schedule, with_drains
 from simulation.wishes import Wishes
 from undone import ledger_of, undone
@@ -164,6 +166,38 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
     while engine.busy:
         engine.step()
     assert engine.outputs["long"] == greedy(prompt, 60, -1, LONGEST)
+
+
+@pytest.mark.parametrize(
+    ("wish", "drained"), [("grammar", False), ("logprobs", False), ("logprobs", True)], ids=["grammar", "logs", "early"]
+)
+@pytest.mark.parametrize("seed", WISHFUL)
+def test_what_needs_no_exact_counts_is_right_without_them(
+    subject: Any, stock: Any, wish: str, seed: int, drained: bool
+) -> None:
+    """Grammars, whose masks vLLM makes when it has seen the tokens of the step before, and log-probabilities."""
+    assert wrong(subject, stock, wishful_schedule(seed, (wish,), drained=drained), counted=RUNNER is None) == []
+
+
+def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any) -> None:
+    """It makes masks along the drafts only for a step that waits for tokens; so the loads above never come early."""
+    found = wrong(subject, stock, wishful_schedule(0, ("grammar",), drained=True))
+    assert found
+    assert "positions" not in found[0]
+
+
+def test_the_loads_defer_steps_to_a_grammar(stock: Any) -> None:
+    engine = reference(stock, wishful_schedule(0, ("grammar",)))
+    assert 20 < engine.deferred < len(engine.steps)
+
+
+@pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
+@pytest.mark.parametrize("mistake", MISTAKES_IN_FEATURES)
+def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str) -> None:
+    wish, what = MISTAKES_IN_FEATURES[mistake]
+    faulty = featured(subject, mistake)
+    if not any(wrong(faulty, stock, wishful_schedule(seed, (wish,))) for seed in WISHFUL):
+        pytest.fail(f"{len(WISHFUL)} loads do not show that {what}")
 
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")

@@ -18,9 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 from simulation.device import DEVICE, Gpu
+from simulation.grammar import Grammar, manager, masking
 from simulation.kernels import interpreting
 from simulation.model import WINDOW, Builder, Draft, Seen, Target
 from simulation.wishes import PLAIN, Wishes
@@ -165,7 +167,8 @@ class Engine:
         self.steps: list[Step] = []
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
-        self.resets = 0
+        self.logprobs: dict[str, list[int]] = {}
+        self.resets = self.deferred = 0
         self.queue: deque[tuple[Any, Any]] = deque()
         with self._active():
             self.config = configuration(shape)
@@ -179,7 +182,14 @@ class Engine:
         in_torch = mock.patch.object(
             _custom_ops, "apply_repetition_penalties_cuda", _custom_ops.apply_repetition_penalties_torch
         )
-        with one_process(), torch.inference_mode(), self.gpu.active(), interpreting(self.gpu), in_torch:
+        with (
+            one_process(),
+            torch.inference_mode(),
+            self.gpu.active(),
+            interpreting(self.gpu),
+            in_torch,
+            masking(self.gpu),
+        ):
             yield
 
     def _make_scheduler(self) -> None:
@@ -192,7 +202,7 @@ class Engine:
         self.scheduler = AsyncScheduler(
             vllm_config=self.config,
             kv_cache_config=kv_cache(self.shape),
-            structured_output_manager=SimpleNamespace(should_advance=lambda request: False),
+            structured_output_manager=manager(self.config),
             block_size=BLOCK,
             log_stats=False,
         )
@@ -279,12 +289,14 @@ class Engine:
 
     def add(self, name: str, prompt: list[int], count: int, stop: int, wishes: Wishes = PLAIN) -> None:
         """A new request: up to `count` tokens, or to the token `stop`."""
-        from vllm.sampling_params import SamplingParams
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.request import Request
 
         params = SamplingParams(
             temperature=0.0, max_tokens=count, stop_token_ids=[stop], ignore_eos=True, **wishes.parameters()
         )
+        if wishes.grammar:
+            params.structured_outputs = StructuredOutputsParams(regex="any, for the grammar is given")
         params.update_from_generation_config({}, None)
         params._bad_words_token_ids = [list(word) for word in wishes.bad_words] or None
         wanted = {
@@ -297,7 +309,10 @@ class Engine:
         }
         known = inspect.signature(Request).parameters
         self.outputs[name] = []
-        self.scheduler.add_request(Request(**{key: value for key, value in wanted.items() if key in known}))
+        request = Request(**{key: value for key, value in wanted.items() if key in known})
+        if wishes.grammar:
+            request.structured_output_request.grammar = Grammar(wishes)
+        self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
         """The client has gone."""
@@ -333,15 +348,21 @@ class Engine:
                 scheduled = self.scheduler.schedule()
                 self.steps.append(Step(self._facts(scheduled), first=not self.queue))
                 output = self.runner.execute_model(scheduled)
+                deferred = bool(scheduled.total_num_scheduled_tokens and scheduled.pending_structured_output_tokens)
+                if deferred:
+                    # A grammar has to see the tokens and drafts of the step before.
+                    self.deferred += 1
+                    self._process_oldest()
+                    self.scheduler.update_draft_token_ids_in_output(self.runner.take_draft_token_ids(), scheduled)
                 if scheduled.total_num_scheduled_tokens:
-                    output = self.runner.sample_tokens(None)
+                    output = self.runner.sample_tokens(self.scheduler.get_grammar_bitmask(scheduled))
                     self.steps[-1].sampled = self.gpu.snapshot(output._sampled_token_ids)
                     self.steps[-1].drafts = self.gpu.snapshot(self.runner._draft_token_ids)
                 self.queue.appendleft((output, scheduled))
                 if drained and not (quiet and scheduled.scheduled_spec_decode_tokens):
                     self.drain()
                     return
-                if scheduled.total_num_scheduled_tokens and len(self.queue) < 2:
+                if deferred or (scheduled.total_num_scheduled_tokens and len(self.queue) < 2):
                     return
             elif not self.queue:
                 return
@@ -354,6 +375,9 @@ class Engine:
         for made in self.scheduler.update_from_output(scheduled, output).values():
             for each in made.outputs:
                 self.outputs[each.request_id] += each.new_token_ids
+                if each.new_logprobs is not None:
+                    tokens = np.asarray(each.new_logprobs.logprob_token_ids)[:, 0]
+                    self.logprobs.setdefault(each.request_id, []).extend(tokens.tolist())
                 if each.finish_reason is not None:
                     self.finished[each.request_id] = str(each.finish_reason)
 

@@ -40,6 +40,8 @@ def mistakes(engine: Engine, schedule: Schedule) -> Iterator[str]:
         ended = engine.finished.get(name)
         if got != (wanted[: len(got)] if ended == "abort" else wanted):
             yield f"{name}, ended by {ended}, has the tokens {got} instead of {wanted}"
+        if wishes.get(name, PLAIN).logprobs and (of := engine.logprobs.get(name, [])) != got:
+            yield f"{name} has log-probabilities of the tokens {of} instead of {got}"
 
 
 def began(engine: Engine) -> Iterator[dict[str, int]]:

@@ -114,7 +114,10 @@ def with_drains(schedule: Schedule) -> Schedule:
 
 
 def wishful_schedule(seed: int, kinds: tuple[str, ...], *, drained: bool = False) -> Schedule:
-    """A random load in which every fourth request has a wish of these kinds: `penalties`, `bad words`, `min_tokens`."""
+    """A random load in which every fourth request has a wish of these kinds.
+
+    They are `penalties`, `bad words`, `min_tokens`, `grammar` and `logprobs`.
+    """
     return _wishful_schedule(seed, kinds, drained)
 
 
@@ -130,6 +133,10 @@ def _wishful_schedule(seed: int, kinds: tuple[str, ...], drained: bool) -> Sched
         kind = choose.choice(kinds)
         if kind == "penalties":
             wishes[name] = penalties(choose)
+        elif kind == "grammar":
+            wishes[name] = Wishes(grammar=choose.choice([2, 3]))
+        elif kind == "logprobs":
+            wishes[name] = Wishes(logprobs=True)
         elif kind == "bad words":
             wishes[name] = _bad_words(choose, prompt, count)
         else:

@@ -1,6 +1,7 @@
 """What a request asks of its sampler beside the likeliest token, and which token that makes it.
 
-All of these depend on the tokens that the request has had so far, so the runner needs them on the host.
+Penalties, bad words and min_tokens depend on the tokens that the request has had so far, so the runner needs them on
+the host. So do grammars, which are the scheduler's, and it waits for the tokens; the runner only applies its masks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Wishes:
         presence: Is taken off them once.
         bad_words: Pairs of tokens of which the second must not follow the first within the output.
         min_tokens: Tokens before its stop token may come.
+        grammar: Of so many tokens one is not allowed, another at each place; 0 for none.
+        logprobs: Whether it wants the log-probabilities of its tokens.
     """
 
     repetition: float = 1.0
@@ -34,6 +37,8 @@ class Wishes:
     presence: float = 0.0
     bad_words: tuple[tuple[int, int], ...] = ()
     min_tokens: int = 0
+    grammar: int = 0
+    logprobs: bool = False
 
     @property
     def penalties(self) -> bool:
@@ -47,7 +52,13 @@ class Wishes:
             "frequency_penalty": self.frequency,
             "presence_penalty": self.presence,
             "min_tokens": self.min_tokens,
+            "logprobs": 0 if self.logprobs else None,
         }
+
+    def allowed(self, outputs: Sequence[int]) -> Any:
+        """Which tokens the grammar lets follow the outputs: (vocabulary,) bool."""
+        last = outputs[-1] if outputs else 0
+        return (np.arange(VOCABULARY) * 5 + 3 * last + len(outputs)) % self.grammar != 0
 
     def token(self, first: int, prompt: Sequence[int], outputs: Sequence[int], stop: int) -> int:
         """The token for which the model says `first`."""
@@ -63,6 +74,8 @@ class Wishes:
                 logits[after] = -np.inf
         if len(outputs) < self.min_tokens and stop >= 0:
             logits[stop] = -np.inf
+        if self.grammar:
+            logits[~self.allowed(outputs)] = -np.inf
         return int(logits.argmax())
 
 

@@ -1,0 +1,88 @@
+"""Structured output: a grammar that vLLM's manager asks for masks, and the kernel that applies them.
+
+The manager, the scheduler's part in it and the order of rows in the mask are the release's own. The grammar forbids a
+part of the vocabulary at each token, and which part depends on the one before and on how many there were. So a mask
+in another's row, for another draft or a token too early shows in what is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from simulation.device import Gpu
+from simulation.wishes import VOCABULARY, Wishes
+
+_BITS = 32
+
+
+class Grammar:
+    """As `vllm.v1.structured_output.backend_types.StructuredOutputGrammar`."""
+
+    def __init__(self, wishes: Wishes) -> None:
+        self._wishes, self._said = wishes, list[int]()
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Go on past these, if they are allowed."""
+        if len(self.validate_tokens(tokens)) < len(tokens):
+            return False
+        self._said += tokens
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """The first of these that are allowed."""
+        for count, token in enumerate(tokens):
+            if not self._wishes.allowed([*self._said, *tokens[:count]])[token]:
+                return tokens[:count]
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens."""
+        del self._said[len(self._said) - num_tokens :]
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """A bit for each token that may come next: (rows, vocabulary / 32) int32."""
+        bits = np.packbits(self._wishes.allowed(self._said), bitorder="little").view(np.int32)
+        bitmask[batch_index] = torch.from_numpy(bits)
+
+    def is_terminated(self) -> bool:
+        """It goes on for ever."""
+        return False
+
+
+def manager(config: Any) -> Any:
+    """The release's manager of structured outputs."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    made = StructuredOutputManager(config)
+
+    def allocate(rows: int) -> torch.Tensor:
+        return torch.full((rows, VOCABULARY // _BITS), -1, dtype=torch.int32)
+
+    made.backend = SimpleNamespace(allocate_token_bitmask=allocate)
+    return made
+
+
+@contextlib.contextmanager
+def masking(gpu: Gpu) -> Iterator[None]:
+    """Masks are applied on `gpu`, within, as xgrammar's kernel does it."""
+    from vllm.v1.structured_output import utils
+
+    def run(logits: torch.Tensor, bitmask: torch.Tensor, indices: torch.Tensor | None) -> None:
+        rows = torch.arange(len(logits)) if indices is None else indices.long()
+        bits = (bitmask[rows, :, None] >> torch.arange(_BITS)) & 1
+        logits[rows] = logits[rows].masked_fill(bits.flatten(1) == 0, float("-inf"))
+
+    def apply(logits: Any, bitmask: Any, indices: Any = None) -> None:
+        if isinstance(indices, list):
+            indices = torch.tensor(indices).to(logits.device)
+        gpu.kernel(run, logits, bitmask, indices)
+
+    with mock.patch.object(utils, "xgr", SimpleNamespace(apply_token_bitmask_inplace=apply)):
+        yield
