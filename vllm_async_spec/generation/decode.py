@@ -66,6 +66,8 @@ class Decode:
         else:
             outputs = self._model(**self._model.prepare_inputs_for_generation(prompts, **kwargs), return_dict=True)
         self.tail.settle(self.buffers, 0, prompts, _last(outputs.logits))
+        if self._workspace.cache is None:
+            _use_on(kwargs["past_key_values"], self._workspace.slots.streams)
 
     def capture(self) -> None:
         """Capture the step of each slot, the tail too where that can be; what the buffers hold is lost.
@@ -134,8 +136,8 @@ class Decode:
         kwargs = dict(self._kwargs)
         buffers = self.buffers
         if kwargs.get("attention_mask") is not None:
-            static = self._workspace.cache is not None
-            kwargs["attention_mask"] = buffers.mask[:, : self._workspace.longest - 1 if static else length]
+            # A static cache has the columns of the mask; another grows by one a step.
+            kwargs["attention_mask"] = buffers.mask[:, : None if self._workspace.cache is not None else length]
         if self._first_positions is not None:
             kwargs["position_ids"] = buffers.positions
         if self._tells_cache_position:
@@ -161,6 +163,19 @@ def first_positions(model: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
         return torch.as_tensor(given[..., -1:] + 1)
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return torch.as_tensor(mask.long().sum(-1, keepdim=True)) if takes and mask is not None else None
+
+
+def _use_on(cache: Any, streams: tuple[Any, ...]) -> None:
+    """Tell the allocator that what a growing cache holds so far is read on these streams too.
+
+    The next step replaces it, and its memory must not be another's while it is read. What steps allocate needs no such
+    word: it goes back to the stream of a step, where the next step but one waits for whoever reads it.
+    """
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    for tensor in held:
+        if isinstance(tensor, torch.Tensor):
+            for stream in streams:
+                tensor.record_stream(stream)
 
 
 def _last(logits: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,21 @@ class DecodeBuffers:
     positions: torch.Tensor
     """int64 (..., 1): position ids of the step's input, in the shape that the model takes."""
     mask: torch.Tensor
-    """int64 (batch, longest): 0 for padding of the prompt, 1 elsewhere, also for columns to come."""
+    """int64 (batch, columns): 0 for padding of the prompt, 1 elsewhere, also for tokens to come."""
 
     @classmethod
-    def allocate(cls, batch: int, longest: int, positions: tuple[int, ...], device: torch.device) -> DecodeBuffers:
-        """Buffers for `batch` sequences of up to `longest` tokens, on `device`."""
+    def allocate(
+        cls, batch: int, longest: int, columns: int, positions: tuple[int, ...], device: torch.device
+    ) -> DecodeBuffers:
+        """Make them.
+
+        Args:
+            batch: sequences.
+            longest: tokens of a sequence at most.
+            columns: of the mask: tokens that the cache has room for.
+            positions: shape of the position ids.
+            device: where they are.
+        """
 
         def ids(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
@@ -44,7 +54,7 @@ class DecodeBuffers:
             tokens=(ids(batch, 1), ids(batch, 1)),
             finished=(flags(), flags()),
             positions=ids(*positions),
-            mask=torch.ones((batch, longest), dtype=torch.long, device=device),
+            mask=torch.ones((batch, columns), dtype=torch.long, device=device),
         )
 
     def begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:

@@ -65,28 +65,31 @@ def interleaved(
     """
     slot = 0
     slots.begin()
-    with slots.step(slot):
-        sent = _judge_beside(decode, slot, length, slots, channel, watch)
-    while True:
-        if trail is not None:
-            trail.mark(length)
-        if host.stopped(length):
-            break
-        if sent:
-            watch.poll()
-        if watch.finished_at is not None:
-            break
-        slot = 1 - slot
+    try:
         with slots.step(slot):
-            logits = decode.launch(slot, length)
-            if logits is not None:
-                slots.await_judgement(1 - slot)
-                decode.settle(slot, length, logits)
-            length += 1
             sent = _judge_beside(decode, slot, length, slots, channel, watch)
-    watch.drain()
-    slots.end()
-    channel.join()
+        while True:
+            if trail is not None:
+                trail.mark(length)
+            if host.stopped(length):
+                break
+            if sent:
+                watch.poll()
+            if watch.finished_at is not None:
+                break
+            slot = 1 - slot
+            with slots.step(slot):
+                logits = decode.launch(slot, length)
+                if logits is not None:
+                    slots.await_judgement(1 - slot)
+                    decode.settle(slot, length, logits)
+                length += 1
+                sent = _judge_beside(decode, slot, length, slots, channel, watch)
+        watch.drain()
+    finally:
+        # Also where a criterion has raised: whoever generates next writes to the same buffers.
+        slots.end()
+        channel.join()
     finished_at = watch.finished_at or length
     if trail is not None and finished_at < length:
         trail.rewind(finished_at)

@@ -9,11 +9,9 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
     EosTokenCriteria,
     EpsilonLogitsWarper,
-    EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -22,14 +20,12 @@ from transformers.generation import (
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 
-# They read the scores alone: neither the tokens before, whose number changes, nor anything on the host.
+# They read the scores alone: not the tokens before, whose number changes; and they read nothing on the host.
 _OF_SCORES_ALONE = frozenset({
     EpsilonLogitsWarper,
-    EtaLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -60,7 +56,7 @@ class DecodeTail:
         self._processors = processors
         self._do_sample = do_sample
         self._pad = None if pad is None else pad.to(device)
-        self._ends = [each.eos_token_id.to(device) for each in criteria if type(each) is EosTokenCriteria]
+        self._ends = [each.eos_token_id.to(device).reshape(-1) for each in criteria if type(each) is EosTokenCriteria]
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
         self.criteria = StoppingCriteriaList(others) if others else None
         """Those that need more than the last token, and are evaluated beside the next step; None without any."""
@@ -89,7 +85,7 @@ class DecodeTail:
         if self._pad is not None:
             tokens = torch.where(ended, self._pad, tokens)
         for end in self._ends:
-            ended = ended | torch.isin(tokens, end)
+            ended = ended | (tokens[:, None] == end).any(dim=-1)
         buffers.write(slot, tokens, ended)
 
     def _choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

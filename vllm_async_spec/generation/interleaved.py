@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from vllm_async_spec.generation.workspace import (
 )
 
 _REMEDY = "leave out interleaved, and transformers' own loop does it"
+_ALIGNED = 64
+"""Tokens that the room of a static cache is a multiple of, on a GPU."""
 _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
 """What a step gets anew; everything else must be the same at each."""
 
@@ -181,10 +184,13 @@ def _workspace(
     if found is not None:
         return found
     release(model)
-    cache = whole_cache(model, longest - 1) if switches.static_cache else None
-    return Workspace(
-        likeness, longest, DecodeBuffers.allocate(len(prompts), longest, shape, device), cache, slots_of(device)
-    )
+    cache, columns = None, longest
+    if switches.static_cache:
+        # The last token is never fed to the model. Attention kernels copy a mask whose rows are not aligned.
+        columns = longest - 1 if device.type != "cuda" else _ALIGNED * math.ceil((longest - 1) / _ALIGNED)
+        cache = whole_cache(model, columns)
+    buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
+    return Workspace(likeness, longest, buffers, cache, slots_of(device))
 
 
 def _bound(model: Any, limit: int | None) -> None:

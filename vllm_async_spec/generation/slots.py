@@ -65,8 +65,11 @@ class HostSlots:
         """See `Slots`."""
 
 
+_streams: dict[torch.device, tuple[Any, Any]] = {}
+
+
 class CudaSlots:
-    """Two CUDA streams.
+    """Two CUDA streams: the same for all generations on a device, because libraries keep memory for each stream.
 
     Args:
         device: a CUDA device.
@@ -74,7 +77,9 @@ class CudaSlots:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.streams: tuple[Any, ...] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        if device not in _streams:
+            _streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self.streams: tuple[Any, ...] = _streams[device]
         self._stepped = (torch.cuda.Event(), torch.cuda.Event())
         self._read = (torch.cuda.Event(), torch.cuda.Event())
 

@@ -26,7 +26,7 @@ class StepGraphs:
         device: a CUDA device.
 
     Raises:
-        RuntimeError: the step does something that can't be captured, such as reading the device from the host.
+        RuntimeError: the step reads the device from the host, or does something else that can't be captured.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class StepGraphs:
                     rewind()
                     step(slot)
             current.wait_stream(stream)
+        _refuse_host_reads(lambda: step(0), rewind)
         self.pool: Any = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._kept: list[torch.Tensor | None] = []
@@ -60,3 +61,17 @@ class StepGraphs:
         """Launch the step of `slot` on the current stream; returns what it kept, written when the step has run."""
         self._graphs[slot].replay()
         return self._kept[slot]
+
+
+def _refuse_host_reads(step: Callable[[], object], rewind: Callable[[], None]) -> None:
+    """Run the step once more, and let PyTorch refuse what waits for the device.
+
+    Found out in a capture, the same would leave the allocator and the random generator in it.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    rewind()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
