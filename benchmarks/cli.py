@@ -168,15 +168,17 @@ def generation(
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Arms of torch.compile, on a GPU.")] = True,
 ) -> None:
-    """Stop checks of transformers' generate: waited for, and not."""
+    """transformers' generate: stop checks waited for and not, and a decode loop of our own."""
     import torch
 
     from benchmarks.generation import GenerationError, measure, notes, table
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    compiled = compiled and chosen.startswith("cuda")
     try:
-        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes)
+        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, compiled=compiled)
     except GenerationError as error:
         _fail(str(error))
     console.print(table(found))

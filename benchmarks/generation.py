@@ -1,16 +1,21 @@
-"""Tokens a second of `generate` of transformers, with the stop check waited for and not.
+"""Tokens a second of `generate` of transformers: the stop check waited for and not, and a decode loop of our own.
 
     python -m benchmarks generation [--json FILE] [--device cuda] [--batch N] [--new-tokens N] [--passes N]
+        [--no-compile]
 
-Three arms take turns in one process, in the order ABC CBA, on a model with random weights:
+Arms take turns in one process, in the order ABC CBA, on a model with random weights:
 
 - `synchronous`: transformers' loop, entered through `custom_generate`, with its own stopping criteria;
 - `transformers`: `model.generate` as it is, which is the same loop where transformers does not defer its stop check,
   and then says how large the noise is;
-- `asynchronous`: `vllm_async_spec.generation.generate`.
+- `asynchronous`: `vllm_async_spec.generation.generate`, that loop with the stop check read late;
+- `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
+- `interleaved`: the same with two slots, and no wait;
+- `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well.
 
 The end-of-sequence id is one that the model can't produce, so that each arm checks for it at each token and generates
-as many. Tokens of the arms are compared; where they differ there is no ratio.
+as many. Tokens of the arms are compared; where they differ there is no ratio. The arms' kernels round differently, so
+the head is made of the embeddings, in another order: which token follows is then never close.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -34,6 +40,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Llama shapes: a byte-level model as tiny as published measurements use, and one of GPT-2's size."""
 
+WITHOUT = {"asynchronous": "synchronous", "interleaved": "graphs", "whole": "compiled"}
+"""What an arm is the same as, but for the wait that it has not got."""
+
 Arm = Callable[[], torch.Tensor]
 
 
@@ -41,19 +50,25 @@ class GenerationError(RuntimeError):
     """The arms don't generate the same tokens, or what was asked for can't be run."""
 
 
-def measure(*, size: str, device: str, batch: int, new_tokens: int, passes: int) -> dict[str, Any]:
-    """The result file.
+def measure(
+    *, size: str, device: str, batch: int, new_tokens: int, passes: int, compiled: bool = False
+) -> dict[str, Any]:
+    """The result file; `compiled` adds the arms that need `torch.compile`.
 
     Raises:
         GenerationError: the size is unknown, there is no such device, or arms differ in their tokens.
     """
     import transformers
 
+    from vllm_async_spec import generation
+
     if size not in SIZES:
         raise GenerationError(f"the model is {size!r}; it must be one of {', '.join(SIZES)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
-    arms = _arms(size, device, batch, new_tokens)
+    # What is kept for a model is that of its last generation, so each kind of step has a model, of the same weights.
+    models = {name: _model(size, device) for name in ("interleaved", *(["whole"] if compiled else []))}
+    arms = _arms(models, device, batch, new_tokens)
     tokens = {name: arm() for name, arm in arms.items()}  # the first run of each, which also warms up
     for name, found in tokens.items():
         if not torch.equal(found, tokens["synchronous"]):
@@ -76,22 +91,22 @@ def measure(*, size: str, device: str, batch: int, new_tokens: int, passes: int)
         "batch": batch,
         "new_tokens": new_tokens,
         "tokens_per_second": speeds,
+        "memory": {name: asdict(generation.memory_report(model)) for name, model in models.items()},
     }
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal: medians, and ratios to the synchronous loop with their intervals."""
+    """The same for the terminal: medians, and ratios with their intervals."""
     title = (
         f"transformers {found['transformers']}, {found['device']}, {found['model']}, batch {found['batch']}, "
         f"{found['new_tokens']} new tokens"
     )
-    shown = Table("arm", "tokens/s", "synchronous = 1", "transformers = 1", title=title)
+    shown = Table("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1", title=title)
     speeds = found["tokens_per_second"]
     for name, values in speeds.items():
-        ratios = [
-            "-" if name == other or (name, other) == ("synchronous", "transformers") else _ratio(speeds[other], values)
-            for other in ("synchronous", "transformers")
-        ]
+        others = ["synchronous", "transformers", WITHOUT.get(name)]
+        against = [other if other != name and name != "synchronous" else None for other in others]
+        ratios = ["-" if other is None else _ratio(speeds[other], values) for other in against]
         shown.add_row(name, f"{statistics.median(values):.1f}", *ratios)
     return shown
 
@@ -101,37 +116,56 @@ def notes(found: dict[str, Any]) -> list[str]:
     speeds = found["tokens_per_second"]
     said = []
     if found["device"] == "cpu":
-        said.append("nothing can be won on a CPU: no device is ahead or behind, and the three arms are one loop")
+        said.append("nothing can be won on a CPU: no device is ahead or behind, and no arm has streams or graphs")
     control = paired_ratio(speeds["synchronous"], speeds["transformers"])
     if reason := refusal(control):
         said.append(f"taking `transformers` for the sham arm, as where its stop check is not deferred: {reason}")
     return said
 
 
-def _arms(size: str, device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
+def _model(size: str, device: str) -> Any:
+    """A Llama with random weights whose next token is a fixed one of the last, by a margin that no rounding passes."""
     import transformers
-
-    from vllm_async_spec import generation
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, **SIZES[size])
     model = transformers.LlamaForCausalLM(config).eval()
-    model = model.to(device, torch.bfloat16) if device.startswith("cuda") else model
-    prompt = torch.randint(VOCABULARY, (batch, PROMPT), device=device)
+    follows = (5 * torch.arange(VOCABULARY) + 3) % VOCABULARY  # one cycle through all of them
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_()
+        model.lm_head.weight[follows] = model.get_input_embeddings().weight
+    return model.to(device, torch.bfloat16) if device.startswith("cuda") else model
+
+
+def _arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
+    from vllm_async_spec import generation
+
+    prompt = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": VOCABULARY, "pad_token_id": 0}
 
-    def run(**way: Any) -> torch.Tensor:
+    def run(kind: str = "interleaved", **way: Any) -> torch.Tensor:
         with warnings.catch_warnings():
             # Told by `notes`, for the whole result.
             warnings.simplefilter("ignore", generation.SynchronousGenerationWarning)
-            tokens: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings, **way)
+            tokens: torch.Tensor = models[kind].generate(
+                prompt, attention_mask=torch.ones_like(prompt), **settings, **way
+            )
         return tokens
 
-    return {
-        "synchronous": lambda: run(custom_generate=generation.generate, open_channel=lambda *_: None),
+    def ours(**way: Any) -> Arm:
+        return lambda: run(custom_generate=generation.generate, **way)
+
+    arms = {
+        "synchronous": ours(open_channel=lambda *_: None),
         "transformers": run,
-        "asynchronous": lambda: run(custom_generate=generation.generate),
+        "asynchronous": ours(),
+        "graphs": ours(interleaved=False),
+        "interleaved": ours(interleaved=True),
     }
+    if "whole" in models:
+        arms["compiled"] = ours(kind="whole", interleaved=False, torch_compile=True)
+        arms["whole"] = ours(kind="whole", interleaved=True, torch_compile=True)
+    return arms
 
 
 def _seconds(arm: Arm, device: str) -> float:

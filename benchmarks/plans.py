@@ -119,35 +119,51 @@ def flashinfer_audit(shape: str) -> Plan:
 
 
 def optimistic(shape: str) -> Plan:
-    """vLLM 0.18.1 without its wait for accepted counts, and what later releases make of the same, and synchronous."""
-
-    def arm(name: str, plugin: Plugin, release: str, runner: str, **engine: Any) -> Arm:
-        return Arm(
-            name,
-            shape,
-            plugin=plugin,
-            release=release,
-            runner=runner,
-            acceptance=ACCEPTANCE,
-            engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"} | engine,
-        )
-
+    """vLLM 0.18.1 without its wait for accepted counts, with it, and scheduled synchronously."""
     return Plan(
         name=f"optimistic-{shape}",
-        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and its peers, {shape} shape",
+        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and synchronous, {shape} shape",
         arms=(
-            arm("stock", Plugin.STOCK, "0.18.1", "V1"),
-            arm("plugin", Plugin.ON, "0.18.1", "V1"),
-            arm("sham", Plugin.SHAM, "0.18.1", "V1"),
-            arm("synchronous", Plugin.STOCK, "0.18.1", "V1", async_scheduling=False),
-            arm("stock-0.26.0", Plugin.STOCK, "0.26.0", "V2"),
-            arm("stock-0.32.0", Plugin.STOCK, "0.32.0", "V2"),
+            _flash_arm("stock", shape, Plugin.STOCK, "0.18.1", "V1"),
+            _flash_arm("plugin", shape, Plugin.ON, "0.18.1", "V1"),
+            _flash_arm("sham", shape, Plugin.SHAM, "0.18.1", "V1"),
+            _flash_arm("synchronous", shape, Plugin.STOCK, "0.18.1", "V1", async_scheduling=False),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=4,
         seconds=2.0,
         reference="stock",
         control="sham",
+    )
+
+
+def optimistic_peers(shape: str) -> Plan:
+    """vLLM 0.18.1 with the plugin, and what later releases make of the same."""
+    return Plan(
+        name=f"optimistic-peers-{shape}",
+        about=f"vLLM 0.18.1 with the plugin beside later releases without it, {shape} shape",
+        arms=(
+            _flash_arm("0.18.1, plugin", shape, Plugin.ON, "0.18.1", "V1"),
+            _flash_arm("0.26.0", shape, Plugin.STOCK, "0.26.0", "V2"),
+            _flash_arm("0.32.0", shape, Plugin.STOCK, "0.32.0", "V2"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=4,
+        seconds=2.0,
+        reference="0.18.1, plugin",
+        control=None,
+    )
+
+
+def _flash_arm(name: str, shape: str, plugin: Plugin, release: str, runner: str, **engine: Any) -> Arm:
+    return Arm(
+        name,
+        shape,
+        plugin=plugin,
+        release=release,
+        runner=runner,
+        acceptance=ACCEPTANCE,
+        engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"} | engine,
     )
 
 
@@ -298,6 +314,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "optimistic-1b": lambda: optimistic("1b"),
     "optimistic-8b": lambda: optimistic("8b"),
+    "optimistic-peers-8b": lambda: optimistic_peers("8b"),
     "optimistic-audit-1b": lambda: optimistic_audit("1b"),
     "optimistic-audit-8b": lambda: optimistic_audit("8b"),
     "baseline": baseline,

@@ -11,6 +11,14 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def test_interleaving():
+    pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
+    command = [sys.executable, EXAMPLES / "interleaving.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "interleaved: the same tokens" in done.stdout
+
+
 def test_async_stopping():
     pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
     command = [sys.executable, EXAMPLES / "async_stopping.py"]

@@ -181,6 +181,8 @@ def _planned(wrapper: Any) -> dict[str, object]:
     ends, last = (getattr(wrapper, f"_paged_kv_{name}_buf", None) for name in ("indptr", "last_page_len"))
     if ends is None or last is None:
         return {"queries": getattr(wrapper, "_qo_indptr_buf", None), "keys": getattr(wrapper, "_kv_indptr_buf", None)}
+    if getattr(wrapper, "_backend", None) == "fa3":  # its kernels take lengths from the plan, not from these
+        return {"queries": getattr(wrapper, "_qo_indptr_buf", None)}
     pages = ends[1:] - ends[:-1]
     lengths = torch.where(pages == 0, 0, (pages - 1) * BLOCK_SIZE + last[: len(pages)])
     return {"lengths": Derived(lengths, (ends, last)), "page ends": ends, "last page": last}

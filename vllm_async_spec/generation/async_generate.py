@@ -17,9 +17,11 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
+from vllm_async_spec.generation.interleaved import decode_interleaved
 from vllm_async_spec.generation.once import say_once
 from vllm_async_spec.generation.overshoot import crop_cache, crop_output, why_not_croppable
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+from vllm_async_spec.generation.switches import DecodeSwitches
 
 _SWITCH = "async_stopping_criteria"
 _REMEDY = f"leave out custom_generate or {_SWITCH}, and transformers' own loop does it"
@@ -35,6 +37,11 @@ def generate(
     poll_every: int = 1,
     max_in_flight: int = 1,
     open_channel: OpenChannel = open_channel,
+    interleaved: bool | None = None,
+    static_cache: bool | None = None,
+    cuda_graphs: bool | None = None,
+    torch_compile: bool | str | None = None,
+    memory_limit: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode greedily or by sampling, without waiting for the stop flags of each step.
@@ -51,6 +58,12 @@ def generate(
         poll_every: tokens between two looks at the flags.
         max_in_flight: copies of flags that may be under way; see `AsyncStoppingCriteriaList`.
         open_channel: how flags reach the host.
+        interleaved: True for a decode loop of our own, whose steps take turns in two slots; False for the same loop
+            with one wait a step; None for transformers' own loop. The rest is for the first two.
+        static_cache: whether keys and values are written to memory that is allocated once; True, if None.
+        cuda_graphs: whether a step is captured, and then replayed by one launch; as `static_cache`, if None.
+        torch_compile: whether the forward of a step is compiled; a name chooses the backend; False, if None.
+        memory_limit: bytes that may be held between generations; no limit, if None.
         model_kwargs: handed on.
 
     Returns:
@@ -58,10 +71,31 @@ def generate(
 
     Raises:
         ValueError: the decoding mode is not greedy search or sampling, or transformers was given an argument that it
-            does not hand to a `custom_generate` function.
+            does not hand to a `custom_generate` function; or the loop of our own can't do what was asked for.
     """
     _refuse_mode(generation_config.get_generation_mode(None))
-    _refuse_arguments_that_transformers_drops()
+    given = _refuse_arguments_that_transformers_drops()
+    switches = DecodeSwitches.of(
+        interleaved,
+        static_cache=static_cache,
+        cuda_graphs=cuda_graphs,
+        torch_compile=torch_compile,
+        memory_limit=memory_limit,
+    )
+    if switches is not None:
+        return decode_interleaved(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            switches=switches,
+            poll_every=poll_every,
+            max_in_flight=max_in_flight,
+            open_channel=open_channel,
+            given=given,
+            **model_kwargs,
+        )
     return _decode(
         model._sample,
         model,
@@ -197,14 +231,17 @@ def _refuse_mode(mode: Any) -> None:
         raise ValueError(f"asynchronous stopping does greedy search and sampling, not {name}; {_REMEDY}")
 
 
-def _refuse_arguments_that_transformers_drops() -> None:
+def _refuse_arguments_that_transformers_drops() -> dict[str, Any]:
     """Refuse what `model.generate` takes and does not hand to a `custom_generate` function, rather than ignore it.
 
     Only its frame still has it. Where that is not the caller there is nothing to see, and nothing is refused.
+
+    Returns:
+        What it was given for the model; 4.57 marks nothing of it as given.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate":
-        return
+        return {}
     if frame.f_locals.get("assistant_model") is not None:
         _refuse_mode(GenerationMode.ASSISTED_GENERATION)
     for name in ("streamer", "synced_gpus"):
@@ -213,3 +250,5 @@ def _refuse_arguments_that_transformers_drops() -> None:
                 f"transformers hands no {name} to a custom_generate function; "
                 f"call vllm_async_spec.generation.enable() and set {_SWITCH}=True in the GenerationConfig"
             )
+    given: dict[str, Any] = frame.f_locals.get("kwargs") or {}
+    return given

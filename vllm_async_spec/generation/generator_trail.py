@@ -7,6 +7,19 @@ from collections import deque
 import torch
 
 
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator, uint8, on the host."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Put the device's default generator into a state that `generator_state` returned."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 class GeneratorTrail:
     """Remembers the state of a device's default generator after each of the last `steps` steps.
 
@@ -19,7 +32,7 @@ class GeneratorTrail:
 
     def mark(self, length: int) -> None:
         """Remember the present state as that after the step that made the sequences `length` tokens long."""
-        self._states.append((length, self._state()))
+        self._states.append((length, generator_state(self._device)))
 
     def rewind(self, length: int) -> None:
         """Put the generator back to where it was after that step.
@@ -27,11 +40,4 @@ class GeneratorTrail:
         Raises:
             KeyError: the step is further back than was to be remembered.
         """
-        state = dict(self._states)[length]
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(state, self._device)
-        else:
-            torch.set_rng_state(state)
-
-    def _state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+        set_generator_state(dict(self._states)[length], self._device)

@@ -6,16 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.generator_trail import GeneratorTrail
+from vllm_async_spec.generation.host_criteria import HostCriteria
 from vllm_async_spec.generation.once import say_once
 from vllm_async_spec.generation.stop_flags import StepFlags
 from vllm_async_spec.generation.stop_watch import StopWatch
-
-# Their verdict depends on the length and the clock alone, so it is known on the host and never late.
-_HOST_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria)
 
 
 class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here
@@ -115,8 +113,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
             channel,
             StopWatch(channel, device, width=self.poll_every, in_flight=self.max_in_flight),
             GeneratorTrail(device, furthest) if self._rewind else None,
-            StoppingCriteriaList(each for each in self if type(each) not in _HOST_CRITERIA),
-            [each for each in self if type(each) in _HOST_CRITERIA],
+            HostCriteria(self),
         )
 
     def _run_step(self, run: _Run, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -131,7 +128,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
             sent = run.watch.record(finished, self._length, input_ids, scores)
         if run.trail is not None:
             run.trail.mark(self._length)
-        if run.stopped_on_host(self._length):
+        if run.host_criteria.stopped(self._length):
             self._stopped_by_host = self._length
         elif sent:
             run.watch.poll()
@@ -148,22 +145,11 @@ class _Run:
         channel: FlagChannel,
         watch: StopWatch,
         trail: GeneratorTrail | None,
-        device_criteria: StoppingCriteriaList,
-        host_criteria: list[Any],
+        host_criteria: HostCriteria,
     ) -> None:
         self.channel = channel
         self.watch = watch
         self.trail = trail
-        self.device_criteria = device_criteria
         self.host_criteria = host_criteria
+        self.device_criteria = StoppingCriteriaList(host_criteria.rest)
         self.finished: torch.Tensor | None = None
-
-    def stopped_on_host(self, length: int) -> bool:
-        """Whether the length or the clock stops all rows now. A criterion sees ids of that length, all zero."""
-        ids = _ZERO.expand(1, length)
-        # No short cut: each is asked at each step, as in the synchronous loop.
-        verdicts = [bool(criterion(ids, None)) for criterion in self.host_criteria]
-        return any(verdicts)
-
-
-_ZERO = torch.zeros((1, 1), dtype=torch.long, device="cpu")

@@ -1,0 +1,81 @@
+"""CUDA graphs without CUDA: a step whose operations are recorded once, and then repeated on the same tensors.
+
+What a CUDA graph freezes is frozen here: addresses, sizes, and every value that came from the host. A step that reads
+the device on the host can't be recorded, as it can't be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CaptureError(RuntimeError):
+    """The device was read on the host."""
+
+
+class RecordedSteps:
+    """Takes the place of `StepGraphs`."""
+
+    pool: Any = None
+
+    def __init__(
+        self,
+        slots: Any,
+        step: Callable[[int], torch.Tensor | None],
+        rewind: Callable[[], None],
+        device: torch.device,
+    ):
+        self.replays = 0
+        self._recordings = []
+        for slot in (0, 1):
+            rewind()
+            with Recording() as recording:
+                kept = step(slot)
+            self._recordings.append((recording, kept))
+
+    def replay(self, slot: int) -> torch.Tensor | None:
+        self.replays += 1
+        recording, kept = self._recordings[slot]
+        recording.replay()
+        return kept
+
+
+class Recording(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dynamic = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
+        # Rows chosen by place are as many as there are places; rows chosen by flags are counted on the host.
+        by_place = func is torch.ops.aten.index.Tensor and all(
+            each is None or each.dtype != torch.bool for each in args[1]
+        )
+        if dynamic and not by_place:
+            raise CaptureError(f"{func} reads the device on the host")
+        result = func(*args, **kwargs)
+        inputs = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        # Views, and what was written in place, are where they were; all else is written again by hand.
+        fresh = [each if _address(each) not in inputs else None for each in _tensors(result)]
+        self._calls.append((func, args, kwargs, fresh))
+        return result
+
+    def replay(self) -> None:
+        for func, args, kwargs, fresh in self._calls:
+            for kept, again in zip(fresh, _tensors(func(*args, **kwargs)), strict=True):
+                if kept is not None:
+                    kept.copy_(again)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

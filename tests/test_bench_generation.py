@@ -1,0 +1,62 @@
+"""The benchmark of generate, on a model of a few layers and no GPU: what it compares, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+from benchmarks import generation
+
+SIZE = {"tiny": {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "SIZES", SIZE)
+
+
+def measure(**kwargs: Any) -> dict[str, Any]:
+    settings = {"size": "tiny", "device": "cpu", "batch": 2, "new_tokens": 5, "passes": 2}
+    return generation.measure(**{**settings, **kwargs})
+
+
+def test_every_arm_is_measured_and_compared_with_what_it_changes(capsys: pytest.CaptureFixture[str]):
+    found = measure()
+    assert list(found["tokens_per_second"]) == ["synchronous", "transformers", "asynchronous", "graphs", "interleaved"]
+    assert all(len(speeds) == 2 for speeds in found["tokens_per_second"].values())
+    assert found["memory"]["interleaved"]["cache"] > 0
+    shown = generation.table(found)
+    cells = {
+        name: [column._cells[row] for column in shown.columns[2:]]
+        for row, name in enumerate(found["tokens_per_second"])
+    }
+    assert cells["synchronous"] == ["-", "-", "-"]
+    assert [each == "-" for each in cells["graphs"]] == [False, False, True]
+    assert "-" not in cells["interleaved"]
+
+
+def test_the_next_token_is_never_close():
+    model = generation._model("tiny", "cpu")
+    ids = torch.arange(generation.VOCABULARY)[None]
+    logits = model(ids).logits[0]
+    best = logits.topk(2, dim=-1)
+    assert torch.equal(best.indices[:, 0], (5 * ids[0] + 3) % generation.VOCABULARY)
+    # bfloat16 has eight bits, so its rounding is some 0.4 % of the largest.
+    assert ((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0]).min() > 0.1
+
+
+def test_arms_with_other_tokens_get_no_ratio(monkeypatch: pytest.MonkeyPatch):
+    arms = generation._arms
+
+    def one_is_wrong(*args: Any) -> dict[str, Any]:
+        made = arms(*args)
+        right = made["interleaved"]
+        return {**made, "interleaved": lambda: right() + 1}
+
+    monkeypatch.setattr(generation, "_arms", one_is_wrong)
+    with pytest.raises(generation.GenerationError, match="interleaved generates other tokens than the synchronous"):
+        measure()

@@ -1,0 +1,104 @@
+"""The device tensors of one generation, each allocated once and owned, so that no stream outlives what it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBuffers:
+    """What the steps of a generation hand to each other.
+
+    Steps take turns in two slots. A step of slot s reads what slot 1 - s holds and writes its own, so that what the
+    step before has written can still be read while this one runs. What is not in slots is written by each step in turn.
+    """
+
+    sequences: torch.Tensor
+    """int64 (batch, longest): prompts and tokens so far; a column is written once."""
+    length: torch.Tensor
+    """int64 (1,): the columns that are."""
+    tokens: tuple[torch.Tensor, torch.Tensor]
+    """int64 (batch, 1), of each slot: the tokens of its step."""
+    finished: tuple[torch.Tensor, torch.Tensor]
+    """bool (batch,), of each slot: rows that have stopped at its step or before."""
+    positions: torch.Tensor
+    """int64 (..., 1): position ids of the step's input, in the shape that the model takes."""
+    mask: torch.Tensor
+    """int64 (batch, columns): 0 for padding of the prompt, 1 elsewhere, also for tokens to come."""
+
+    @classmethod
+    def allocate(
+        cls, batch: int, longest: int, columns: int, positions: tuple[int, ...], device: torch.device
+    ) -> DecodeBuffers:
+        """Make them.
+
+        Args:
+            batch: sequences.
+            longest: tokens of a sequence at most.
+            columns: of the mask: tokens that the cache has room for.
+            positions: shape of the position ids.
+            device: where they are.
+        """
+
+        def ids(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.long, device=device)
+
+        def flags() -> torch.Tensor:
+            return torch.zeros(batch, dtype=torch.bool, device=device)
+
+        return cls(
+            sequences=ids(batch, longest),
+            length=ids(1),
+            tokens=(ids(batch, 1), ids(batch, 1)),
+            finished=(flags(), flags()),
+            positions=ids(*positions),
+            mask=torch.ones((batch, columns), dtype=torch.long, device=device),
+        )
+
+    def begin(self, prompts: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+        """Start a generation.
+
+        Args:
+            prompts: int64 (batch, length).
+            mask: int64 (batch, length), 0 for padding; None without any.
+            positions: int64 (..., 1), of the first token that is to come; None where the model takes none.
+        """
+        length = prompts.shape[1]
+        self.sequences[:, :length].copy_(prompts)
+        self.length.fill_(length)
+        self.mask.fill_(1)
+        if mask is not None:
+            self.mask[:, :length].copy_(mask)
+        if positions is not None:
+            # `write` of the first token makes it the right one.
+            self.positions.copy_(positions - 1)
+        for flags in self.finished:
+            flags.zero_()
+
+    def rewind(self) -> None:
+        """Be as if nothing but one token were there: for steps that are run to be captured, not for their tokens."""
+        self.length.fill_(1)
+        self.positions.zero_()
+
+    def write(self, slot: int, tokens: torch.Tensor, finished: torch.Tensor) -> None:
+        """Append the tokens of one step.
+
+        Args:
+            slot: of the step.
+            tokens: int64 (batch,).
+            finished: bool (batch,), rows that have stopped.
+        """
+        column = tokens[:, None]
+        self.tokens[slot].copy_(column)
+        self.finished[slot].copy_(finished)
+        self.sequences.index_copy_(1, self.length, column)
+        self.length.add_(1)
+        self.positions.add_(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        held = [getattr(self, field.name) for field in fields(self)]
+        return sum(each.nbytes for one in held for each in (one if isinstance(one, tuple) else (one,)))

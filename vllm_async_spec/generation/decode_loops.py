@@ -1,0 +1,105 @@
+"""The two loops of a decode of our own, side by side: the one that reads each flag first, and the one that does not."""
+
+from __future__ import annotations
+
+from vllm_async_spec.generation.decode import Decode
+from vllm_async_spec.generation.flag_channel import FlagChannel
+from vllm_async_spec.generation.generator_trail import GeneratorTrail
+from vllm_async_spec.generation.host_criteria import HostCriteria
+from vllm_async_spec.generation.slots import Slots
+from vllm_async_spec.generation.stop_watch import StopWatch
+from vllm_async_spec.sync_policy import host_read
+
+
+def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
+    """Read the flags of each step before the next is launched.
+
+    Args:
+        decode: begun: the first token of each sequence is there.
+        host: the criteria that need no device.
+        length: of the sequences, with that token.
+
+    Returns:
+        The length at which the last row stopped.
+    """
+    slot = 0
+    while True:
+        decode.judge(slot, length)
+        # Asked first, and always, as transformers does: a clock may count its readings.
+        stopped = host.stopped(length)
+        with host_read("stop flags", decode.buffers.finished[slot].nbytes):
+            stopped |= bool(decode.buffers.finished[slot].all())
+        if stopped:
+            return length
+        slot = 1 - slot
+        logits = decode.launch(slot, length)
+        if logits is not None:
+            decode.settle(slot, length, logits)
+        length += 1
+
+
+def interleaved(
+    decode: Decode,
+    host: HostCriteria,
+    length: int,
+    *,
+    slots: Slots,
+    channel: FlagChannel,
+    watch: StopWatch,
+    trail: GeneratorTrail | None,
+) -> int:
+    """Launch steps in two slots in turn, and read the flags of a step while later ones run.
+
+    Args:
+        decode: see `synchronous`.
+        host: see `synchronous`.
+        length: see `synchronous`.
+        slots: where the steps run.
+        channel: where flags are judged, and how they reach the host.
+        watch: of that channel.
+        trail: of the random generator, None where nothing is drawn.
+
+    Returns:
+        The length at which the last row stopped. Sequences may be longer: by steps that don't count, of which the
+        generator knows nothing.
+    """
+    slot = 0
+    slots.begin()
+    try:
+        with slots.step(slot):
+            sent = _judge_beside(decode, slot, length, slots, channel, watch)
+        while True:
+            if trail is not None:
+                trail.mark(length)
+            if host.stopped(length):
+                break
+            if sent:
+                watch.poll()
+            if watch.finished_at is not None:
+                break
+            slot = 1 - slot
+            with slots.step(slot):
+                logits = decode.launch(slot, length)
+                if logits is not None:
+                    slots.await_judgement(1 - slot)
+                    decode.settle(slot, length, logits)
+                length += 1
+                sent = _judge_beside(decode, slot, length, slots, channel, watch)
+        watch.drain()
+    finally:
+        # Also where a criterion has raised: whoever generates next writes to the same buffers.
+        slots.end()
+        channel.join()
+    finished_at = watch.finished_at or length
+    if trail is not None and finished_at < length:
+        trail.rewind(finished_at)
+    return finished_at
+
+
+def _judge_beside(decode: Decode, slot: int, length: int, slots: Slots, channel: FlagChannel, watch: StopWatch) -> bool:
+    """Judge and send the flags of a step just launched in `slot`; returns whether any were sent."""
+    with channel.beside():
+        decode.judge(slot, length)
+        sent = watch.record(decode.buffers.finished[slot], length)
+        slots.flags_read(slot)
+    return sent

@@ -1,0 +1,223 @@
+"""A decode loop of our own for `generate` of transformers: steps in two slots, each launched by one call."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from vllm_async_spec.generation import decode_loops
+from vllm_async_spec.generation.decode import Decode, first_positions
+from vllm_async_spec.generation.decode_buffers import DecodeBuffers
+from vllm_async_spec.generation.decode_tail import DecodeTail
+from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
+from vllm_async_spec.generation.generator_trail import GeneratorTrail
+from vllm_async_spec.generation.host_criteria import HostCriteria
+from vllm_async_spec.generation.once import say_once
+from vllm_async_spec.generation.stop_watch import StopWatch
+from vllm_async_spec.generation.switches import DecodeSwitches
+from vllm_async_spec.generation.whole_cache import whole_cache
+from vllm_async_spec.generation.workspace import (
+    Workspace,
+    in_use,
+    keep,
+    kept,
+    memory_report,
+    release,
+    slots_of,
+)
+
+_REMEDY = "leave out interleaved, and transformers' own loop does it"
+_ALIGNED = 64
+"""Tokens that the room of a static cache is a multiple of, on a GPU."""
+_PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
+"""What a step gets anew; everything else must be the same at each."""
+
+
+def decode_interleaved(
+    model: Any,
+    prompts: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    switches: DecodeSwitches,
+    poll_every: int,
+    max_in_flight: int,
+    open_channel: OpenChannel,
+    given: dict[str, Any],
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Decode greedily or by sampling with the loop that `switches` describe.
+
+    Args:
+        model: a `GenerationMixin`, decoder only.
+        prompts: int64 (batch, length).
+        logits_processor: handed on.
+        stopping_criteria: a `StoppingCriteriaList`.
+        generation_config: the prepared configuration.
+        switches: which loop, and how a step is launched.
+        poll_every: see `generate`.
+        max_in_flight: see `generate`.
+        open_channel: see `generate`.
+        given: what the caller of `model.generate` has passed for the model.
+        kwargs: what transformers made of it.
+
+    Returns:
+        int64 (batch, length), what `model.generate` returns.
+
+    Raises:
+        ValueError: something was asked for that this loop does not do.
+    """
+    _refuse(model, generation_config, switches, given, kwargs)
+    for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    device = prompts.device
+    if device.type != "cuda":
+        say_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
+    host = HostCriteria(stopping_criteria)
+    pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+    tail = DecodeTail(
+        logits_processor if logits_processor is not None else LogitsProcessorList(),
+        host.rest,
+        do_sample=generation_config.do_sample,
+        pad=generation_config._pad_token_tensor if pads else None,
+        device=device,
+    )
+    # Buffers that outlive the call must not be inference tensors, which can't be written later.
+    with in_use(model), torch.inference_mode(False), torch.no_grad():
+        longest = generation_config.max_length
+        workspace = _workspace(model, tail, prompts, longest, switches, kwargs)
+        compile_with = "inductor" if switches.torch_compile is True else switches.torch_compile or None
+        decode = Decode(model, tail, workspace, kwargs, compile_with=compile_with)
+        with _optimised(model):
+            if _captures(switches, device) and workspace.graphs is None and longest > prompts.shape[1] + 1:
+                decode.capture()
+            decode.begin(prompts, generation_config)
+            keep(model, workspace)
+            _bound(model, switches.memory_limit)
+            channel = None
+            if switches.interleaved:
+                channel = _channel(workspace, device, poll_every, max_in_flight, open_channel)
+            length = prompts.shape[1] + 1
+            if channel is None:
+                length = decode_loops.synchronous(decode, host, length)
+            else:
+                draws = generation_config.do_sample or model.training
+                length = decode_loops.interleaved(
+                    decode,
+                    host,
+                    length,
+                    slots=workspace.slots,
+                    channel=channel,
+                    watch=StopWatch(channel, device, width=poll_every, in_flight=max_in_flight),
+                    trail=GeneratorTrail(device, poll_every * (max_in_flight + 1)) if draws else None,
+                )
+        return decode.ids(length)
+
+
+def _refuse(
+    model: Any, generation_config: Any, switches: DecodeSwitches, given: dict[str, Any], kwargs: dict[str, Any]
+) -> None:
+    """Refuse what this loop would not do, or would do otherwise than transformers."""
+    name = type(model).__name__
+    for reason, applies in (
+        ("returns tokens alone, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
+        (f"is for models that are a decoder alone, and {name} has an encoder", model.config.is_encoder_decoder),
+        ("needs a cache, and use_cache is off", not generation_config.use_cache),
+        ("makes its own cache, and past_key_values were passed", given.get("past_key_values") is not None),
+        ("makes its own cache, and cache_position was passed", given.get("cache_position") is not None),
+        (
+            f"needs the cache that transformers makes for {name}, and it makes none",
+            kwargs.get("past_key_values") is None,
+        ),
+        ("feeds the prompts at once, and prefill_chunk_size is set", generation_config.prefill_chunk_size is not None),
+        (
+            "can't count position_ids on as this transformers does, and they were passed",
+            given.get("position_ids") is not None and hasattr(model, "_get_initial_cache_position"),
+        ),
+        (
+            f"runs on one device, and {name} is spread over several",
+            len(set(getattr(model, "hf_device_map", {}).values())) > 1,
+        ),
+    ):
+        if applies:
+            raise ValueError(f"interleaved generation {reason}; {_REMEDY}")
+    for each, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and each not in _PREPARED:
+            raise ValueError(f"interleaved generation hands the model tokens alone, and {each} was passed; {_REMEDY}")
+    if switches.static_cache and not model._can_compile_fullgraph:
+        raise ValueError(f"{name} can't use a static cache, as its class says; pass static_cache=False")
+
+
+def _workspace(
+    model: Any,
+    tail: DecodeTail,
+    prompts: torch.Tensor,
+    longest: int,
+    switches: DecodeSwitches,
+    kwargs: dict[str, Any],
+) -> Workspace:
+    """The one that is kept, if it serves; else a new one, after the kept one was freed."""
+    device = prompts.device
+    positions = first_positions(model, kwargs)
+    shape = (1,) if positions is None else tuple(positions.shape)
+    likeness: list[Any] = [
+        device,
+        len(prompts),
+        switches.static_cache,
+        model.config._attn_implementation,
+        model.training,
+        shape,
+        kwargs.get("attention_mask") is None,
+        sorted((name, value) for name, value in kwargs.items() if name not in _PREPARED),
+    ]
+    if _captures(switches, device):
+        # A graph knows its weights by where they are.
+        weights = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+        likeness += [tail.signature(), switches.torch_compile, weights]
+    found = kept(model, likeness, longest)
+    if found is not None:
+        return found
+    release(model)
+    cache, columns = None, longest
+    if switches.static_cache:
+        # The last token is never fed to the model. Attention kernels copy a mask whose rows are not aligned.
+        columns = longest - 1 if device.type != "cuda" else _ALIGNED * math.ceil((longest - 1) / _ALIGNED)
+        cache = whole_cache(model, columns)
+    buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
+    return Workspace(likeness, longest, buffers, cache, slots_of(device))
+
+
+def _bound(model: Any, limit: int | None) -> None:
+    """Free what is kept for the model, and say why, where it is over the limit."""
+    report = memory_report(model) if limit is not None else None
+    if limit is not None and report is not None and report.total > limit:
+        release(model)
+        raise ValueError(report.over(limit))
+
+
+def _captures(switches: DecodeSwitches, device: torch.device) -> bool:
+    return switches.cuda_graphs and device.type == "cuda"
+
+
+def _channel(
+    workspace: Workspace, device: torch.device, width: int, in_flight: int, opens: OpenChannel
+) -> FlagChannel | None:
+    """A channel for these flags: the kept one, unless the caller has a way of opening its own."""
+    if opens is not open_channel:
+        return opens(device, width, in_flight)
+    if (width, in_flight) not in workspace.channels:
+        workspace.channels[width, in_flight] = open_channel(device, width, in_flight)
+    channel: FlagChannel | None = workspace.channels[width, in_flight]
+    return channel
+
+
+def _optimised(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """What transformers 5 does to a model while it decodes."""
+    optimise = getattr(model, "_optimize_model_for_decode", None)
+    return contextlib.nullcontext() if optimise is None else optimise()
