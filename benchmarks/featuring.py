@@ -101,8 +101,9 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         engine |= {"tokenizer": str(folder.resolve()), "skip_tokenizer_init": False}
     if place.cpu:
         engine = {name: value for name, value in engine.items() if name not in _GPU_ONLY}
-        if "num_gpu_blocks_override" in engine:  # as much memory in the smallest blocks that there are
-            engine |= {"block_size": 32, "num_gpu_blocks_override": engine["num_gpu_blocks_override"] // 2}
+        engine["block_size"] = 32  # its own choice is 128, which small cases do not fill
+        if "num_gpu_blocks_override" in engine:
+            engine["num_gpu_blocks_override"] //= 2
     elif feature.asynchronous:
         engine["async_scheduling"] = True
     return Arm(

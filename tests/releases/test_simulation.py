@@ -188,7 +188,7 @@ def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subje
 
 def test_the_loads_defer_steps_to_a_grammar(stock: Any) -> None:
     engine = reference(stock, wishful_schedule(0, ("grammar",)))
-    assert 20 < engine.deferred < len(engine.steps)
+    assert 10 < engine.deferred < len(engine.steps)
 
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
