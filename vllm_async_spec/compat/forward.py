@@ -85,13 +85,15 @@ def _attended(
 ) -> Iterator[Attended]:
     if found.need is None:
         return
+    warm = not device.validates_kernels
     for host in _hosts(found):
         if case.call is Call.CAPTURE:
             yield Attended(host, _CAPTURE)
         elif until is not None and time.monotonic() > until:
             yield Attended(host, "the time for the forwards of this builder was used up")
         else:
-            yield _attend(subject, case, host, device)
+            yield _attend(subject, case, host, device, warm=warm)
+            warm = True
 
 
 def _hosts(found: CaseResult) -> tuple[Host, ...]:
@@ -102,9 +104,9 @@ def _hosts(found: CaseResult) -> tuple[Host, ...]:
     return tuple(host for host in dict.fromkeys(wanted) if host in built)
 
 
-def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
+def _attend(subject: Subject, case: Case, host: Host, device: Device, *, warm: bool) -> Attended:
     try:
-        if device.validates_kernels:
+        if not warm:
             _run(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
         return _run(subject, case, host, device)
     except NoForwardError as error:
