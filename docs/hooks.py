@@ -86,7 +86,8 @@ def _compat(what: str, machine: str) -> str:
                 cells.append(runs[stem]["absent"].get(name, "not run") if stem in runs else "not run")
             else:
                 target = f"#{name.lower()}" if _has_details(row) else ""
-                cells.append(f"[{', '.join([row['verdict'], *row['limits']])}](compat/{stem}.md{target})")
+                right = ["attention right"] if row.get("attention", "").startswith("right") else []
+                cells.append(f"[{', '.join([row['verdict'], *row['limits'], *right])}](compat/{stem}.md{target})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -110,7 +111,8 @@ def _backends() -> dict[str, int]:
 
 def _has_details(row: dict[str, Any]) -> bool:
     """Whether its page has a section on the builder."""
-    return any(row[part] for part in ("failure", "faults", "at_capture", "not_run", "notes", "not_validated"))
+    parts = ("failure", "faults", "at_capture", "not_run", "notes", "not_validated", "not_attended")
+    return any(row.get(part) for part in parts)
 
 
 def _releases(entry: dict[str, Any]) -> set[str]:

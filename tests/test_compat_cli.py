@@ -27,6 +27,7 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
     # The command sets these for its process, which is this one.
     monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
 
 
 def compat(*arguments: str) -> Result:

@@ -144,6 +144,8 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
             reason = f"asking whether it can be captured fails: {failure_sentence(error)}"
     if reason is not None:
         return replace(result, not_run=reason)
+    if device.validates_kernels:
+        build(subject, case, Host.EXACT, device, watched=False)  # what is compiled or tuned waits, once
     exact, reference = _build(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
@@ -173,8 +175,6 @@ def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
 
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
     """Build once; no snapshot where that failed."""
-    if device.validates_kernels:
-        build(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
     made = build(subject, case, host, device)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None

@@ -28,7 +28,7 @@ from vllm_async_spec.audit.report import Frame, WaitKind
 from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, plain, readable, take
 
-__all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait"]
+__all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait", "is_lost"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _DEPTH = 64
@@ -135,6 +135,17 @@ class CudaDevice:
 
     def clear(self) -> None:
         """Nothing: PyTorch knows what is whose."""
+
+
+def is_lost(device: Device) -> bool:
+    """Whether it is a GPU on which a kernel went astray, after which CUDA refuses whatever this process asks for."""
+    if device.device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 _MAKE_UNINITIALISED = (

@@ -11,6 +11,7 @@ import contextlib
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.check import Subject, build, configured, failure_sentence
-from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
 from vllm_async_spec.compat.setting import LAYER
@@ -54,7 +55,7 @@ def attend(
         return replace(found, not_attended=subject.layer)
     if not found.steps:
         return replace(found, not_attended="no batch of a step was built")
-    if _is_lost(device):
+    if is_lost(device):
         return replace(
             found, not_attended="the GPU failed in the forward of a builder before it, and does nothing more"
         )
@@ -69,12 +70,10 @@ def attend(
         attended.append(replace(each, attended=of_case))
         until = until or time.monotonic() + seconds
     results = tuple(attended)
-    reasons = {a.not_run for each in results for a in each.attended}
-    ran = any(each.was_attended for each in results)
-    if not ran and len(reasons - {None, _CAPTURE}) == 1:
-        (reason,) = reasons - {None, _CAPTURE}
-        return replace(found, not_attended=reason)
-    return replace(found, cases=results, not_attended=None if ran else "it failed with every batch")
+    if any(each.was_attended for each in results):
+        return replace(found, cases=results, not_attended=None)
+    reasons = Counter(each.not_run for case in results if not case.capture for each in case.attended if each.not_run)
+    return replace(found, cases=results, not_attended=reasons.most_common(1)[0][0] if reasons else "no batch was built")
 
 
 _CAPTURE = "what is built for a capture is replayed with other batches"
@@ -85,13 +84,15 @@ def _attended(
 ) -> Iterator[Attended]:
     if found.need is None:
         return
+    warm = not device.validates_kernels
     for host in _hosts(found):
         if case.call is Call.CAPTURE:
             yield Attended(host, _CAPTURE)
         elif until is not None and time.monotonic() > until:
             yield Attended(host, "the time for the forwards of this builder was used up")
         else:
-            yield _attend(subject, case, host, device)
+            yield _attend(subject, case, host, device, warm=warm)
+            warm = True
 
 
 def _hosts(found: CaseResult) -> tuple[Host, ...]:
@@ -102,32 +103,22 @@ def _hosts(found: CaseResult) -> tuple[Host, ...]:
     return tuple(host for host in dict.fromkeys(wanted) if host in built)
 
 
-def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
+def _attend(subject: Subject, case: Case, host: Host, device: Device, *, warm: bool) -> Attended:
     try:
-        if device.validates_kernels:
+        if not warm:
             _run(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
         return _run(subject, case, host, device)
     except NoForwardError as error:
         return Attended(host, str(error))
     except Exception as error:
         failure = f"its forward fails: {failure_sentence(error)}"
-        if _is_lost(device):
+        if is_lost(device):
             raise _LostError(f"{failure}; batch {case.name!r}, told {host.value}; the GPU does nothing more") from error
         return Attended(host, failure)
 
 
 class _LostError(RuntimeError):
     """A kernel went astray, after which CUDA refuses whatever this process asks for."""
-
-
-def _is_lost(device: Device) -> bool:
-    if device.device.type != "cuda":
-        return False
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False
 
 
 def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Attended:

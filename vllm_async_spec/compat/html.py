@@ -24,8 +24,16 @@ _MEANINGS = {
     "wrong with slack": "given a bound, it builds what kernels would read another value from",
     "changes the batch": "it writes into the metadata that all layers share",
     "kernels not validated": "some fields are what a kernel computes, and none ran",
+    "attention wrong": "attention with what it builds from a bound is not the reference's",
+    "waits in forward": "its layer waits for the device while it attends",
 }
-_MARKS = {"wrong with slack": "\u2260", "changes the batch": "\u0394", "kernels not validated": "\u2020"}
+_MARKS = {
+    "wrong with slack": "\u2260",
+    "changes the batch": "\u0394",
+    "kernels not validated": "\u2020",
+    "attention wrong": "\u2717",
+    "waits in forward": "\u2021",
+}
 """What stands in a narrow column for a limit of the verdict."""
 
 

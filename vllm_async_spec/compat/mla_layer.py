@@ -92,7 +92,7 @@ class MlaLayer:
                 )
             if decodes:
                 attended, _ = self.impl.forward_mqa(self._absorbed(decodes), self._cache, metadata, self._layer)
-                values = attended.view(decodes, HEADS, _LATENT).transpose(0, 1) @ self._up_values
+                values = attended.reshape(decodes, HEADS, _LATENT).transpose(0, 1) @ self._up_values
                 self._output[:decodes] = values.transpose(0, 1).flatten(1)
         return self._output[: len(self._batch.new)].view(-1, HEADS, _VALUE)
 

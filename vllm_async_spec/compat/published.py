@@ -196,10 +196,13 @@ def _row(backend: Mapping[str, Any]) -> Row:
     steps = [case for case in ran if not case["capture"]]
     faults = _grouped((fault, case["case"]) for case in steps for fault in case["faults"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
+    attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
     limits = {
         "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
         "changes the batch": any(build["changed"] for build in realistic),
         "kernels not validated": bool(backend["not_validated"]),
+        "attention wrong": any(each["right"] is False for each in attended),
+        "waits in forward": any(each["waits"] for each in attended),
     }
     found = [match[1] for pattern in (_WAITS, _FAILS) for fault in faults if (match := pattern.search(fault))]
     return Row(

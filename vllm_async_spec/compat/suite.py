@@ -13,8 +13,8 @@ import torch
 from vllm_async_spec._version import __version__
 from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
-from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check
-from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
+from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check, failure_sentence
+from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice, is_lost
 from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.machine import stand_on
@@ -116,6 +116,11 @@ def run(
             if names:
                 raise
             results[name] = BackendResult(name, name, "", patched, device_name, failure=str(error))
+        except RuntimeError as error:
+            if not is_lost(device):
+                raise
+            failure = f"the GPU does nothing more: {failure_sentence(error)}"
+            results[name] = BackendResult(name, name, "", patched, device_name, failure=failure)
     # After all are built: a kernel that goes astray takes the GPU from whoever comes after it.
     for name, found in results.items():
         if name in subjects:
