@@ -249,6 +249,25 @@ def test_a_request_can_be_iterated_over_by_several_and_afterwards():
         asyncio.run(main(batcher))
 
 
+def test_an_event_loop_that_ends_leaves_the_rest_to_the_next():
+    async def main(batcher: ContinuousBatcher, request: Request) -> None:
+        batcher.start()
+        async for _ in request:
+            break
+
+    with make(eos_token_id=[]) as batcher:
+        request = batcher.submit([1, 2], max_new_tokens=60)
+        asyncio.run(main(batcher, request))
+        assert not request.finished
+        asyncio.run(collect_from(batcher, request))
+        assert len(request.result()) == 60
+
+
+async def collect_from(batcher: ContinuousBatcher, request: Request) -> list[int]:
+    batcher.start()
+    return await collect(request)
+
+
 def test_leaving_a_stream_early_cancels_it():
     async def main(batcher: ContinuousBatcher) -> Request:
         stream = batcher.stream(PROMPTS[0], max_new_tokens=60)
