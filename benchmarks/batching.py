@@ -280,8 +280,7 @@ def _busy(arm: Callable[[], object]) -> float:
         trace = read_trace(path)
     start, end = int(trace.start[0]), int(trace.end.max())
     idle = sum(stop - begin for begin, stop, _ in gaps_between(trace, start, end))
-    busy: float = 1 - idle / (end - start)
-    return busy
+    return 1 - idle / (end - start)
 
 
 @contextlib.contextmanager
@@ -292,7 +291,7 @@ def _trace() -> Iterator[Path]:
 
 def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:
     pairs = [(a, b) for one, other in zip(expected, found, strict=True) for a, b in itertools.zip_longest(one, other)]
-    return sum(a == b for a, b in pairs) / len(pairs)
+    return [a == b for a, b in pairs].count(True) / len(pairs)
 
 
 def _first_difference(expected: list[list[int]], found: list[list[int]]) -> int:

@@ -249,20 +249,48 @@ def test_a_request_can_be_iterated_over_by_several_and_afterwards():
         asyncio.run(main(batcher))
 
 
+LONG = {"max_length": 1000, "eos_token_id": []}
+"""For requests that don't end by themselves while a test looks."""
+
+
+def test_an_event_loop_that_ends_leaves_the_rest_to_the_next():
+    async def first(batcher: ContinuousBatcher) -> None:
+        batcher.start()
+        async for _ in left:
+            break
+
+    async def second(batcher: ContinuousBatcher) -> list[int]:
+        return await collect(batcher.stream([3], max_new_tokens=5))
+
+    with make(**LONG) as batcher:
+        left = batcher.submit([1, 2], max_new_tokens=900)
+        asyncio.run(first(batcher))
+        seen = len(left.tokens)
+        assert 0 < seen < 900
+        assert len(asyncio.run(second(batcher))) == 5
+        assert seen + 5 <= len(left.tokens) < 900
+
+
 def test_leaving_a_stream_early_cancels_it():
-    async def main(batcher: ContinuousBatcher) -> Request:
-        stream = batcher.stream(PROMPTS[0], max_new_tokens=60)
-        async with contextlib.aclosing(stream):
+    submitted: list[Request] = []
+
+    async def main(batcher: ContinuousBatcher) -> None:
+        submit = batcher.submit
+
+        def submit_and_keep(*args: Any, **kwargs: Any) -> Request:
+            submitted.append(submit(*args, **kwargs))
+            return submitted[-1]
+
+        batcher.submit = submit_and_keep
+        async with contextlib.aclosing(batcher.stream([1, 2], max_new_tokens=900)) as stream:
             async for _ in stream:
                 break
-        other = batcher.submit(PROMPTS[1], max_new_tokens=20)
-        batcher.start()
-        await collect(other)
-        return other
+        await collect(batcher.stream([3], max_new_tokens=5))
 
-    with make(eos_token_id=[]) as batcher:
+    with make(**LONG) as batcher:
         free = batcher.free_pages
-        assert len(asyncio.run(main(batcher)).result()) == 20
+        asyncio.run(main(batcher))
+        assert [request.finish_reason for request in submitted] == ["cancelled", "length"]
         batcher.run()
         assert batcher.free_pages == free
 

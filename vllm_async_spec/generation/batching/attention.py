@@ -88,7 +88,10 @@ class Forward:
 
 
 class Probe:
-    """Learns the shapes of the layers from one call of the model with one token, which attends to itself alone."""
+    """Learns the shapes of the layers from one call of the model, in which each token attends to itself alone.
+
+    With two tokens: for one, transformers 4.57 says of some decoders that they are not causal.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}

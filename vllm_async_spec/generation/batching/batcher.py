@@ -159,6 +159,7 @@ class ContinuousBatcher:
         self._commands: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
         self._driver: asyncio.Task[None] | None = None
+        self._driven = False
         self._closed: str | None = None
 
     def submit(
@@ -268,14 +269,15 @@ class ContinuousBatcher:
                 self.cancel(request)
 
     def start(self) -> None:
-        """Let steps run in a thread beside the running event loop, for as long as there is anything to do."""
+        """Let steps run in a thread beside the running event loop, until nothing is left to do or the loop ends."""
         if self._driver is None or self._driver.done():
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     def close(self) -> None:
         """Cancel what is left, wait for the steps in flight, and give the model its attention back; twice is once."""
-        if self._closed is None:
-            self._stop("the batcher is closed; make another", "the batcher was closed")
+        with self._stepping:
+            if self._closed is None:
+                self._stop("the batcher is closed; make another", "the batcher was closed")
         if self._attention_before:
             self._lanes.drain()
             self._model.set_attn_implementation(self._attention_before)
@@ -289,9 +291,21 @@ class ContinuousBatcher:
 
     async def _drive(self) -> None:
         loop = asyncio.get_running_loop()
-        # What is submitted after a run, and before this task is done, is seen here: nothing is awaited in between.
-        while self.busy and self._closed is None:
-            await loop.run_in_executor(None, self.run)
+        self._driven = True
+        try:
+            # What is submitted after a run, and before this task is done, is seen here: nothing is awaited in between.
+            while self.busy:
+                await loop.run_in_executor(None, self._run_while_driven)
+        except Exception:
+            # All requests have been told why the batcher stopped; anything else nobody knows of yet.
+            if self._closed is None:
+                raise
+        finally:
+            self._driven = False
+
+    def _run_while_driven(self) -> None:
+        while self.busy and self._driven:
+            self.step()
 
     def _launch(self, step: Step) -> None:
         with _on(self._device):

@@ -18,14 +18,16 @@ def take_over(model: Any) -> str:
     """Make the model attend through our function; returns the name of the one before.
 
     Raises:
-        ModelError: its attention is not taken from transformers' registry.
+        ModelError: its attention is not taken from transformers' registry, or that of a batcher already.
     """
-    before: str = model.config._attn_implementation
+    name, before = type(model).__name__, str(model.config._attn_implementation)
     if before == IMPLEMENTATION:
-        raise ModelError(f"this {type(model).__name__} belongs to a ContinuousBatcher; close that one first")
+        raise ModelError(f"this {name} belongs to a ContinuousBatcher; close that one first")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{name} is an encoder and a decoder; only decoders can be batched")
     if not model._can_set_attn_implementation():
         raise ModelError(
-            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so it can't "
+            f"{name} does not take its attention from transformers' AttentionInterface, so it can't "
             "attend over pages; use model.generate"
         )
     model.set_attn_implementation(IMPLEMENTATION)
@@ -41,9 +43,9 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     _check_configuration(model, name, config)
     probe = Probe()
-    zero = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
     with torch.inference_mode(), at_work(probe):
-        model(input_ids=zero, position_ids=zero, use_cache=False)
+        model(input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False)
     expected = getattr(config, "num_hidden_layers", len(probe.layers))
     if not probe.layers or len(probe.layers) != expected:
         raise ModelError(
@@ -72,8 +74,6 @@ def end_of_sequence(model: Any) -> list[int]:
 def _check_configuration(model: Any, name: str, config: Any) -> None:
     if model.training:
         raise ModelError(f"{name} is in training mode, and would drop out at random; call its eval()")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder and a decoder; only decoders can be batched")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name} takes no position_ids, so sequences can't share a batch; use model.generate")
     if unknown := sorted(_layer_types(config) - _LAYER_TYPES):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 NULL_PAGE = 0
 """What rows of padding write to and read from; never handed out."""
 
@@ -42,7 +44,7 @@ class PageAllocator:
         self._taken.update(pages)
         return pages
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         """Free what `take` gave.
 
         Raises:

@@ -10,12 +10,17 @@ them. So nothing that runs is ever pushed out, and no page changes hands while a
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
+
+
+def _no_pages() -> array[int]:
+    return array("i")
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +30,8 @@ class Job:
     request: Request
     seat: int = -1
     """Where the device keeps its last token; -1 before it is admitted."""
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=_no_pages)
+    """Of the cache; of a kind that numpy copies without looking at each."""
     computed: int = 0
     """Tokens whose keys and values the steps planned so far write."""
     sampled: int = 0
@@ -217,7 +223,7 @@ class Scheduler:
             # Nobody behind it is let past: it would wait for ever.
             return None
         job = self._waiting.popleft()
-        job.pages, job.seat = pages, self._seats.pop()
+        job.pages, job.seat = array("i", pages), self._seats.pop()
         self._running.append(job)
         return job
 
@@ -237,4 +243,4 @@ class Scheduler:
             self._running.remove(job)
             self.pages.give_back(job.pages)
             self._seats.append(job.seat)
-            job.pages, job.seat = [], -1
+            job.pages, job.seat = _no_pages(), -1

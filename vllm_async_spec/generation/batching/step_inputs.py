@@ -19,27 +19,29 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
     Returns:
         Whether one of the rows is sampled, and not greedy.
     """
-    fields, warm = host.decode, False
-    seats, positions, slots = fields["seats"], fields["positions"], fields["slot_mapping"]
-    table, temperature, seeds = fields["block_table"], fields["temperature"], fields["seeds"]
-    for index, row in enumerate(rows):
-        job, at = row.job, row.start
-        pages = job.pages
-        seats[index] = job.seat
-        positions[index] = at
-        slots[index] = pages[at // page_size] * page_size + at % page_size
-        table[index, : len(pages)] = pages
-        temperature[index] = job.request.temperature
-        seeds[index] = job.request.seed
-        warm = warm or job.request.temperature > 0
-    padding = slice(len(rows), size)
-    seats[padding] = padding_seat
-    positions[padding] = 0
-    slots[padding] = NULL_PAGE * page_size
+    fields, count = host.decode, len(rows)
+    table, temperature = fields["block_table"], fields["temperature"]
+    jobs = [row.job for row in rows]
+    starts = [row.start for row in rows]
+    temperatures = [job.request.temperature for job in jobs]
+    # A list at once: an element at a time costs numpy as much each.
+    fields["seats"][:count] = [job.seat for job in jobs]
+    fields["positions"][:count] = starts
+    fields["slot_mapping"][:count] = [
+        job.pages[at // page_size] * page_size + at % page_size for job, at in zip(jobs, starts, strict=True)
+    ]
+    temperature[:count] = temperatures
+    fields["seeds"][:count] = [job.request.seed for job in jobs]
+    for index, job in enumerate(jobs):
+        table[index, : len(job.pages)] = job.pages
+    padding = slice(count, size)
+    fields["seats"][padding] = padding_seat
+    fields["positions"][padding] = 0
+    fields["slot_mapping"][padding] = NULL_PAGE * page_size
     table[padding] = NULL_PAGE
     temperature[padding] = 0
-    np.add(positions[:size], 1, out=fields["seq_lens"][:size], casting="unsafe")
-    return warm
+    np.add(fields["positions"][:size], 1, out=fields["seq_lens"][:size], casting="unsafe")
+    return any(temperatures)
 
 
 def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padding_seat: int) -> bool:
