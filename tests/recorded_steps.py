@@ -28,7 +28,6 @@ class RecordedSteps:
         slots: Any,
         step: Callable[[int], torch.Tensor | None],
         rewind: Callable[[], None],
-        device: torch.device,
     ):
         self.replays = 0
         self._recordings = []

@@ -26,7 +26,7 @@ from recorded_steps import CaptureError, RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation import decode, interleaved, once, workspace
+from vllm_async_spec.generation import decode, decode_tail, interleaved, once, workspace
 from vllm_async_spec.generation.memory import MemoryReport, reserved
 from vllm_async_spec.generation.switches import DecodeSwitches
 
@@ -264,6 +264,32 @@ def test_the_draw_is_that_of_multinomial():
     assert torch.equal(*states)
 
 
+PROCESSORS = {
+    "EpsilonLogitsWarper": (1e-3,),
+    "InfNanRemoveLogitsProcessor": (),
+    "LogitNormalization": (),
+    "MinPLogitsWarper": (0.1,),
+    "TemperatureLogitsWarper": (0.7,),
+    "TopKLogitsWarper": (5,),
+    "TopPLogitsWarper": (0.8,),
+    "TypicalLogitsWarper": (0.9,),
+}
+
+
+@pytest.mark.parametrize("kind", decode_tail.OF_SCORES_ALONE, ids=lambda kind: kind.__name__)
+def test_a_processor_of_scores_alone_is_one(kind: type):
+    """It can be recorded, looks at no token, and does the same to other scores when it is repeated."""
+    processor = kind(*PROCESSORS[kind.__name__])
+    scores, other = torch.randn(2, 3, 50)
+    given = scores.clone()
+    with Recording() as recording:
+        found = processor(None, given)
+    given.copy_(other)
+    recording.replay()
+    assert torch.equal(found, processor(None, other.clone()))
+    assert not torch.equal(found, processor(None, scores.clone()))
+
+
 # --- what is kept ------------------------------------------------------------------------------------------------
 
 
@@ -496,14 +522,18 @@ def test_expandable_segments_leave_other_settings_be(monkeypatch: pytest.MonkeyP
     assert told == ["max_split_size_mb:64,expandable_segments:True"]
 
 
-def test_a_compiled_forward_generates_the_same_tokens():
-    inputs = tiny_models.prompts([3, 2], "left")
-    way = {**ways(), "torch_compile": "eager"}
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "hybrid"])
+@pytest.mark.parametrize("lengths", [[3, 2], [3, 3]], ids=["padded", "not padded"])
+def test_a_compiled_step_generates_the_same_tokens(kind: str, lengths: list[int]):
+    inputs = tiny_models.prompts(lengths, "left")
     torch._dynamo.reset()
-    expected, found = both("llama", inputs, way, max_new_tokens=9)
+    torch._dynamo.utils.counters.clear()
+    expected, found = both(kind, inputs, {**ways(), "torch_compile": "eager"}, max_new_tokens=9, eos_token_id=2)
     assert_same(expected, found)
-    compiled = torch._dynamo.utils.counters["frames"]["ok"]
-    assert compiled > 0, "nothing was compiled"
+    # The forward, and what is written of either slot; each once, whatever the length.
+    frames = torch._dynamo.utils.counters["frames"]
+    assert frames["ok"] > 0, "nothing was compiled"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
 
 
 def test_switches_follow_each_other():

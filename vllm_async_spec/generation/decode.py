@@ -44,6 +44,7 @@ class Decode:
         self._forward: Callable[..., Any] = (
             torch.compile(model.forward, backend=compile_with, dynamic=False) if compile_with else model
         )
+        self._compiled = compile_with is not None
         self._first_positions = first_positions(model, kwargs)
         # transformers 4 tells the model where in the cache to write; later ones let the cache count.
         self._tells_cache_position = hasattr(model, "_get_initial_cache_position")
@@ -87,10 +88,11 @@ class Decode:
 
         state = generator_state(device)
         try:
-            # The first run makes the cache's tensors and compiles, here rather than on a stream of its own.
-            self._rewind()
-            step(0)
-            self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind, device)
+            # The first runs make the cache's tensors, load kernels and compile.
+            for slot in (0, 1):
+                self._rewind()
+                step(slot)
+            self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind)
         except RuntimeError as error:
             raise ValueError(
                 f"a decode step of {type(self._model).__name__} can't be captured in a CUDA graph: {error}; "
@@ -142,8 +144,15 @@ class Decode:
             kwargs["position_ids"] = buffers.positions
         if self._tells_cache_position:
             kwargs["cache_position"] = buffers.length - 1
+        mask = kwargs.get("attention_mask")
+        fuses_mask = self._compiled and "attention_mask" in kwargs
+        if fuses_mask:
+            # Given one of four dimensions transformers makes none, and the model makes it in what is compiled.
+            kwargs["attention_mask"] = buffers.mask[:, None, None]
         with _given_one_token(self._model):
             inputs = self._model.prepare_inputs_for_generation(buffers.tokens[1 - slot], **kwargs)
+        if fuses_mask:
+            inputs["attention_mask"] = mask
         return _last(self._forward(**inputs, return_dict=True).logits)
 
 

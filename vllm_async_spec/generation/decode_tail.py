@@ -21,7 +21,7 @@ from transformers.generation import (
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 
 # They read the scores alone: not the tokens before, whose number changes; and they read nothing on the host.
-_OF_SCORES_ALONE = frozenset({
+OF_SCORES_ALONE = (
     EpsilonLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
@@ -30,7 +30,7 @@ _OF_SCORES_ALONE = frozenset({
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
-})  # fmt: skip
+)
 
 
 class DecodeTail:
@@ -42,6 +42,7 @@ class DecodeTail:
         do_sample: whether tokens are drawn, from the device's default generator.
         pad: int64, one element, what an ended row gets; None where no criterion knows of an end of sequence.
         device: where logits are.
+        compile_with: the backend of `torch.compile` for what follows the choice, or None.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class DecodeTail:
         do_sample: bool,
         pad: torch.Tensor | None,
         device: torch.device,
+        compile_with: str | None = None,
     ) -> None:
         self._processors = processors
         self._do_sample = do_sample
         self._pad = None if pad is None else pad.to(device)
         self._ends = [each.eos_token_id.to(device).reshape(-1) for each in criteria if type(each) is EosTokenCriteria]
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
+        self._write = torch.compile(_write, backend=compile_with, dynamic=False) if compile_with else _write
         self.criteria = StoppingCriteriaList(others) if others else None
         """Those that need more than the last token, and are evaluated beside the next step; None without any."""
 
@@ -66,7 +69,7 @@ class DecodeTail:
 
         Reads a few values of the device.
         """
-        if self.criteria is not None or any(type(each) not in _OF_SCORES_ALONE for each in self._processors):
+        if self.criteria is not None or any(type(each) not in OF_SCORES_ALONE for each in self._processors):
             return None
         processors = tuple((type(each), _frozen(vars(each))) for each in self._processors)
         return (processors, self._do_sample, _frozen(self._pad), _frozen(self._ends))
@@ -80,13 +83,7 @@ class DecodeTail:
             ids: int64 (batch, length), the tokens so far; a captured tail does not look at them.
             logits: float32 (batch, vocabulary).
         """
-        tokens = self._choose(ids, logits)
-        ended = buffers.finished[1 - slot]
-        if self._pad is not None:
-            tokens = torch.where(ended, self._pad, tokens)
-        for end in self._ends:
-            ended = ended | (tokens[:, None] == end).any(dim=-1)
-        buffers.write(slot, tokens, ended)
+        self._write(buffers, slot, self._choose(ids, logits), self._pad, self._ends)
 
     def _choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         scores = self._processors(ids, logits)
@@ -95,6 +92,18 @@ class DecodeTail:
         # What `torch.multinomial` does for one sample, and draws for it, without its checks, which read the device.
         chances = torch.softmax(scores, dim=-1)
         return torch.argmax(chances / torch.empty_like(chances).exponential_(1), dim=-1)
+
+
+def _write(
+    buffers: DecodeBuffers, slot: int, tokens: torch.Tensor, pad: torch.Tensor | None, ends: list[torch.Tensor]
+) -> None:
+    """Pad rows that have ended, find those that end now, and append: small operations, made one by a compiler."""
+    ended = buffers.finished[1 - slot]
+    if pad is not None:
+        tokens = torch.where(ended, pad, tokens)
+    for end in ends:
+        ended = ended | (tokens[:, None] == end).any(dim=-1)
+    buffers.write(slot, tokens, ended)
 
 
 def _frozen(value: Any) -> Any:

@@ -79,6 +79,7 @@ def decode_interleaved(
     device = prompts.device
     if device.type != "cuda":
         say_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
+    compile_with = "inductor" if switches.torch_compile is True else switches.torch_compile or None
     host = HostCriteria(stopping_criteria)
     pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
     tail = DecodeTail(
@@ -87,12 +88,12 @@ def decode_interleaved(
         do_sample=generation_config.do_sample,
         pad=generation_config._pad_token_tensor if pads else None,
         device=device,
+        compile_with=compile_with,
     )
     # Buffers that outlive the call must not be inference tensors, which can't be written later.
     with in_use(model), torch.inference_mode(False), torch.no_grad():
         longest = generation_config.max_length
         workspace = _workspace(model, tail, prompts, longest, switches, kwargs)
-        compile_with = "inductor" if switches.torch_compile is True else switches.torch_compile or None
         decode = Decode(model, tail, workspace, kwargs, compile_with=compile_with)
         with _optimised(model):
             if _captures(switches, device) and workspace.graphs is None and longest > prompts.shape[1] + 1:

@@ -9,9 +9,6 @@ import torch
 
 from vllm_async_spec.generation.slots import Slots
 
-_WARM_UPS = 2
-"""Runs of a step on a stream before it is captured: libraries make their workspaces in the first."""
-
 
 class StepGraphs:
     """The captured step of each slot.
@@ -21,9 +18,8 @@ class StepGraphs:
 
     Args:
         slots: where the steps run.
-        step: runs the step of a slot, and returns tensors that are to be kept, or None.
+        step: runs the step of a slot, and returns a tensor that is to be kept, or None. Each has run before.
         rewind: called before each run: makes room for one more step.
-        device: a CUDA device.
 
     Raises:
         RuntimeError: the step reads the device from the host, or does something else that can't be captured.
@@ -34,16 +30,8 @@ class StepGraphs:
         slots: Slots,
         step: Callable[[int], torch.Tensor | None],
         rewind: Callable[[], None],
-        device: torch.device,
     ) -> None:
-        current = torch.cuda.current_stream(device)
-        for slot, stream in enumerate(slots.streams):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
-                    rewind()
-                    step(slot)
-            current.wait_stream(stream)
+        # Not on the slots' streams: what cuBLAS keeps for a stream is then made in the capture, and is of the pool.
         _refuse_host_reads(lambda: step(0), rewind)
         self.pool: Any = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -54,8 +42,6 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 self._kept.append(step(slot))
             self._graphs.append(graph)
-        # The warm-up's memory, which nothing uses again.
-        torch.cuda.empty_cache()
 
     def replay(self, slot: int) -> torch.Tensor | None:
         """Launch the step of `slot` on the current stream; returns what it kept, written when the step has run."""
