@@ -49,7 +49,7 @@ def _fail(message: str) -> NoReturn:
 @app.command()
 def run(
     plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
-    only: Annotated[str, typer.Option(help="Run only arms whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
     env: Annotated[
         list[str] | None,
         typer.Option(metavar="RELEASE=FILE", help="For arms of a vLLM release: a shell file to source, or a Python."),

@@ -280,6 +280,7 @@ FEATURES: dict[str, Feature] = {
             "the first of one, drawn: greedy by another way",
             twins("tiny", {"temperature": 1.0, "top_k": 1, "seed": 1}),
             ("accepted",),
+            sampled=True,  # of two that are equally far ahead in float16, one is drawn
             no_cpu=_NO_DRAWING,
         ),
         Feature(

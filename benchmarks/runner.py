@@ -49,7 +49,7 @@ class Runner:
         """Run what is missing.
 
         Args:
-            only: run only arms whose name contains this.
+            only: run only arms whose name contains this, or one of several with commas between.
             budget: seconds, after which no turn is begun; nor is one that would by all experience end later.
             retry: whether turns that failed are tried again.
 
@@ -60,7 +60,8 @@ class Runner:
         missing = [
             (number, arm)
             for number, arm in self._plan.order()
-            if only in arm.name and not self._result.holds(number, arm, failed=not retry)
+            if any(part in arm.name for part in only.split(","))
+            and not self._result.holds(number, arm, failed=not retry)
         ]
         without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
         if without:

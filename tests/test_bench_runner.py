@@ -146,6 +146,8 @@ def test_more_turns_add_to_what_is_there(engines, tmp_path):
 def test_only_what_was_asked_for_is_run(engines, tmp_path):
     run(tmp_path, only="plug")
     assert set(engines.started) == {"plugin"}
+    run(tmp_path, only="plug,sha")
+    assert set(engines.started) == {"plugin", "sham"}
 
 
 def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_path):
