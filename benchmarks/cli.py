@@ -161,6 +161,24 @@ def held(
 
 
 @app.command()
+def step_time(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+) -> None:
+    """Host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and takes away."""
+    from benchmarks.step_time import StepTimeError, measure, table
+
+    try:
+        found = measure(batch, rounds)
+    except StepTimeError as error:
+        _fail(str(error))
+    console.print(table(found))
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+@app.command()
 def generation(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
     model: Annotated[str, typer.Option(help="tiny or gpt2, with random weights.")] = "tiny",

@@ -5,7 +5,7 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is `demo`, `features`, `held`, `host-time`, `soak`, or the name of a plan's result file without `.json`.
+NAME is `demo`, `features`, `held`, `host-time`, `soak`, `step-time`, or a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
@@ -110,6 +111,12 @@ def _held(results: Path) -> str:
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
+def _step_time(results: Path) -> str:
+    found = json.loads((results / "step-time-h200.json").read_text())
+    rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
+    return Grid(("part", "stock, µs a step", "with the plugin"), rows).markdown()
+
+
 def _soak(results: Path) -> str:
     rows = []
     for found in _by_release(results, "soak-*.json"):
@@ -153,6 +160,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "held": _held,
     "host-time": _host_time,
     "soak": _soak,
+    "step-time": _step_time,
 }
 
 

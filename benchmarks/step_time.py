@@ -1,0 +1,166 @@
+"""Host time of what the optimistic runner puts into a step, and of what of vLLM's it replaces.
+
+    python -m benchmarks step-time [--json FILE] [--batch N] [--rounds N]
+
+It needs vLLM 0.14 to 0.18 and a GPU. Both runners are vLLM's own class, stock and patched, without a model, on a device
+that is idle: nothing is ever waited for, so what is told is what a step costs, and not what it saves. They alternate.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from vllm_async_spec.vllm_plugin.optimistic_runner import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+DRAFTS = 3
+STEPS = 200
+_ALL = "all that differs"
+
+
+class StepTimeError(RuntimeError):
+    """There is nothing to measure here; the message says why."""
+
+
+def measure(batch: int, rounds: int) -> dict[str, Any]:
+    """The result file: microseconds a step, of each part, over so many rounds.
+
+    Raises:
+        StepTimeError: there is no CUDA device, or this vLLM's runner is not one that the patch is for.
+    """
+    if not torch.cuda.is_available():
+        raise StepTimeError("PyTorch finds no CUDA device; run it where there is one")
+    import vllm
+
+    module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    patch = IMPLEMENTATIONS["optimistic-runner"]
+    if reason := patch.unneeded(module.GPUModelRunner._update_states):
+        raise StepTimeError(f"the patch optimistic-runner is not needed with vLLM {vllm.__version__}: {reason}")
+    stock = _Step(module.GPUModelRunner, batch)
+    transaction = Transaction()
+    patch.apply(transaction, module)
+    patched = _Step(module.GPUModelRunner, batch)
+    transaction.roll_back()
+    patched.runner._become_optimistic()
+    times: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds // 2):
+        for kind, step in (("stock", stock), ("patched", patched), ("patched", patched), ("stock", stock)):
+            for part, microseconds in step.times().items():
+                times.setdefault(part, {}).setdefault(kind, []).append(microseconds)
+    return {
+        "vllm": vllm.__version__,
+        "device": torch.cuda.get_device_name(),
+        "batch": batch,
+        "parts": {part: {kind: _row(values) for kind, values in kinds.items()} for part, kinds in times.items()},
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The same for the terminal."""
+    shown = Table("part", "stock", "patched", title=f"vLLM {found['vllm']}, batch {found['batch']}, µs a step")
+    for part, kinds in found["parts"].items():
+        shown.add_row(part, *in_words(kinds))
+    return shown
+
+
+def in_words(kinds: dict[str, Any]) -> tuple[str, str]:
+    """Stock and patched, such as `61.2 (58.0-70.1)`; a dash where one has no such part."""
+    rows = [kinds.get(kind) for kind in ("stock", "patched")]
+    first, second = (f"{row['median']:.1f} ({row['least']:.1f}-{row['most']:.1f})" if row else "-" for row in rows)
+    return first, second
+
+
+def _row(values: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
+
+
+class _Step:
+    """What differs in a step of a runner in which every request decodes, with its drafts."""
+
+    def __init__(self, runner_class: type[Any], batch: int) -> None:
+        self.runner = runner = object.__new__(runner_class)
+        tokens = batch * (1 + DRAFTS)
+        device = torch.device("cuda")
+        self._drafts = np.full(batch, DRAFTS, dtype=np.int32)
+        self._ends = np.arange(1, batch + 1, dtype=np.int32) * (1 + DRAFTS)
+        self._next = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._counts = torch.ones(batch, dtype=torch.int32, device=device)
+        block_table = SimpleNamespace(
+            block_table=_buffer(batch, 16, dtype=torch.int32),
+            block_size=16,
+            slot_mapping=_buffer(tokens, dtype=torch.int64),
+        )
+        names = [f"request-{row}" for row in range(batch)]
+        vars(runner).update(
+            device=device,
+            max_num_reqs=batch,
+            supports_mm_inputs=False,
+            uses_mrope=False,
+            uses_xdrope_dim=0,
+            arange_np=np.arange(tokens),
+            input_ids=_buffer(tokens, dtype=torch.int32),
+            positions=_buffer(tokens, dtype=torch.int64),
+            seq_lens=_buffer(batch, dtype=torch.int32),
+            query_start_loc=_buffer(batch + 1, dtype=torch.int32),
+            prepare_inputs_event=torch.cuda.Event(),
+            valid_sampled_token_count_event=torch.cuda.Event(),
+            valid_sampled_token_count_copy_stream=torch.cuda.Stream(),
+            valid_sampled_token_count_cpu=torch.zeros(batch, dtype=torch.int64).pin_memory(),
+            drafter=SimpleNamespace(backup_next_token_ids=_buffer(batch, dtype=torch.int32)),
+            input_batch=SimpleNamespace(
+                req_ids=names,
+                num_reqs=batch,
+                prev_req_id_to_index={name: row for row, name in enumerate(names)},
+                prev_sampled_token_ids=self._next.unsqueeze(1),
+                num_computed_tokens_cpu=np.full(batch, 100, dtype=np.int32),
+                block_table=SimpleNamespace(block_tables=[block_table]),
+                no_penalties=True,
+                bad_words_token_ids={},
+                sampling_metadata=SimpleNamespace(output_token_ids=[]),
+                logitsprocs=SimpleNamespace(all=[]),
+            ),
+            _progress=None,
+            _always_exact=None,
+            _exact=None,
+            _num_drafts=self._drafts,
+            _indices=None,
+        )
+
+    def times(self) -> dict[str, float]:
+        """Microseconds of each part."""
+        runner = self.runner
+        parts: dict[str, Callable[[], Any]] = {
+            "accepted counts of the last step": runner._get_valid_sampled_token_count,
+            "indices of drafts": lambda: runner._calc_spec_decode_metadata(self._drafts, self._ends),
+            "after sampling": lambda: runner._copy_valid_sampled_token_count(self._next, self._counts),
+        }
+        if hasattr(runner, "_correct_inputs"):
+            parts["exact positions"] = runner._correct_inputs
+        found = {part: _microseconds(call) for part, call in parts.items()}
+        return {_ALL: sum(found.values())} | found
+
+
+def _buffer(*size: int, dtype: torch.dtype) -> Any:
+    from vllm.v1.utils import CpuGpuBuffer
+
+    return CpuGpuBuffer(*size, dtype=dtype, device=torch.device("cuda"), pin_memory=True)
+
+
+def _microseconds(call: Callable[[], Any]) -> float:
+    """Of one call; the device finishes each before the next, outside the time."""
+    total = 0.0
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        total += time.perf_counter() - start
+    return total / STEPS * 1e6
