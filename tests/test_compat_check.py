@@ -12,6 +12,7 @@ from typing import Any
 import compat_planted as planted
 import pytest
 import torch
+from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.attention import adapters
 from vllm_async_spec.attention.base import HostNeed
@@ -295,19 +296,6 @@ def test_plain_data_carries_the_evidence():
     realistic = next(build for build in data["cases"][0]["builds"] if build["realistic"])
     assert realistic["host"] == "upper bound"
     assert "return metadata.seq_lens.cpu()" in realistic["waits"][0]["stack"][0]
-
-
-class PassesForCuda(CudaDevice):
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
-def without_cuda(patch: pytest.MonkeyPatch) -> None:
-    for name in ("synchronize", "set_sync_debug_mode", "get_sync_debug_mode"):
-        patch.setattr(torch.cuda, name, lambda *_: None)
 
 
 @pytest.mark.parametrize("zeroed", [True, False])

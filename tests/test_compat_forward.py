@@ -14,6 +14,7 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
+from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results, suite
 from vllm_async_spec.compat.cases import CASES, Call, Host
@@ -257,6 +258,17 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     assert decode == "exact lengths True, upper bound True, garbage True", done.stderr[-2000:]
     assert prefill == "exact lengths True, upper bound True, garbage for decodes True"
     assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
+
+
+@pytest.mark.parametrize("kind", [planted.Right, planted.LongestForAll, planted.Warns], ids=lambda kind: kind.__name__)
+def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
+    """Warmed up, and then watched for what PyTorch warns of."""
+    without_cuda(monkeypatch)
+    found = attended(kind, "mixed", "padded rows", device=PassesForCuda())
+    assert found.not_attended is None
+    assert found.passed is (kind.fault is None), found.explain()
+    assert all(str(kind.fault) in faults[0] for faults in found.faults.values())
+    assert len(found.faults) == 2 * (kind.fault is not None)
 
 
 def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monkeypatch: pytest.MonkeyPatch):

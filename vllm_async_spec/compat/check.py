@@ -25,7 +25,17 @@ from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
-__all__ = ["AbsentError", "Built", "Subject", "SubjectError", "build_batch", "check", "configured", "failure_sentence"]
+__all__ = [
+    "AbsentError",
+    "Built",
+    "Subject",
+    "SubjectError",
+    "build_batch",
+    "check",
+    "configured",
+    "failure_sentence",
+    "without_warnings",
+]
 
 
 class SubjectError(RuntimeError):
@@ -128,7 +138,7 @@ def failure_sentence(error: BaseException) -> str:
 def _make(subject: Subject, device: Device) -> Any:
     """A new builder, whose buffers the device knows, on a device that knows nothing else."""
     device.clear()
-    with _without_warnings(), device.watching():
+    with without_warnings(), device.watching():
         return subject.make(device)
 
 
@@ -223,7 +233,7 @@ def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, wat
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    with _without_warnings(), torch.no_grad(), configured(builder), watching as waits:
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:
@@ -232,7 +242,7 @@ def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, wat
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """None are shown: lazy properties warn that they wait, which is what we are here for. Who watches hears first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
