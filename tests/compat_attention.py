@@ -6,6 +6,7 @@ What each should be found to be is in its `fault`, part of a sentence that must 
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -217,6 +218,17 @@ class FailsWithPrefills(Right):
             return super().forward(*arguments, output=output)
 
 
+class Warns(Right):
+    """Warns as PyTorch's sync debug mode does."""
+
+    fault = "in its forward it waits: "
+
+    class impl(Impl):
+        def forward(self, *arguments: Any, output: Any) -> Any:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            return super().forward(*arguments, output=output)
+
+
 class Astray(Right):
     """Its kernel reads where nothing is."""
 
@@ -233,5 +245,5 @@ CLEAN = (Right, HeadsFirst)
 FAULTY = tuple(
     kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Right) and kind.fault is not None
+    if isinstance(kind, type) and issubclass(kind, Right) and kind.fault is not None and kind is not Warns
 )

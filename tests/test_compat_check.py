@@ -6,11 +6,13 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import compat_planted as planted
 import pytest
 import torch
+from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.attention import adapters
 from vllm_async_spec.attention.base import HostNeed
@@ -296,21 +298,49 @@ def test_plain_data_carries_the_evidence():
     assert "return metadata.seq_lens.cpu()" in realistic["waits"][0]["stack"][0]
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, monkeypatch: pytest.MonkeyPatch):
+    class Scratch(planted.Clean):
+        def extra(self, metadata: Any) -> Any:
+            return torch.empty(8)
+
+    without_cuda(monkeypatch)
+    monkeypatch.setattr(torch, "empty", torch.rand)  # as full of other things as memory can be
+    if not zeroed:
+        monkeypatch.setattr(device, "_MAKE_UNINITIALISED", ())
+    found = check(subject(Scratch), PassesForCuda(), cases=[NAMED["decode"]])
+    assert (found.cases[0].unsteady == ()) is zeroed
+
+
+def test_a_flashinfer_wrapper_is_what_its_plan_was_given():
+    """And not the plan, which is as long as it happens to be and differs with the bound."""
+
+    def wrapper(lengths: list[int]) -> Any:
+        counts = torch.tensor([-(-length // 16) for length in lengths], dtype=torch.int32)
+        return SimpleNamespace(
+            _paged_kv_indptr_buf=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
+            _paged_kv_last_page_len_buf=torch.tensor([(length - 1) % 16 + 1 for length in lengths], dtype=torch.int32),
+            _pin_memory_int_workspace_buffer=torch.rand(64),
+            _int_workspace_buffer=torch.rand(64),
+        )
+
+    simulated = SimulatedDevice()
+    one, same, other = (
+        compare.take({"wrapper": wrapper(lengths)}, simulated) for lengths in ([33, 16], [33, 16], [36, 16])
+    )
+    assert set(one.leaves) == {"wrapper.lengths", "wrapper.page ends", "wrapper.last page"}
+    assert one.leaves["wrapper.lengths"].value.tolist() == [33, 16]
+    assert compare.differences(one, same) == ()
+    assert [each.field for each in compare.differences(one, other)] == ["wrapper.lengths", "wrapper.last page"]
+
+
 def test_what_pytorch_warns_of_is_heard_though_the_builders_own_warnings_are_not(monkeypatch: pytest.MonkeyPatch):
     class Warns(planted.Clean):
         def extra(self, metadata: Any) -> Any:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
             warnings.warn("deprecated", stacklevel=1)
 
-    class PassesForCuda(CudaDevice):
-        def __init__(self) -> None:
-            self.device = torch.device("cpu")
-
-        def place(self, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor
-
-    for name in ("synchronize", "set_sync_debug_mode", "get_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    without_cuda(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = check(subject(Warns), PassesForCuda(), cases=[NAMED["decode"]])

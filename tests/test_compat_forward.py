@@ -14,8 +14,9 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
+from compat_cuda import PassesForCuda, without_cuda
 
-from vllm_async_spec.compat import forward, layer, results
+from vllm_async_spec.compat import forward, layer, results, suite
 from vllm_async_spec.compat.cases import CASES, Call, Host
 from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
@@ -149,6 +150,7 @@ def test_reports_say_it(tmp_path: Path):
     assert wrong.attention.startswith("wrong by 1e+03 told upper bound, 2 of 2 batches")
     assert (reads.attention, reads.forward_waits) == ("right, 2 of 2 batches", "1 place")
     assert any(line_of(planted.Reads) in site for site in reads.sites)
+    assert [row.limits for row in (right, wrong, reads)] == [[], ["attention wrong"], ["waits in forward"]]
     page = markdown(full.published)
     assert "| 2 of 3 |  | none | right, 2 of 2 batches |" in page
     assert "| none | wrong by 1e+03 told upper bound, 2 of 2 batches |" in page
@@ -256,6 +258,30 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     assert decode == "exact lengths True, upper bound True, garbage True", done.stderr[-2000:]
     assert prefill == "exact lengths True, upper bound True, garbage for decodes True"
     assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
+
+
+@pytest.mark.parametrize("kind", [planted.Right, planted.LongestForAll, planted.Warns], ids=lambda kind: kind.__name__)
+def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
+    """Warmed up, and then watched for what PyTorch warns of."""
+    without_cuda(monkeypatch)
+    found = attended(kind, "mixed", "padded rows", device=PassesForCuda())
+    assert found.not_attended is None
+    assert found.passed is (kind.fault is None), found.explain()
+    assert all(str(kind.fault) in faults[0] for faults in found.faults.values())
+    assert len(found.faults) == 2 * (kind.fault is not None)
+
+
+def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monkeypatch: pytest.MonkeyPatch):
+    def illegal(*arguments: Any, **more: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(suite, "check", illegal)
+    with pytest.raises(RuntimeError, match="illegal memory"):
+        suite.run(["compat_attention:Right"], SimulatedDevice())
+    monkeypatch.setattr(suite, "is_lost", lambda device: True)
+    found = suite.run(["compat_attention:Right"], SimulatedDevice())
+    assert "the GPU does nothing more: RuntimeError: CUDA error: an illegal" in str(found.results[0].failure)
+    assert found.exit_code == 2
 
 
 @pytest.mark.gpu

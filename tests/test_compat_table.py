@@ -70,3 +70,14 @@ def test_what_nobody_ran_on_a_gpu_says_so(hooks: Any):
     for column, stem in enumerate(map(_stem, rows[0][1:]), 1):
         cells = {row[column] for row in rows[2:]}
         assert (cells == {"not run"}) is (stem not in RUNS)
+
+
+def test_a_cell_says_that_attention_is_right(hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = RUNS["0.32.0-stock"]
+    rows = [row | {"attention": "right, 16 of 16 batches"} for row in run["rows"] if row["backend"] == "LINEAR"]
+    (tmp_path / "0.32.0-stock.json").write_text(json.dumps(run | {"rows": rows, "absent": {}}))
+    monkeypatch.setattr(hooks, "COMPAT", tmp_path)
+    assert table(hooks, "cpu")[2][1].startswith("[none, attention right](")
+    old = [{name: value for name, value in row.items() if name != "attention"} for row in rows]
+    (tmp_path / "0.32.0-stock.json").write_text(json.dumps(run | {"rows": old, "absent": {}}))
+    assert table(hooks, "cpu")[2][1].startswith("[none](")

@@ -25,7 +25,17 @@ from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
-__all__ = ["AbsentError", "Built", "Subject", "SubjectError", "build", "check", "configured", "failure_sentence"]
+__all__ = [
+    "AbsentError",
+    "Built",
+    "Subject",
+    "SubjectError",
+    "build_batch",
+    "check",
+    "configured",
+    "failure_sentence",
+    "without_warnings",
+]
 
 
 class SubjectError(RuntimeError):
@@ -128,7 +138,7 @@ def failure_sentence(error: BaseException) -> str:
 def _make(subject: Subject, device: Device) -> Any:
     """A new builder, whose buffers the device knows, on a device that knows nothing else."""
     device.clear()
-    with _without_warnings(), device.watching():
+    with without_warnings(), device.watching():
         return subject.make(device)
 
 
@@ -145,7 +155,7 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     if reason is not None:
         return replace(result, not_run=reason)
     if device.validates_kernels:
-        build(subject, case, Host.EXACT, device, watched=False)  # what is compiled or tuned waits, once
+        build_batch(subject, case, Host.EXACT, device, watched=False)  # what is compiled or tuned waits, once
     exact, reference = _build(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
@@ -175,7 +185,7 @@ def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
 
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
     """Build once; no snapshot where that failed."""
-    made = build(subject, case, host, device)
+    made = build_batch(subject, case, host, device)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None
     snapshot = compare.take({"": made.metadata, **device.kernel_calls()}, device, made.builder)
@@ -202,7 +212,7 @@ class Built:
     changed: tuple[str, ...]
 
 
-def build(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Built:
+def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Built:
     """Build a batch, with a new builder, lest it remembers what another host knew.
 
     Args:
@@ -223,7 +233,7 @@ def build(subject: Subject, case: Case, host: Host, device: Device, *, watched: 
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    with _without_warnings(), torch.no_grad(), configured(builder), watching as waits:
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:
@@ -232,7 +242,7 @@ def build(subject: Subject, case: Case, host: Host, device: Device, *, watched: 
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """None are shown: lazy properties warn that they wait, which is what we are here for. Who watches hears first."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
-from vllm_async_spec.compat.check import Subject, build, configured, failure_sentence
+from vllm_async_spec.compat.check import Subject, build_batch, configured, failure_sentence, without_warnings
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
@@ -123,11 +123,12 @@ class _LostError(RuntimeError):
 
 def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Attended:
     assert not isinstance(subject.layer, str)
-    built = build(subject, case, host, device, watched=watched)
+    built = build_batch(subject, case, host, device, watched=watched)
     if built.failure is not None:
         raise NoForwardError(f"it is built no more: {built.failure}")
     prefix = subject.common_prefix(case)
-    with torch.no_grad(), configured(built.builder), _forward_context(built.builder, built.metadata):
+    context = _forward_context(built.builder, built.metadata)
+    with torch.no_grad(), without_warnings(), configured(built.builder), context:
         batch = Batch.of(case, device, block_size=subject.block_size, common_prefix=prefix)
         layer = subject.layer(built.builder, device)
         layer.fill(batch)
