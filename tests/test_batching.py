@@ -394,6 +394,19 @@ def test_a_request_larger_than_the_cache_is_refused():
         batcher.submit([1] * 20, max_new_tokens=20)
 
 
+def test_a_prompt_may_be_a_tensor():
+    with make() as batcher:
+        found = batcher.submit(torch.tensor(PROMPTS[3]), max_new_tokens=4)
+    assert found.prompt == tuple(PROMPTS[3])
+
+
+def test_without_a_length_the_model_s_positions_bound_it():
+    with ContinuousBatcher(tiny_models.model("gpt2"), max_batch=1) as batcher:
+        batcher.submit([1] * 1000, max_new_tokens=24)
+        with pytest.raises(RequestError, match="together more than max_length, 1024; shorten"):
+            batcher.submit([1] * 1000, max_new_tokens=25)
+
+
 def test_text_goes_through_the_tokenizer():
     with make(tokenizer=None) as plain:
         expected = plain.submit([1, 2, 3], max_new_tokens=8)
@@ -412,6 +425,7 @@ def test_text_goes_through_the_tokenizer():
     [
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
         ({"max_length": -1}, "max_length is -1; it must be at least 1"),
+        ({"max_length": 4096}, "max_length is 4096 and the model has 2048 positions; give at most that"),
         ({"page_size": 0}, "page_size is 0; it must be at least 1"),
         ({"steps_ahead": 0}, "steps_ahead is 0; it must be at least 1"),
         ({"decode_sizes": [1, 2]}, r"decode_sizes is \[1, 2\]; it must be positive, and the largest max_batch, 3"),

@@ -29,6 +29,7 @@ from vllm_async_spec.generation.batching.step_slots import Sizes
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 _COLDEST = 0.01
+_DEFAULT_LENGTH = 2048
 
 
 class BatcherError(RuntimeError):
@@ -51,7 +52,7 @@ class ContinuousBatcher:
         model: a causal language model of transformers, in evaluation mode, on one device.
         tokenizer: encodes prompts that are strings; needed for those only.
         max_batch: sequences that run at once.
-        max_length: tokens of a sequence, prompt and generated; the model's `max_position_embeddings` bounds it.
+        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the model has, if None.
         page_size: tokens in a page of the KV cache; what suits the attention kernels if None.
         cache_tokens: tokens that the cache holds in all; enough for `max_batch` sequences of `max_length` if None.
         max_prefill_tokens: prompt tokens in a step; a longer prompt takes several.
@@ -79,7 +80,7 @@ class ContinuousBatcher:
         tokenizer: Any = None,
         *,
         max_batch: int,
-        max_length: int = 2048,
+        max_length: int | None = None,
         page_size: int | None = None,
         cache_tokens: int | None = None,
         max_prefill_tokens: int = 2048,
@@ -94,7 +95,7 @@ class ContinuousBatcher:
     ) -> None:
         for name, value in {
             "max_batch": max_batch,
-            "max_length": max_length,
+            "max_length": 1 if max_length is None else max_length,
             "page_size": 1 if page_size is None else page_size,
             "cache_tokens": 1 if cache_tokens is None else cache_tokens,
             "max_prefill_tokens": max_prefill_tokens,
@@ -111,8 +112,7 @@ class ContinuousBatcher:
         self._device = device
         self._steps_ahead = steps_ahead
         self._ahead = 0 if synchronous else steps_ahead
-        self._positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", max_length)
-        max_length = min(max_length, self._positions)
+        max_length = _max_length(max_length, model)
         page_size = default_page_size(attention, device) if page_size is None else page_size
         width = -(-max_length // page_size)
         cached = max_batch * width if cache_tokens is None else -(-cache_tokens // page_size)
@@ -163,12 +163,17 @@ class ContinuousBatcher:
         self._closed: str | None = None
 
     def submit(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> Request:
         """Queue a request; from any thread. It is served by `step`, `run` or iteration over it.
 
         Args:
-            prompt: token ids, or text where there is a tokenizer.
+            prompt: token ids, in a sequence or a tensor, or text where there is a tokenizer.
             max_new_tokens: after which it ends, if no end of sequence comes before.
             temperature: 0 is greedy.
             seed: of sampling.
@@ -185,7 +190,7 @@ class ContinuousBatcher:
         if not -(1 << 63) <= seed < 1 << 63:
             raise RequestError(f"seed is {seed}; it must fit into 64 bits")
         self._scheduler.check(request)
-        for token in request.prompt:
+        for token in (min(request.prompt), max(request.prompt)):
             if not 0 <= token < self._vocabulary:
                 raise RequestError(
                     f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
@@ -250,7 +255,12 @@ class ContinuousBatcher:
             self.step()
 
     async def stream(
-        self, prompt: str | Sequence[int], *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
+        self,
+        prompt: str | Sequence[int] | torch.Tensor,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> AsyncIterator[int]:
         """Submit a request and give its tokens as they arrive; leaving the loop early cancels it.
 
@@ -358,7 +368,9 @@ class ContinuousBatcher:
         self._in_flight.clear()
         self._scheduler.fail_all(RequestError(reason))
 
-    def _encoded(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _encoded(self, prompt: str | Sequence[int] | torch.Tensor) -> tuple[int, ...]:
+        if isinstance(prompt, torch.Tensor):
+            return tuple(prompt.flatten().tolist())
         if not isinstance(prompt, str):
             return tuple(int(token) for token in prompt)
         if self._tokenizer is None:
@@ -366,6 +378,15 @@ class ContinuousBatcher:
                 "the prompt is text, and the batcher has no tokenizer; give token ids, or make it with one"
             )
         return tuple(self._tokenizer(prompt)["input_ids"])
+
+
+def _max_length(given: int | None, model: Any) -> int:
+    positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if given is None:
+        return _DEFAULT_LENGTH if positions is None else min(_DEFAULT_LENGTH, positions)
+    if positions is not None and given > positions:
+        raise ValueError(f"max_length is {given} and the model has {positions} positions; give at most that")
+    return given
 
 
 def _decode_sizes(given: Sequence[int] | None, max_batch: int) -> list[int]:

@@ -24,7 +24,7 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 _LAYOUT = "NHD"
 _DECODE_WORKSPACE = 128 << 20
-_PREFILL_WORKSPACE = 256 << 20
+_PREFILL_WORKSPACE = 384 << 20
 
 
 class FlashInferKernels:

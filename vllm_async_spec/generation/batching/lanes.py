@@ -107,9 +107,6 @@ class CudaLanes:
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._events = [_Events(torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]
-        # Weights and caches were made on the stream that is current now.
-        self.stream.wait_stream(torch.cuda.current_stream(device))
-        self._in.wait_stream(self.stream)
 
     def copy_in(self, slot: int, copy: Work) -> None:
         """See `Lanes`."""

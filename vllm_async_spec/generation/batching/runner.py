@@ -82,6 +82,9 @@ class Runner:
         self._starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device)
         self._starts_cpu = torch.arange(sizes.batch + 1, dtype=torch.int32)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        if device.type == "cuda":
+            # All of these were made on the current stream, which the lanes don't wait for.
+            torch.cuda.current_stream(device).synchronize()
         self._warm_up()
         if cuda_graphs:
             assert isinstance(lanes, CudaLanes)
