@@ -268,11 +268,13 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
     """Warmed up, and then watched for what PyTorch warns of."""
     without_cuda(monkeypatch)
+    monkeypatch.setattr(planted.Compiles.impl, "compiled", False)
     found = attended(kind, "mixed", "padded rows", device=PassesForCuda())
     assert found.not_attended is None
     assert found.passed is (kind.fault is None), found.explain()
     assert all(str(kind.fault) in faults[0] for faults in found.faults.values())
     assert len(found.faults) == 2 * (kind.fault is not None)
+    assert any(case.notes for case in found.cases) is (kind.fault is not None)
 
 
 def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monkeypatch: pytest.MonkeyPatch):
