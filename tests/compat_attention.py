@@ -229,6 +229,19 @@ class Warns(Right):
             return super().forward(*arguments, output=output)
 
 
+class Compiles(Right):
+    """Waits in its very first forward only, as what is compiled or tuned then does."""
+
+    class impl(Impl):
+        compiled = False
+
+        def forward(self, *arguments: Any, output: Any) -> Any:
+            if not Compiles.impl.compiled:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+            Compiles.impl.compiled = True
+            return super().forward(*arguments, output=output)
+
+
 class Astray(Right):
     """Its kernel reads where nothing is."""
 

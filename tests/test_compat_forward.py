@@ -77,6 +77,8 @@ def test_a_fault_that_only_attending_shows_is_caught(kind: type[planted.Right]):
     assert any(kind.fault in fault for fault in found.cases[0].faults), found.cases[0].faults
     if "# here" in inspect.getsource(kind):
         assert any(line_of(kind) in fault for fault in found.cases[0].faults)
+        frames = [frame for each in found.cases[0].attended for wait in each.waits for frame in wait.stack]
+        assert {Path(frame.file).name for frame in frames} == {"compat_attention.py"}, "nobody asked who ran the suite"
 
 
 def test_garbage_that_a_builder_is_found_not_to_need_and_that_attention_goes_by_is_noted():
@@ -260,15 +262,19 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
 
 
-@pytest.mark.parametrize("kind", [planted.Right, planted.LongestForAll, planted.Warns], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [planted.Right, planted.LongestForAll, planted.Warns, planted.Compiles], ids=lambda kind: kind.__name__
+)
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
     """Warmed up, and then watched for what PyTorch warns of."""
     without_cuda(monkeypatch)
+    monkeypatch.setattr(planted.Compiles.impl, "compiled", False)
     found = attended(kind, "mixed", "padded rows", device=PassesForCuda())
     assert found.not_attended is None
     assert found.passed is (kind.fault is None), found.explain()
     assert all(str(kind.fault) in faults[0] for faults in found.faults.values())
     assert len(found.faults) == 2 * (kind.fault is not None)
+    assert any(case.notes for case in found.cases) is (kind.fault is not None)
 
 
 def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monkeypatch: pytest.MonkeyPatch):
