@@ -409,6 +409,8 @@ def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch
         ({"return_dict_in_generate": True}, "returns tokens alone, and return_dict_in_generate is set"),
         ({"use_cache": False}, "needs a cache, and use_cache is off"),
         ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and past_key_values were passed"),
+        ({"cache_implementation": "offloaded"}, "can't use such a cache, and cache_implementation is 'offloaded'"),
+        ({"cache_implementation": "dynamic"}, "static_cache and cache_implementation='dynamic' contradict each other"),
         ({"prefill_chunk_size": 2}, "feeds the prompts at once, and prefill_chunk_size is set"),
         ({"poll_every": 0}, "poll_every is 0; it must be at least 1"),
         ({"max_in_flight": -1}, "max_in_flight is -1; it must be at least 1"),

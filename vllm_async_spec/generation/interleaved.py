@@ -126,11 +126,16 @@ def _refuse(
 ) -> None:
     """Refuse what this loop would not do, or would do otherwise than transformers."""
     name = type(model).__name__
+    asked = generation_config.cache_implementation or ""
     for reason, applies in (
         ("returns tokens alone, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
         (f"is for models that are a decoder alone, and {name} has an encoder", model.config.is_encoder_decoder),
         ("needs a cache, and use_cache is off", not generation_config.use_cache),
         ("makes its own cache, and past_key_values were passed", given.get("past_key_values") is not None),
+        (
+            f"can't use such a cache, and cache_implementation is {asked!r}",
+            any(word in asked for word in ("offloaded", "quantized", "paged")),
+        ),
         ("makes its own cache, and cache_position was passed", given.get("cache_position") is not None),
         (
             f"needs the cache that transformers makes for {name}, and it makes none",
@@ -151,6 +156,10 @@ def _refuse(
     for each, value in kwargs.items():
         if isinstance(value, torch.Tensor) and each not in _PREPARED:
             raise ValueError(f"interleaved generation hands the model tokens alone, and {each} was passed; {_REMEDY}")
+    if switches.static_cache and asked == "dynamic":
+        raise ValueError(
+            "static_cache and cache_implementation='dynamic' contradict each other; leave out one of the two"
+        )
     if switches.static_cache and not model._can_compile_fullgraph:
         raise ValueError(f"{name} can't use a static cache, as its class says; pass static_cache=False")
 
