@@ -468,6 +468,15 @@ def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: py
         both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
 
 
+def test_memory_that_runs_out_is_said_to_run_out(recorded: None, monkeypatch: pytest.MonkeyPatch):
+    def runs_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decode, "StepGraphs", runs_out)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+
+
 def test_a_second_thread_is_refused():
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3], "left")

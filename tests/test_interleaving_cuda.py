@@ -89,7 +89,7 @@ def test_without_one_wait_the_tokens_go_wrong(taken: str):
     """The control of the tests above. In a process of its own: wrong steps may break the device's context."""
     command = [sys.executable, Path(__file__).parent / "interleaving_controls.py", taken]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert "right with every wait" in done.stdout, done.stderr
+    assert "right with every wait" in done.stdout, done.stdout + done.stderr
     broke = done.returncode != 0 and "CUDA error" in done.stderr
     assert broke or "wrong without one" in done.stdout, f"nothing shows that {taken} has to wait: {done.stderr}"
 

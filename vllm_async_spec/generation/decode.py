@@ -93,6 +93,8 @@ class Decode:
                 self._rewind()
                 step(slot)
             self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ValueError(
                 f"a decode step of {type(self._model).__name__} can't be captured in a CUDA graph: {error}; "
