@@ -23,7 +23,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -43,6 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
 WITHOUT = {"asynchronous": "synchronous", "interleaved": "graphs", "whole": "compiled"}
 """What an arm is the same as, but for the wait that it has not got."""
 
+COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
 Arm = Callable[[], torch.Tensor]
 
 
@@ -101,14 +102,20 @@ def table(found: dict[str, Any]) -> Table:
         f"transformers {found['transformers']}, {found['device']}, {found['model']}, batch {found['batch']}, "
         f"{found['new_tokens']} new tokens"
     )
-    shown = Table("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1", title=title)
+    shown = Table(*COLUMNS, title=title)
+    for row in rows(found):
+        shown.add_row(*row)
+    return shown
+
+
+def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One for each arm, in the order of `COLUMNS`."""
     speeds = found["tokens_per_second"]
     for name, values in speeds.items():
         others = ["synchronous", "transformers", WITHOUT.get(name)]
         against = [other if other != name and name != "synchronous" else None for other in others]
-        ratios = ["-" if other is None else _ratio(speeds[other], values) for other in against]
-        shown.add_row(name, f"{statistics.median(values):.1f}", *ratios)
-    return shown
+        ratios = ("-" if other is None else _ratio(speeds[other], values) for other in against)
+        yield (name, f"{statistics.median(values):.1f}", *ratios)
 
 
 def notes(found: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is `demo`, `features`, `held`, `host-time`, `soak`, `step-time`, or a plan's result file without `.json`.
+NAME is one of `_MADE_OF_SEVERAL`, below, or that of a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import step_time
+from benchmarks import generation, step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
@@ -106,6 +106,12 @@ def _host_time(results: Path) -> str:
     return Grid(("vLLM", "constructing the metadata", "`unpadded`, which constructs one"), rows).markdown()
 
 
+def _generation(results: Path) -> str:
+    found = [json.loads((results / f"generation-{size}-h200.json").read_text()) for size in generation.SIZES]
+    rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
+    return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
+
+
 def _held(results: Path) -> str:
     found = json.loads((results / "held-h200.json").read_text())
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
@@ -157,6 +163,7 @@ def _features(results: Path) -> str:
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "demo": _demo,
     "features": _features,
+    "generation": _generation,
     "held": _held,
     "host-time": _host_time,
     "soak": _soak,
