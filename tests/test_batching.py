@@ -174,6 +174,19 @@ def test_sampling_depends_on_the_seed_and_not_on_the_company():
     assert tokens(temperature=0.0, new_tokens=24) != expected
 
 
+def test_a_greedy_request_is_greedy_beside_sampled_ones():
+    expected = tokens()
+    with make(max_batch=8) as batcher:
+        found = [
+            batcher.submit(prompt, max_new_tokens=20, temperature=2.0 * (index % 2))
+            for index, prompt in enumerate(PROMPTS)
+        ]
+        batcher.run()
+        same = [request.result() == each for request, each in zip(found, expected, strict=True)]
+    assert all(same[::2])
+    assert not all(same[1::2])
+
+
 def test_samples_are_of_the_softmax():
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0])
     rows = 20_000
@@ -449,6 +462,18 @@ def test_a_model_that_can_not_be_batched_is_told_why():
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(ModelError, match=r"BloomForCausalLM does not take its attention .* use model.generate"):
         ContinuousBatcher(bloom.eval(), max_batch=1)
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr("vllm_async_spec.generation.batching.batcher.PagedCache", no_memory)
+    with pytest.raises(
+        BatcherError, match=r"a KV cache of 208 tokens does not fit .*; give smaller cache_tokens, .* tried"
+    ):
+        make(page_size=16)
+    assert tiny_models.model("llama").config._attn_implementation == "eager"
 
 
 def test_a_model_in_training_mode_is_refused():

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
 from vllm_async_spec.generation.batching.lanes import CudaLanes, OpenLanes, open_lanes
 from vllm_async_spec.generation.batching.model_check import end_of_sequence, layers_of, take_over
-from vllm_async_spec.generation.batching.paged_cache import PagedCache
+from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCache
 from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
 from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
@@ -71,6 +71,7 @@ class ContinuousBatcher:
     Raises:
         ModelError: the model can't be batched.
         AttentionChoiceError: the attention can't be had for this model here.
+        BatcherError: the KV cache does not fit into memory.
         ValueError: another argument can't be; the message names it.
     """
 
@@ -128,8 +129,7 @@ class ContinuousBatcher:
             self.attention = kernels.name
             """The adapter that was chosen."""
             pages = PageAllocator(cached + 1)
-            with torch.inference_mode():
-                cache = PagedCache(layers, num_pages=pages.num_pages, page_size=page_size, device=device)
+            cache = _cache(layers, pages.num_pages, page_size, device)
             self._lanes = open_lanes(device, steps_ahead + 1)
             self._runner = Runner(
                 model,
@@ -196,6 +196,9 @@ class ContinuousBatcher:
                     f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
                 )
         self._commands.append(lambda: self._scheduler.add(request))
+        if self._closed:
+            # By another thread, in the meantime: nobody looks at commands any more.
+            raise BatcherError(self._closed)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -378,6 +381,17 @@ class ContinuousBatcher:
                 "the prompt is text, and the batcher has no tokenizer; give token ids, or make it with one"
             )
         return tuple(self._tokenizer(prompt)["input_ids"])
+
+
+def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> PagedCache:
+    try:
+        with torch.inference_mode():
+            return PagedCache(layers, num_pages=num_pages, page_size=page_size, device=device)
+    except torch.OutOfMemoryError as error:
+        raise BatcherError(
+            f"a KV cache of {num_pages * page_size} tokens does not fit into the device's memory; give smaller "
+            f"cache_tokens, max_length or max_batch: {error}"
+        ) from error
 
 
 def _max_length(given: int | None, model: Any) -> int:

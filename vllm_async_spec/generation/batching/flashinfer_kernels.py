@@ -3,8 +3,8 @@
 Prompts are planned from exact lengths, which the host knows. What a plan reads of the host is a step's own buffer, and
 what it fills is one of `PlanBuffers`, so that a plan made while the one before is still being copied leaves that alone.
 
-Source: flashinfer-python 0.6.14, `xqa_batch_decode_with_kv_cache` and `trtllm_batch_decode_with_kv_cache` of
-`decode.py`, `BatchPrefillWithPagedKVCacheWrapper` of `prefill.py`.
+Source: flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1: `xqa_batch_decode_with_kv_cache` and
+`trtllm_batch_decode_with_kv_cache` of `decode.py`, `BatchPrefillWithPagedKVCacheWrapper` of `prefill.py`.
 """
 
 from __future__ import annotations

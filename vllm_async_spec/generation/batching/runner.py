@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.attention import Forward, at_work
+from vllm_async_spec.generation.batching.attention import Forward, ModelError, at_work
 from vllm_async_spec.generation.batching.kernels import Kernels
 from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Lanes
 from vllm_async_spec.generation.batching.model_check import takes_logits_to_keep
@@ -47,6 +47,9 @@ class Runner:
         max_length: tokens of a sequence at most.
         eos_token_ids: tokens that end a sequence.
         cuda_graphs: whether decodes are captured, each size in each slot; all share one pool of memory.
+
+    Raises:
+        ModelError: the model can't be captured.
     """
 
     def __init__(
@@ -88,7 +91,14 @@ class Runner:
         self._warm_up()
         if cuda_graphs:
             assert isinstance(lanes, CudaLanes)
-            self._capture(lanes)
+            try:
+                self._capture(lanes)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise ModelError(
+                    f"{type(model).__name__} can't be captured in CUDA graphs; give cuda_graphs=False: {error}"
+                ) from error
 
     def open(self) -> OpenStep:
         """Begin a step in the slot whose turn it is."""
