@@ -47,6 +47,16 @@ def model() -> Iterator[Any]:
     generation.release(made)
 
 
+def assert_same(model: Any, expected: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Where they part, the logits of both choices say whether a rounding could have done it. No row is padded there."""
+    assert expected.shape == tokens.shape
+    for row, at in (expected != tokens).nonzero()[:1].tolist():
+        before = expected[row, :at]
+        logits = model(before[before.ne(0).int().argmax() :][None].cuda()).logits[0, -1]
+        chosen = [(int(each[row, at]), float(logits[each[row, at]])) for each in (expected, tokens)]
+        pytest.fail(f"from token {at} of row {row} on: {chosen[0]} was expected, {chosen[1]} found (token, logit)")
+
+
 def stops(kind: str) -> dict[str, Any]:
     if kind == "eos":
         return {"eos_token_id": [2, 5, 9, 11, 17]}
@@ -67,7 +77,7 @@ def test_the_same_tokens_under_random_delays(model: Any, way: dict[str, Any], do
         tokens, state_after = generate(
             model, inputs, seed=seed, **settings, **stops(stop), **INTERLEAVED, **way, max_in_flight=1 + seed % 3
         )
-    assert torch.equal(expected, tokens)
+    assert_same(model, expected, tokens)
     assert torch.equal(state, state_after)
 
 
@@ -80,7 +90,7 @@ def test_the_same_tokens_of_any_batch(model: Any, batch: int, do_sample: bool):
     for interleaved in (True, False):
         way = {**INTERLEAVED, "interleaved": interleaved}
         tokens, state_after = generate(model, inputs, **settings, **way)
-        assert torch.equal(expected, tokens)
+        assert_same(model, expected, tokens)
         assert torch.equal(state, state_after)
 
 
