@@ -248,6 +248,7 @@ for case in found.cases:
 """
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.parametrize("way", ["stock", "plugin"])
 def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_vllm(way: str):
