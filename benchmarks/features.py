@@ -210,6 +210,8 @@ FEATURES: dict[str, Feature] = {
             shape="tiny-text",
             method=Method.NGRAM_GPU,
             fallback="n-gram drafts on the GPU",
+            # Its kernel is one that vLLM compiles, and it refuses to start where it may not compile.
+            engine={"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}},
             no_cpu="drafts on a GPU",
         ),
         Feature(
