@@ -1,7 +1,8 @@
 """CUDA graphs without CUDA: a step whose operations are recorded once, and then repeated on the same tensors.
 
 What a CUDA graph freezes is frozen here: addresses, sizes, and every value that came from the host. A step that reads
-the device on the host can't be recorded, as it can't be captured.
+the device on the host can't be recorded, as it can't be captured. A graph keeps nothing alive but what was made in its
+capture: what a recording reads beside that, and nobody else has kept, is missed when it is repeated.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import TensorWeakRef
 
 
 class CaptureError(RuntimeError):
     """The device was read on the host."""
+
+
+class FreedError(AssertionError):
+    """On a device the memory would hold something else by now, and nobody would say so."""
 
 
 class RecordedSteps:
@@ -47,7 +53,9 @@ class RecordedSteps:
 class Recording(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]]] = []
+        self._calls: list[tuple[Any, Any, Any, list[torch.Tensor | None]]] = []
+        self._made: dict[int, torch.Tensor] = {}
+        """What was made inside, by id: a graph's pool."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,14 +70,34 @@ class Recording(TorchDispatchMode):
         inputs = {_address(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         # Views, and what was written in place, are where they were; all else is written again by hand.
         fresh = [each if _address(each) not in inputs else None for each in _tensors(result)]
-        self._calls.append((func, args, kwargs, fresh))
+        if func is torch.ops.aten.lift_fresh.default:
+            # `torch.tensor(...)` says only here that it has made one.
+            self._made[id(args[0])] = args[0]
+        held_args, held_kwargs = tree_map(self._hold, (args, kwargs))
+        given = [each for each in tree_leaves((held_args, held_kwargs)) if isinstance(each, TensorWeakRef)]
+        self._made.update({id(each): each for each in _tensors(result) if all(each is not one() for one in given)})
+        self._calls.append((func, held_args, held_kwargs, fresh))
         return result
 
     def replay(self) -> None:
-        for func, args, kwargs, fresh in self._calls:
+        for func, held_args, held_kwargs, fresh in self._calls:
+            args, kwargs = tree_map(lambda each, func=func: _found(each, func), (held_args, held_kwargs))
             for kept, again in zip(fresh, _tensors(func(*args, **kwargs)), strict=True):
                 if kept is not None:
                     kept.copy_(again)
+
+    def _hold(self, each: Any) -> Any:
+        is_given = isinstance(each, torch.Tensor) and id(each) not in self._made
+        return TensorWeakRef(each) if is_given else each
+
+
+def _found(each: Any, func: Any) -> Any:
+    if not isinstance(each, TensorWeakRef):
+        return each
+    tensor = each()
+    if tensor is None:
+        raise FreedError(f"{func} reads a tensor that was freed since it was recorded; somebody has to keep it")
+    return tensor
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 import tiny_models
 import transformers
 from late_device import LateChannel
-from recorded_steps import CaptureError, RecordedSteps, Recording
+from recorded_steps import CaptureError, FreedError, RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from vllm_async_spec import generation
@@ -307,6 +307,16 @@ def test_a_second_generation_uses_what_was_made_for_the_first(recorded: None):
         assert workspace._kept[model] is first
 
 
+def test_a_second_generation_reads_nothing_that_went_with_the_first(recorded: None):
+    """Ids of the end and of padding are made by transformers at each call; a captured step reads those of its own."""
+    inputs = tiny_models.prompts([3, 2], "left", 3)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": [2, 5], "pad_token_id": 1}
+    for two_slots in (True, False):
+        expected, found = both("llama", inputs, {**ways(), "interleaved": two_slots}, **settings)
+        assert (expected[0][:, -1] == 1).sum() == 1, "no row stops before the other, so that none is padded"
+        assert_same(expected, found)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -572,3 +582,16 @@ def test_a_recording_refuses_host_reads():
         torch.ones(1).item()
     with pytest.raises(CaptureError, match="index"), Recording():
         torch.ones(2)[torch.tensor([True, False])]
+
+
+def test_a_recording_keeps_nothing_alive_but_what_it_made():
+    seen, given = torch.zeros(1), torch.ones(1)
+    with Recording() as recording:
+        made = given + 1
+        seen.copy_(made)
+    del made
+    recording.replay()
+    assert seen.item() == 2.0
+    del given
+    with pytest.raises(FreedError, match=r"aten.add.Tensor reads a tensor that was freed"):
+        recording.replay()

@@ -94,6 +94,21 @@ def test_the_same_tokens_of_any_batch(model: Any, batch: int, do_sample: bool):
         assert torch.equal(state, state_after)
 
 
+def test_a_second_generation_reads_nothing_that_went_with_the_first(model: Any):
+    """Ids of the end are made by transformers at each call; a captured step reads those of its own."""
+    inputs = prompts([1], 1)
+    settings = {"max_new_tokens": 100, "eos_token_id": VOCABULARY}
+    expected, _ = generate(model, inputs, **settings, **STATIC)
+    generation.release(model)
+    generate(model, inputs, **settings, **INTERLEAVED)
+    # All that the first has freed is somebody's again, and holds a token of the sequence: an end, for who reads it so.
+    taken = [torch.full((64,), int(expected[0, 50]), device="cuda") for _ in range(10_000)]
+    for interleaved in (True, False):
+        tokens, _ = generate(model, inputs, **settings, **{**INTERLEAVED, "interleaved": interleaved})
+        assert_same(model, expected, tokens)
+    assert len(taken) == 10_000
+
+
 @pytest.mark.parametrize("taken", list(CONTROLS))
 def test_without_one_wait_the_tokens_go_wrong(taken: str):
     """The control of the tests above. In a process of its own: wrong steps may break the device's context."""

@@ -93,6 +93,8 @@ class Decode:
                 self._rewind()
                 step(slot)
             self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind)
+            # A graph keeps alive only what was made in its capture, and this tail goes with the call.
+            self._workspace.read_by_graphs = self.tail.constants
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

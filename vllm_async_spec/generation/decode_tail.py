@@ -74,6 +74,11 @@ class DecodeTail:
         processors = tuple((type(each), _frozen(vars(each))) for each in self._processors)
         return (processors, self._do_sample, _frozen(self._pad), _frozen(self._ends))
 
+    @property
+    def constants(self) -> tuple[torch.Tensor, ...]:
+        """int64: the ids of padding and of ends. A captured tail reads them where they are, so they must stay there."""
+        return tuple(self._ends) if self._pad is None else (self._pad, *self._ends)
+
     def settle(self, buffers: DecodeBuffers, slot: int, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Choose the tokens of one step and write them, with what follows from them, to the buffers of `slot`.
 

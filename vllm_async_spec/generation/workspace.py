@@ -31,6 +31,8 @@ class Workspace:
     """A `StaticCache`, or None where each generation brings its own."""
     slots: Slots
     graphs: StepGraphs | None = None
+    read_by_graphs: tuple[torch.Tensor, ...] = ()
+    """What the graphs read beside buffers, cache and weights; it must live as long as they do."""
     channels: dict[Any, Any] = field(default_factory=dict)
     """Flag channels by what they were opened with: a stream each, so that a new one is not taken at each call."""
 
