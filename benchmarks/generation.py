@@ -81,7 +81,7 @@ def measure(
     for _ in range(passes):
         turns: dict[str, list[float]] = {name: [] for name in arms}
         for name in (*arms, *reversed(arms)):
-            turns[name].append(generated / _seconds(arms[name], device))
+            turns[name].append(generated / _seconds(arms[name], device, tokens["synchronous"]))
         for name, found_speeds in turns.items():
             speeds[name].append(statistics.fmean(found_speeds))
     return {
@@ -175,15 +175,18 @@ def _arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) -> d
     return arms
 
 
-def _seconds(arm: Arm, device: str) -> float:
+def _seconds(arm: Arm, device: str, expected: torch.Tensor) -> float:
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.synchronize()
     start = time.perf_counter()
-    arm()
+    found = arm()
     if on_gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    if not torch.equal(found, expected):
+        raise GenerationError("a run that was timed gave other tokens than the first, so no ratio means anything")
+    return seconds
 
 
 def _ratio(reference: list[float], other: list[float]) -> str:
