@@ -74,7 +74,9 @@ class LateDevice:
             prompt, first = row.job.request.prompt, row.stop
             if row.start >= len(prompt):
                 computed = self.computed[id(row.job)]
-                assert row.start == computed if not self.drafts else row.start >= computed
+                assert computed <= row.start <= computed + self.drafts * self.late, (
+                    "off by the drafts in flight at most"
+                )
                 first = min(computed, row.job.last) + 1
             count = 1 + (self.choose.randint(0, row.drafts) if row.drafts else 0)
             self.computed[id(row.job)] = first + count - 1
@@ -89,6 +91,10 @@ class LateDevice:
         assert len({row.job.seat for row in rows}) == len(rows) <= BATCH
         assert sum(row.stop - row.start for row in step.prefills) <= 8
         assert len(step.prefills) <= 2
+        for row in rows:
+            unknown = sum(other.job is row.job and other.samples for each in self.in_flight for other in each.rows)
+            tokens = len(row.job.request.tokens) + unknown
+            assert tokens < row.job.request.max_new_tokens, "what is in flight already gives all that is asked for"
         owners: dict[int, Request] = {}
         for row in [row for flying in (*self.in_flight, step) for row in flying.rows]:
             request = row.job.request

@@ -65,7 +65,7 @@ class ContinuousBatcher:
         draft_model: another decoder of the same vocabulary, whose drafts the model verifies. The tokens are those
             without it, and greedy. It belongs to the batcher as the model does.
         draft_tokens: drafts of each sequence and step; 4 if None and there is a draft model.
-        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the model has, if None.
+        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the models have, if None.
         page_size: tokens in a page of the KV cache; what suits the attention kernels if None.
         cache_tokens: tokens that the cache holds in all; enough for `max_batch` sequences of `max_length` if None.
         max_prefill_tokens: prompt tokens in a step; a longer prompt takes several.
@@ -167,8 +167,10 @@ class ContinuousBatcher:
             target = paged(model, 1 + drafts)
             self.attention = target.kernels.name
             """The adapter that was chosen."""
-            decoding: Decoding = SingleTokens(target, max_batch, eos_token_ids, device)
-            if drafts:
+            decoding: Decoding
+            if draft_model is None:
+                decoding = SingleTokens(target, max_batch, eos_token_ids, device)
+            else:
                 decoding = DraftedTokens(
                     target,
                     paged(draft_model, 2),
@@ -275,7 +277,7 @@ class ContinuousBatcher:
 
     @property
     def accepted(self) -> float:
-        """Tokens that a sequence was given in a step, on average, of those that the host knows of.
+        """Tokens that a step gave a sequence that it decoded, on average of what the host knows of so far.
 
         1 where no draft is accepted, or there are none; `draft_tokens` + 1 where all are.
         """

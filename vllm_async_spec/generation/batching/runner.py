@@ -110,7 +110,8 @@ class Runner:
         with torch.inference_mode():
             self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, warm=True)
             for size in self._decode_sizes:
-                self._decode(slot, size, longest=self._longest, warm=True)
+                # Padding has one token, or with drafts two and these.
+                self._decode(slot, size, longest=2 + self._sizes.drafts, warm=True)
 
     def _capture(self, lanes: CudaLanes) -> None:
         pool = torch.cuda.graph_pool_handle()
