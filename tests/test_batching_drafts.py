@@ -222,7 +222,7 @@ def test_nothing_waits_but_for_the_step_before():
     assert 0 < lanes.waits <= steps
 
 
-@pytest.mark.parametrize("calls", [{1}, {2, 3}, {5}, {9, 10}])
+@pytest.mark.parametrize("calls", [{1}, {2, 3}, {6}, {8, 10}, {9, 13}])
 @pytest.mark.parametrize("whose", ["target", "drafter"])
 def test_a_step_without_memory_fails_one_request_and_the_others_go_on(whose: str, calls: set[int]):
     drafting = drafter("llama", "noisy")
