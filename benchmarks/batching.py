@@ -94,7 +94,12 @@ def measure(
         for _ in range(passes):
             turns: dict[str, list[float]] = {name: [] for name in arms}
             for name in (*arms, *reversed(arms)):
-                turns[name].append(generated / _seconds(functools.partial(runs[name], new_tokens)))
+                seconds, found = _timed(functools.partial(runs[name], new_tokens))
+                if name in _OURS and found != tokens[name]:
+                    raise BatchingError(
+                        f"a timed run of {name} gave other tokens than its first, so no ratio means anything"
+                    )
+                turns[name].append(generated / seconds)
             for name, found_speeds in turns.items():
                 speeds[name].append(statistics.fmean(found_speeds))
         shorter = min(new_tokens, _BUSY_TOKENS)
@@ -260,10 +265,10 @@ def _transformers(
     return run, f"{other.config._attn_implementation} ({way})"
 
 
-def _seconds(arm: Callable[[], object]) -> float:
+def _timed(arm: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
-    arm()  # returns when the host has all tokens, so nothing is left to wait for
-    return time.perf_counter() - start
+    found = arm()  # returns when the host has all tokens, so nothing is left to wait for
+    return time.perf_counter() - start, found
 
 
 def _busy(arm: Callable[[], object]) -> float:

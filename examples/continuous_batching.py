@@ -1,5 +1,7 @@
 """Generate many sequences at once, each joining and leaving when it does: the same tokens as alone, on any device.
 
+And the same again with a draft model, several in a step.
+
     python examples/continuous_batching.py
 
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched.
@@ -8,6 +10,7 @@ Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing 
 from __future__ import annotations
 
 import asyncio
+import copy
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -29,7 +32,7 @@ async def show_all(batcher: ContinuousBatcher, prompts: list[list[int]]) -> None
 
 
 def main() -> None:
-    """Generate in two ways, and compare with one sequence after the other."""
+    """Generate in three ways, and compare with one sequence after the other."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = LlamaConfig(
@@ -50,6 +53,15 @@ def main() -> None:
         same = [request.result() for request in requests] == expected
         print(f"{device}, {batcher.attention}: {len(requests)} requests, {'the same' if same else 'other'} tokens")
         asyncio.run(show_all(batcher, prompts[:3]))
+
+    drafter = copy.deepcopy(model)  # a smaller model, in earnest
+    with torch.no_grad():
+        drafter.lm_head.weight += 0.2 * drafter.lm_head.weight.std() * torch.randn_like(drafter.lm_head.weight)
+    with ContinuousBatcher(model, max_batch=4, max_length=128, eos_token_id=END, draft_model=drafter) as batcher:
+        requests = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts]
+        batcher.run()
+        same = [request.result() for request in requests] == expected
+        print(f"with a draft model: {'the same' if same else 'other'} tokens, {batcher.accepted:.1f} in a step")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -53,7 +53,7 @@ LENGTHS = [3, 1, 9, 20, 5, 7, 40, 2]
 PROMPTS = prompts(LENGTHS)
 
 
-def generated(kind: str, prompt: list[int], new_tokens: int) -> list[int]:
+def generated(kind: str, prompt: list[int], new_tokens: int, eos: Sequence[int] = EOS) -> list[int]:
     """What transformers' own loop makes of one prompt, greedily."""
     ids = torch.tensor([prompt])
     made = tiny_models.model(kind).generate(
@@ -61,7 +61,7 @@ def generated(kind: str, prompt: list[int], new_tokens: int) -> list[int]:
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         do_sample=False,
-        eos_token_id=EOS,
+        eos_token_id=list(eos) or None,
         pad_token_id=0,
     )
     return made[0, len(prompt) :].tolist()

@@ -1,8 +1,9 @@
-"""Continuous batching on a GPU: the streams, events and graphs that `LateLanes` stands for, and the kernels."""
+"""Continuous batching on a GPU: the streams, events and graphs that `LateLanes` stands for, drafts, and the kernels."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import random
@@ -152,6 +153,75 @@ def test_the_tokens_are_the_synchronous_ones_under_random_delays(
         assert found == expected
 
 
+DRAFTS = 3
+
+
+def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -> tuple[list[list[int]], float]:
+    """Tokens, greedily, with a draft model that is the model with noise on its weights; and how many a step gave."""
+    model, attention = subject
+    generator = torch.Generator("cuda").manual_seed(1)
+    drafter = copy.deepcopy(model)
+    with torch.no_grad():
+        for weights in drafter.parameters():
+            weights += (
+                noise * torch.randn(weights.shape, generator=generator, device="cuda").to(weights) * weights.std()
+            )
+    options = {"draft_model": drafter, "draft_tokens": DRAFTS} | options
+    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+        free = batcher.free_pages
+        found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts(seed)]
+        batcher.run()
+        assert batcher.free_pages == free
+        return [request.result() for request in found], batcher.accepted
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_with_drafts_the_tokens_are_the_synchronous_ones_under_random_delays(
+    seed: int, cuda_graphs: bool, subject: tuple[Any, str]
+) -> None:
+    expected, accepted = drafted(subject, seed, 0.02, synchronous=True, cuda_graphs=cuda_graphs)
+    assert len({len(each) for each in expected}) > 2
+    assert 1 < accepted < 1 + DRAFTS
+    for ahead in (1, 2):
+        found, accepted_too = drafted(
+            subject,
+            seed,
+            0.02,
+            cuda_graphs=cuda_graphs,
+            steps_ahead=ahead,
+            open_lanes=lambda device, slots: DelayedLanes(device, slots, seed),
+        )
+        assert found == expected
+        assert accepted_too == accepted
+
+
+@pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 2.5, 4.0), (5.0, 1.0, 1.5)])
+def test_with_drafts_the_tokens_are_those_without(noise: float, least: float, most: float) -> None:
+    """In float32, where one token or four in a call leave the largest logit where it is."""
+    reference = (make_model("TORCH_REFERENCE"), "TORCH_REFERENCE")
+    expected, _ = drafted(reference, 0, noise, draft_model=None, draft_tokens=None)
+    found, accepted = drafted(reference, 0, noise)
+    assert found == expected
+    assert least < accepted <= most
+
+
+def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]) -> None:
+    """As above; drafts, counts and positions stay on the device."""
+    model, attention = subject
+    options: dict[str, Any] = {"draft_model": copy.deepcopy(model), "draft_tokens": DRAFTS, "attention": attention}
+    for cuda_graphs in (True, False):
+        with ContinuousBatcher(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
+            found = [batcher.submit(prompt, max_new_tokens=30) for prompt in prompts()]
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                batcher.run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert all(request.result() for request in found)
+
+
 class NoFence:
     """An event that nobody waits for."""
 
@@ -263,14 +333,16 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
     page = 256 if request.param == "FLASH_ATTN" else PAGE
     try:
         yield (
-            choose_kernels(request.param, [SHAPE], page_size=page, slots=2, device=torch.device("cuda", 0)),
+            choose_kernels(
+                request.param, [SHAPE], page_size=page, slots=2, device=torch.device("cuda", 0), query_tokens=1 + DRAFTS
+            ),
             page,
         )
     except AttentionChoiceError as error:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("query_lens", [[1] * 6, [7, 1, 300, 64, 1]])
+@pytest.mark.parametrize("query_lens", [[1] * 6, [1 + DRAFTS] * 5, [7, 1, 300, 64, 1]])
 def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tuple[Any, int]) -> None:
     """|kernel - reference in float32| <= 0.02 + 0.02 |reference|: inputs are bfloat16."""
     made, page = kernels
@@ -297,7 +369,7 @@ def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tu
         slot_mapping=torch.zeros(count, dtype=torch.int64, device="cuda"),
         seq_lens_cpu_upper_bound=lengths,
     )
-    if max(query_lens) == 1:
+    if len(set(query_lens)) == 1:
         attend: Callable[..., torch.Tensor] = made.decode(metadata)
     else:
         used = [-(-length // page) for length in seq_lens]

@@ -18,6 +18,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 from test_batching import LENGTH, PROMPTS, generated, make
+from test_batching_drafts import drafter
 
 from vllm_async_spec.attention import TrtllmShape
 from vllm_async_spec.generation.batching import batcher as batcher_module
@@ -114,7 +115,9 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         batcher_module,
         "choose_kernels",
-        lambda _, layers, *, page_size, slots, device: FlashInferKernels(layers, page_size, slots, device),
+        lambda _, layers, *, page_size, slots, device, query_tokens: FlashInferKernels(
+            layers, page_size, slots, device, query_tokens
+        ),
     )
 
 
@@ -155,6 +158,22 @@ def test_the_tokens_are_those_of_generate(
         batcher.run()
     assert [each.result() for each in found] == expected
     assert (Wrapper.planned > before) == (installed == "flashinfer")
+
+
+@pytest.mark.parametrize("kind", ["llama", "sliding"])
+@pytest.mark.parametrize(("installed", "page_size"), [("flashinfer", 16), ("flash_attn", 256)])
+@pytest.mark.parametrize("drafts", [1, 2])
+def test_with_drafts_the_tokens_are_those_of_generate(
+    drafts: int, installed: str, page_size: int, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """And all drafts of a copy are accepted, so that both models attend rightly."""
+    request.getfixturevalue(installed)
+    copied, new_tokens = drafter(kind, "the same"), 1 + 2 * (1 + drafts)
+    with make(kind, page_size=page_size, draft_model=copied, draft_tokens=drafts, eos_token_id=[]) as batcher:
+        found = [batcher.submit(prompt, max_new_tokens=new_tokens) for prompt in PROMPTS[:4]]
+        batcher.run()
+        assert batcher.accepted == 1 + drafts
+    assert [each.result() for each in found] == [generated(kind, prompt, new_tokens, ()) for prompt in PROMPTS[:4]]
 
 
 SHAPE = LayerShape(num_heads=2, num_kv_heads=2, head_size=8, dtype=torch.float32, scale=1.0, sliding_window=None)

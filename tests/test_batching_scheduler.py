@@ -43,11 +43,18 @@ def make(pages: int = PAGES, **options: int) -> Scheduler:
 
 
 class LateDevice:
-    """Runs steps, tells of each `late` steps later, and watches who writes where."""
+    """Runs steps, tells of each `late` steps later, and watches who writes where.
 
-    def __init__(self, scheduler: Scheduler, late: int) -> None:
+    Of the drafts of a row it accepts some, at random; only it knows how far each request has got.
+    """
+
+    def __init__(self, scheduler: Scheduler, late: int, drafts: int = 0) -> None:
         self.scheduler = scheduler
         self.late = late
+        self.drafts = drafts
+        self.choose = random.Random(drafts)
+        self.computed: dict[int, int] = {}
+        """Tokens of each job that are really computed, but for its last."""
         self.in_flight: deque[Step] = deque()
         self.too_many = 0
         """Rows that were computed for a request that had already ended."""
@@ -64,8 +71,18 @@ class LateDevice:
         step = self.in_flight.popleft()
         results = []
         for row in step.rows:
-            token = token_at(row.job.request.prompt, row.stop)
-            results.append((token, token == STOP))
+            prompt, first = row.job.request.prompt, row.stop
+            if row.start >= len(prompt):
+                computed = self.computed[id(row.job)]
+                assert computed <= row.start <= computed + self.drafts * self.late, (
+                    "off by the drafts in flight at most"
+                )
+                first = min(computed, row.job.last) + 1
+            count = 1 + (self.choose.randint(0, row.drafts) if row.drafts else 0)
+            self.computed[id(row.job)] = first + count - 1
+            tokens = [token_at(prompt, first + index) for index in range(count)]
+            stops = STOP in tokens
+            results.append((tokens[: tokens.index(STOP) + 1] if stops else tokens, stops))
             self.too_many += row.samples and row.job.request.finished
         self.scheduler.learn(step.rows, results)
 
@@ -74,11 +91,18 @@ class LateDevice:
         assert len({row.job.seat for row in rows}) == len(rows) <= BATCH
         assert sum(row.stop - row.start for row in step.prefills) <= 8
         assert len(step.prefills) <= 2
+        for row in rows:
+            unknown = sum(other.job is row.job and other.samples for each in self.in_flight for other in each.rows)
+            tokens = len(row.job.request.tokens) + unknown
+            assert tokens < row.job.request.max_new_tokens, "what is in flight already gives all that is asked for"
         owners: dict[int, Request] = {}
         for row in [row for flying in (*self.in_flight, step) for row in flying.rows]:
             request = row.job.request
-            assert 0 <= row.start < row.stop <= len(request.prompt) + request.max_new_tokens - 1
-            assert row.stop <= len(row.job.pages) * PAGE
+            start = min(row.start, row.job.last)
+            stop = start + row.stop - row.start
+            assert 0 <= start < stop <= len(request.prompt) + request.max_new_tokens - 1 + self.drafts
+            assert self.drafts or (start, stop) == (row.start, row.stop)
+            assert stop <= len(row.job.pages) * PAGE
             for page in row.job.pages:
                 assert page != NULL_PAGE
                 assert owners.setdefault(page, request) is request, "two requests have a page that a step writes to"
@@ -93,11 +117,12 @@ def random_request(choose: random.Random) -> Request:
     return Request(prompt, choose.randint(1, LENGTH - len(prompt)))
 
 
+@pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
-def test_ten_thousand_operations_leave_all_pages_free(late: int):
+def test_ten_thousand_operations_leave_all_pages_free(late: int, drafts: int):
     """Submit, cancel, step and run out of memory, at random; every token is there once, and none after the end."""
     choose = random.Random(late)
-    device = LateDevice(make(), late)
+    device = LateDevice(make(drafts=drafts), late, drafts)
     scheduler = device.scheduler
     requests: list[Request] = []
     failed: set[int] = set()
@@ -137,6 +162,8 @@ def test_ten_thousand_operations_leave_all_pages_free(late: int):
         assert request.tokens == whole(request)[: len(request.tokens)]
     assert {id(request) for request in reasons["error"]} <= failed
     assert (device.too_many > 0) == (late > 0)
+    if drafts:
+        assert 1 < scheduler.given / scheduler.verified < 1 + drafts
 
 
 REASONS = ("eos", "length", "cancelled", "error")
@@ -179,7 +206,7 @@ def test_a_prompt_longer_than_a_step_takes_several_and_gives_one_token():
     while (step := scheduler.plan()) is not None:
         rows += step.rows
     assert [(row.start, row.stop, row.samples) for row in rows] == [(0, 8, False), (8, 16, False), (16, 19, True)]
-    scheduler.learn(rows, [(9, True), (9, True), (3, False)])
+    scheduler.learn(rows, [([9], True), ([9], True), ([3], False)])
     assert (request.tokens, request.finish_reason) == ([3], "length")
     assert scheduler.pages.free == PAGES
 

@@ -34,4 +34,5 @@ def test_continuous_batching():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "6 requests, the same tokens" in done.stdout
+    assert "with a draft model: the same tokens" in done.stdout
     assert done.stdout.count("streamed ") == 3

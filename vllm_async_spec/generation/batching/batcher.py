@@ -17,19 +17,29 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.generation.batching.decoding import Decoding, SingleTokens
+from vllm_async_spec.generation.batching.drafting import DraftedTokens
 from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
 from vllm_async_spec.generation.batching.lanes import CudaLanes, OpenLanes, open_lanes
-from vllm_async_spec.generation.batching.model_check import end_of_sequence, layers_of, take_over
+from vllm_async_spec.generation.batching.model_check import (
+    check_draft_model,
+    end_of_sequence,
+    layers_of,
+    positions_of,
+    take_over,
+)
 from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCache
+from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
 from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
-from vllm_async_spec.generation.batching.step_slots import Sizes
+from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN, Sizes
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 _COLDEST = 0.01
 _DEFAULT_LENGTH = 2048
+_DEFAULT_DRAFTS = 4
 
 
 class BatcherError(RuntimeError):
@@ -52,7 +62,10 @@ class ContinuousBatcher:
         model: a causal language model of transformers, in evaluation mode, on one device.
         tokenizer: encodes prompts that are strings; needed for those only.
         max_batch: sequences that run at once.
-        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the model has, if None.
+        draft_model: another decoder of the same vocabulary, whose drafts the model verifies. The tokens are those
+            without it, and greedy. It belongs to the batcher as the model does.
+        draft_tokens: drafts of each sequence and step; 4 if None and there is a draft model.
+        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the models have, if None.
         page_size: tokens in a page of the KV cache; what suits the attention kernels if None.
         cache_tokens: tokens that the cache holds in all; enough for `max_batch` sequences of `max_length` if None.
         max_prefill_tokens: prompt tokens in a step; a longer prompt takes several.
@@ -81,6 +94,8 @@ class ContinuousBatcher:
         tokenizer: Any = None,
         *,
         max_batch: int,
+        draft_model: Any = None,
+        draft_tokens: int | None = None,
         max_length: int | None = None,
         page_size: int | None = None,
         cache_tokens: int | None = None,
@@ -96,6 +111,7 @@ class ContinuousBatcher:
     ) -> None:
         for name, value in {
             "max_batch": max_batch,
+            "draft_tokens": 1 if draft_tokens is None else draft_tokens,
             "max_length": 1 if max_length is None else max_length,
             "page_size": 1 if page_size is None else page_size,
             "cache_tokens": 1 if cache_tokens is None else cache_tokens,
@@ -108,43 +124,75 @@ class ContinuousBatcher:
         device: torch.device = model.device
         if cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
+        if draft_model is not None:
+            check_draft_model(draft_model, model)
+            drafts = _DEFAULT_DRAFTS if draft_tokens is None else draft_tokens
+        elif draft_tokens is not None:
+            raise ValueError(f"draft_tokens is {draft_tokens} and there is no draft_model; give one, or leave it out")
+        else:
+            drafts = 0
+        models = [model] if draft_model is None else [model, draft_model]
         self._tokenizer = tokenizer
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._device = device
         self._steps_ahead = steps_ahead
         self._ahead = 0 if synchronous else steps_ahead
-        max_length = _max_length(max_length, model)
+        self._drafts = drafts
+        max_length = _max_length(max_length, models)
         page_size = default_page_size(attention, device) if page_size is None else page_size
-        width = -(-max_length // page_size)
+        # The drafts behind the last token have places too; and with them padding is a sequence of two tokens.
+        width = -(-(max_length + drafts + (drafts > 0)) // page_size)
         cached = max_batch * width if cache_tokens is None else -(-cache_tokens // page_size)
-        sizes = Sizes(max_batch, max_prefills, max_prefill_tokens, width)
+        sizes = Sizes(max_batch, max_prefills, max_prefill_tokens, width, drafts)
 
-        self._model = model
-        self._attention_before = take_over(model)
+        self._attention_before: list[tuple[Any, str]] = []
         try:
-            layers = layers_of(model)
-            kernels = choose_kernels(
-                attention, layers.values(), page_size=page_size, slots=steps_ahead + 1, device=device
-            )
-            self.attention = kernels.name
-            """The adapter that was chosen."""
+            for each in models:
+                self._attention_before.append((each, take_over(each)))
             pages = PageAllocator(cached + 1)
-            cache = _cache(layers, pages.num_pages, page_size, device)
+
+            def paged(each: Any, query_tokens: int) -> PagedModel:
+                layers = layers_of(each)
+                kernels = choose_kernels(
+                    attention,
+                    layers.values(),
+                    page_size=page_size,
+                    slots=steps_ahead + 1,
+                    device=device,
+                    query_tokens=query_tokens,
+                )
+                return PagedModel.of(each, _cache(layers, pages.num_pages, page_size, device), kernels)
+
+            eos_token_ids = _eos_token_ids(eos_token_id, model)
+            target = paged(model, 1 + drafts)
+            self.attention = target.kernels.name
+            """The adapter that was chosen."""
+            decoding: Decoding
+            if draft_model is None:
+                decoding = SingleTokens(target, max_batch, eos_token_ids, device)
+            else:
+                decoding = DraftedTokens(
+                    target,
+                    paged(draft_model, 2),
+                    drafts=drafts,
+                    batch=max_batch,
+                    max_length=max_length,
+                    eos_token_ids=eos_token_ids,
+                    device=device,
+                )
             self._lanes = open_lanes(device, steps_ahead + 1)
             self._runner = Runner(
-                model,
-                cache=cache,
-                kernels=kernels,
+                target,
+                decoding=decoding,
                 lanes=self._lanes,
                 sizes=sizes,
                 slots=steps_ahead + 1,
                 decode_sizes=_decode_sizes(decode_sizes, max_batch),
-                max_length=max_length,
-                eos_token_ids=_eos_token_ids(eos_token_id, model),
+                longest=max_length + drafts,
                 cuda_graphs=isinstance(self._lanes, CudaLanes) if cuda_graphs is None else cuda_graphs,
             )
         except BaseException:
-            model.set_attn_implementation(self._attention_before)
+            self._give_attention_back()
             raise
         self._scheduler = Scheduler(
             pages,
@@ -153,6 +201,7 @@ class ContinuousBatcher:
             max_length=max_length,
             max_prefill_tokens=max_prefill_tokens,
             max_prefills=max_prefills,
+            drafts=drafts,
         )
         self._in_flight: deque[_InFlight] = deque()
         self._spare: OpenStep | None = None
@@ -187,6 +236,11 @@ class ContinuousBatcher:
         request = Request(self._encoded(prompt), max_new_tokens, float(temperature), seed)
         if temperature != 0 and not temperature >= _COLDEST:
             raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
+        if temperature != 0 and self._drafts:
+            raise RequestError(
+                f"temperature is {temperature}, and with a draft model tokens are greedy; leave it 0, or make the "
+                "batcher without draft_model"
+            )
         if not -(1 << 63) <= seed < 1 << 63:
             raise RequestError(f"seed is {seed}; it must fit into 64 bits")
         self._scheduler.check(request)
@@ -220,6 +274,14 @@ class ContinuousBatcher:
     def busy(self) -> bool:
         """Whether there is anything left to do for `step`."""
         return bool(self._commands or self._in_flight or self._scheduler.busy)
+
+    @property
+    def accepted(self) -> float:
+        """Tokens that a step gave a sequence that it decoded, on average of what the host knows of so far.
+
+        1 where no draft is accepted, or there are none; `draft_tokens` + 1 where all are.
+        """
+        return self._scheduler.given / self._scheduler.verified if self._scheduler.verified else 1.0
 
     @property
     def free_pages(self) -> int:
@@ -293,8 +355,7 @@ class ContinuousBatcher:
                 self._stop("the batcher is closed; make another", "the batcher was closed")
         if self._attention_before:
             self._lanes.drain()
-            self._model.set_attn_implementation(self._attention_before)
-            self._attention_before = ""
+            self._give_attention_back()
 
     def __enter__(self) -> ContinuousBatcher:
         return self
@@ -355,10 +416,10 @@ class ContinuousBatcher:
             with host_read("tokens of a step", launched.results.nbytes, ReadKind.EVENT):
                 launched.arrival.synchronize()
         self._in_flight.popleft()
-        rows: list[tuple[int, int]] = launched.results.tolist()
+        rows: list[list[int]] = launched.results.tolist()
         batch = self._runner.batch
         found = [*rows[: len(step.decodes)], *rows[batch : batch + len(step.prefills)]]
-        self._scheduler.learn(step.rows, [(token, bool(stops)) for token, stops in found])
+        self._scheduler.learn(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
 
     def _give_up(self, error: BaseException) -> None:
         what = f"{type(error).__name__}: {error}"
@@ -370,6 +431,11 @@ class ContinuousBatcher:
             self._commands.popleft()()
         self._in_flight.clear()
         self._scheduler.fail_all(RequestError(reason))
+
+    def _give_attention_back(self) -> None:
+        while self._attention_before:
+            model, attention = self._attention_before.pop()
+            model.set_attn_implementation(attention)
 
     def _encoded(self, prompt: str | Sequence[int] | torch.Tensor) -> tuple[int, ...]:
         if isinstance(prompt, torch.Tensor):
@@ -394,12 +460,15 @@ def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, dev
         ) from error
 
 
-def _max_length(given: int | None, model: Any) -> int:
-    positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+def _max_length(given: int | None, models: Sequence[Any]) -> int:
+    known = [positions for each in models if (positions := positions_of(each)) is not None]
+    most = min(known, default=None)
     if given is None:
-        return _DEFAULT_LENGTH if positions is None else min(_DEFAULT_LENGTH, positions)
-    if positions is not None and given > positions:
-        raise ValueError(f"max_length is {given} and the model has {positions} positions; give at most that")
+        return _DEFAULT_LENGTH if most is None else min(_DEFAULT_LENGTH, most)
+    if most is not None and given > most:
+        fewest = next(each for each in models if positions_of(each) == most)
+        whose = "the model" if fewest is models[0] else "the draft model"
+        raise ValueError(f"max_length is {given} and {whose} has {most} positions; give at most that")
     return given
 
 

@@ -35,6 +35,7 @@ class FlashInferKernels:
         page_size: tokens in a page.
         slots: steps that may be planned before the first of them has run.
         device: a CUDA device.
+        query_tokens: tokens of a row that is decoded, at most.
 
     Raises:
         UnsupportedShapeError: neither kernel takes a shape, or this machine.
@@ -42,7 +43,14 @@ class FlashInferKernels:
 
     name = TrtllmAdapter.name
 
-    def __init__(self, layers: Collection[LayerShape], page_size: int, slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Collection[LayerShape],
+        page_size: int,
+        slots: int,
+        device: torch.device,
+        query_tokens: int = 1,
+    ) -> None:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         shapes = list(dict.fromkeys(layers))
@@ -60,6 +68,7 @@ class FlashInferKernels:
                     num_kv_heads=layer.num_kv_heads,
                     query_dtype=layer.dtype,
                     kv_dtype=layer.dtype,
+                    query_tokens=query_tokens,
                     sliding_window=layer.sliding_window,
                     kv_layout=_LAYOUT,
                 )

@@ -1,7 +1,7 @@
 """The attention kernels of a batcher: an adapter each, and the function that takes its arguments.
 
-A batch of decodes has one token a row, and rows of padding with one token too. A batch of prefills has no padding, and
-all its lengths are known on the host.
+A batch of decodes has as many tokens in each row, rows of padding included: one, or with drafts a few. A batch of
+prefills has no padding, and all its lengths are known on the host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Kernels(Protocol):
     """The adapter's."""
 
     def decode(self, metadata: CommonAttentionMetadata) -> Attend:
-        """How a batch of single tokens attends; may be captured in a CUDA graph."""
+        """How a batch of decodes attends; may be captured in a CUDA graph."""
         ...
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
@@ -105,10 +105,9 @@ class FlashAttentionKernels:
 
         def attend(layer: LayerShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             given = arguments[layer.sliding_window]
-            out: torch.Tensor = flash_attn_with_kvcache(
-                query[:, None], keys, values, softmax_scale=layer.scale, **given
-            )
-            return out[:, 0]
+            rows = query.unflatten(0, (metadata.num_reqs, metadata.max_query_len))
+            out: torch.Tensor = flash_attn_with_kvcache(rows, keys, values, softmax_scale=layer.scale, **given)
+            return out.flatten(0, 1)
 
         return attend
 
@@ -142,8 +141,17 @@ def choose_kernels(
     page_size: int,
     slots: int,
     device: torch.device,
+    query_tokens: int = 1,
 ) -> Kernels:
     """The kernels of that name; of `auto`, the fastest that this machine has and this model's shape is taken by.
+
+    Args:
+        attention: the name.
+        layers: shapes of the model's layers.
+        page_size: tokens in a page.
+        slots: steps that may be planned before the first of them has run.
+        device: of the model.
+        query_tokens: tokens of a row that is decoded, at most.
 
     Raises:
         AttentionChoiceError: there is no such name, or the kernels can't be had for this machine or shape.
@@ -152,7 +160,7 @@ def choose_kernels(
     def flashinfer() -> Kernels:
         from vllm_async_spec.generation.batching.flashinfer_kernels import FlashInferKernels
 
-        return FlashInferKernels(layers, page_size, slots, device)
+        return FlashInferKernels(layers, page_size, slots, device, query_tokens)
 
     makers: dict[str, tuple[str | None, Callable[[], Kernels]]] = {
         "FLASH_ATTN": ("flash_attn", lambda: FlashAttentionKernels(layers, page_size)),

@@ -58,6 +58,32 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
     return probe.layers
 
 
+def check_draft_model(draft_model: Any, model: Any) -> None:
+    """Refuse a model that can't draft for another.
+
+    Raises:
+        ModelError: it is the same, has another vocabulary, or is on another device.
+    """
+    if draft_model is model:
+        raise ModelError("the draft model is the model itself, which would gain nothing; give a smaller one")
+    sizes = [each.get_input_embeddings().num_embeddings for each in (draft_model, model)]
+    if sizes[0] != sizes[1]:
+        raise ModelError(
+            f"the draft model has a vocabulary of {sizes[0]} and the model one of {sizes[1]}; give a draft model that "
+            "shares the model's tokenizer"
+        )
+    if draft_model.device != model.device:
+        raise ModelError(
+            f"the draft model is on {draft_model.device} and the model on {model.device}; move it there first"
+        )
+
+
+def positions_of(model: Any) -> int | None:
+    """Tokens of a sequence that the model takes at most; None if its configuration names no limit."""
+    positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions
+
+
 def takes_logits_to_keep(model: Any) -> bool:
     """Whether the model can be told which tokens' logits are wanted."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -1,23 +1,21 @@
 """What a step is on the device: its inputs in, the model, its tokens out.
 
 The token that a request was given last stays on the device, at the request's seat: the step that decodes it takes it
-from there, whether or not the host has seen it.
+from there, whether or not the host has seen it. `Decoding` says what else is there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.attention import Forward, ModelError, at_work
-from vllm_async_spec.generation.batching.kernels import Kernels
+from vllm_async_spec.generation.batching.attention import ModelError
+from vllm_async_spec.generation.batching.decoding import Decoding
 from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Lanes
-from vllm_async_spec.generation.batching.model_check import takes_logits_to_keep
-from vllm_async_spec.generation.batching.paged_cache import PagedCache
-from vllm_async_spec.generation.batching.sampling import sample
+from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.scheduler import Row
 from vllm_async_spec.generation.batching.step_inputs import fill_decodes, fill_prefills
 from vllm_async_spec.generation.batching.step_slots import HostInputs, Sizes, StepSlot, StepSlots
@@ -30,22 +28,20 @@ class Launched:
 
     arrival: Arrival
     results: torch.Tensor
-    """(rows, 2) int64, host: token, and whether it ends the sequence; valid once they have arrived."""
+    """(rows, columns) int64, host, as `StepSlot.results`; valid once they have arrived."""
 
 
 class Runner:
     """Launches steps of one model.
 
     Args:
-        model: a causal language model of transformers that attends through our function.
-        cache: its keys and values.
-        kernels: how it attends.
+        target: the model.
+        decoding: how its rows are decoded, and what is kept of them.
         lanes: where work is launched.
         sizes: of a step.
         slots: sets of inputs that steps use in turn: one more than the steps ahead of what is known.
         decode_sizes: numbers of rows that decodes are padded to, ascending; the last is `sizes.batch`.
-        max_length: tokens of a sequence at most.
-        eos_token_ids: tokens that end a sequence.
+        longest: tokens of a sequence at most, those of drafts behind its end included.
         cuda_graphs: whether decodes are captured, each size in each slot; all share one pool of memory.
 
     Raises:
@@ -54,39 +50,30 @@ class Runner:
 
     def __init__(
         self,
-        model: Any,
+        target: PagedModel,
         *,
-        cache: PagedCache,
-        kernels: Kernels,
+        decoding: Decoding,
         lanes: Lanes,
         sizes: Sizes,
         slots: int,
         decode_sizes: Sequence[int],
-        max_length: int,
-        eos_token_ids: Sequence[int],
+        longest: int,
         cuda_graphs: bool,
     ) -> None:
-        device = model.device
-        self._model = model
-        self._cache = cache
-        self._kernels = kernels
+        device = target.model.device
+        self._target = target
+        self._decoding = decoding
         self._lanes = lanes
         self._sizes = sizes
         self.batch = sizes.batch
         """Results of decodes come before this row, those of prompts from it on."""
         self._decode_sizes = decode_sizes
-        self._max_length = max_length
-        self._keeps = takes_logits_to_keep(model)
+        self._longest = longest
         self._slots = StepSlots(slots, sizes, device)
         self._padding_seat = sizes.batch
-        self._last_tokens = torch.zeros(sizes.batch + 1, dtype=torch.int64, device=device)
-        """(seats + 1,) int64: the last token of each request; that of padding at the end."""
-        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
-        self._starts = torch.arange(sizes.batch + 1, dtype=torch.int32, device=device)
-        self._starts_cpu = torch.arange(sizes.batch + 1, dtype=torch.int32)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
         if device.type == "cuda":
-            # All of these were made on the current stream, which the lanes don't wait for.
+            # All of these, and the seats, were made on the current stream, which the lanes don't wait for.
             torch.cuda.current_stream(device).synchronize()
         self._warm_up()
         if cuda_graphs:
@@ -97,7 +84,7 @@ class Runner:
                 raise
             except RuntimeError as error:
                 raise ModelError(
-                    f"{type(model).__name__} can't be captured in CUDA graphs; give cuda_graphs=False: {error}"
+                    f"{type(target.model).__name__} can't be captured in CUDA graphs; give cuda_graphs=False: {error}"
                 ) from error
 
     def open(self) -> OpenStep:
@@ -112,7 +99,9 @@ class Runner:
         for name in ("seq_lens", "last_page_len"):
             host.prefill[name][0] = 1
         host.prefill["seats"][0] = self._padding_seat
-        fill_decodes(host, [], size=self._sizes.batch, page_size=self._cache.page_size, padding_seat=self._padding_seat)
+        fill_decodes(
+            host, [], size=self._sizes.batch, page_size=self._target.cache.page_size, padding_seat=self._padding_seat
+        )
         self._lanes.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
         self._lanes.compute(slot.number, lambda: self._warm_up_in(slot, host))
         self._lanes.drain()
@@ -121,7 +110,8 @@ class Runner:
         with torch.inference_mode():
             self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, warm=True)
             for size in self._decode_sizes:
-                self._decode(slot, size, longest=1, warm=True)
+                # Padding has one token, or with drafts two and these.
+                self._decode(slot, size, longest=2 + self._sizes.drafts, warm=True)
 
     def _capture(self, lanes: CudaLanes) -> None:
         pool = torch.cuda.graph_pool_handle()
@@ -131,8 +121,8 @@ class Runner:
                 for slot in self._slots.slots:
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, stream=lanes.stream, capture_error_mode="thread_local"):
-                        logits = self._decode_logits(slot, size, self._max_length)
-                    self._graphs[slot.number, size] = (graph, logits)
+                        found = self._decoding.forward(slot.inputs.decode, size, self._longest)
+                    self._graphs[slot.number, size] = (graph, found)
         lanes.drain()
 
     def size_of(self, rows: int) -> int:
@@ -141,38 +131,13 @@ class Runner:
 
     def _decode(self, slot: StepSlot, size: int, *, longest: int, warm: bool) -> None:
         captured = self._graphs.get((slot.number, size))
+        inputs = slot.inputs.decode
         if captured is not None:
-            graph, logits = captured
+            graph, found = captured
             graph.replay()
         else:
-            logits = self._decode_logits(slot, size, longest)
-        inputs = slot.inputs.decode
-        self._hand_over(
-            logits,
-            inputs.temperature[:size] if warm else None,
-            inputs.seeds[:size],
-            inputs.positions[:size],
-            inputs.seats[:size],
-            slot.results[:size],
-        )
-
-    def _decode_logits(self, slot: StepSlot, size: int, longest: int) -> torch.Tensor:
-        """(size, vocabulary): the model on one token of each row, taken from its seat."""
-        inputs = slot.inputs.decode
-        metadata = CommonAttentionMetadata(
-            query_start_loc=self._starts[: size + 1],
-            query_start_loc_cpu=self._starts_cpu[: size + 1],
-            seq_lens=inputs.seq_lens[:size],
-            num_reqs=size,
-            num_actual_tokens=size,
-            max_query_len=1,
-            max_seq_len=longest,
-            block_table_tensor=inputs.block_table[:size],
-            slot_mapping=inputs.slot_mapping[:size],
-        )
-        tokens = self._last_tokens.index_select(0, inputs.seats[:size])
-        attend = self._kernels.decode(metadata)
-        return self._logits(tokens, inputs.positions[:size], metadata, attend, None)
+            found = self._decoding.forward(inputs, size, longest)
+        self._decoding.hand_over(found, inputs, size, warm, slot.results[:size])
 
     def _prefill(
         self,
@@ -198,50 +163,13 @@ class Runner:
             slot_mapping=inputs.slot_mapping[:tokens],
             seq_lens_cpu_upper_bound=known.seq_lens[:rows],
         )
-        attend = self._kernels.prefill(metadata, known, inputs)
-        last = inputs.last[:rows]
-        logits = self._logits(inputs.tokens[:tokens], inputs.positions[:tokens], metadata, attend, last)
-        batch = self._sizes.batch
-        self._hand_over(
-            logits,
-            inputs.temperature[:rows] if warm else None,
-            inputs.seeds[:rows],
-            inputs.seq_lens[:rows] - 1,
-            inputs.seats[:rows],
-            slot.results[batch : batch + rows],
+        attend = self._target.kernels.prefill(metadata, known, inputs)
+        logits = self._target.logits(
+            inputs.tokens[:tokens], inputs.positions[:tokens], metadata.slot_mapping, attend, inputs.last[:rows]
         )
-
-    def _logits(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: CommonAttentionMetadata,
-        attend: Callable[..., torch.Tensor],
-        last: torch.Tensor | None,
-    ) -> torch.Tensor:
-        keep = {"logits_to_keep": last} if last is not None and self._keeps else {}
-        with at_work(Forward(self._cache, metadata.slot_mapping, attend)):
-            logits: torch.Tensor = self._model(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep
-            ).logits[0]
-        return logits if last is None or self._keeps else logits.index_select(0, last)
-
-    def _hand_over(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor | None,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        seats: torch.Tensor,
-        results: torch.Tensor,
-    ) -> None:
-        """Sample, and leave the tokens for the next step and for the host."""
-        tokens = sample(logits, temperature, seeds, positions)
-        stops = (tokens[:, None] == self._eos).any(-1)
-        # Last, and without an allocation: a step that fails leaves all tokens as they were.
-        results[:, 0].copy_(tokens)
-        results[:, 1].copy_(stops)
-        self._last_tokens.index_copy_(0, seats, tokens)
+        self._decoding.prefill(metadata, known, inputs)
+        batch = self._sizes.batch
+        self._decoding.seat(logits, inputs, rows, warm, slot.results[batch : batch + rows])
 
 
 class OpenStep:
@@ -258,7 +186,7 @@ class OpenStep:
         """Write the inputs of both, and send them to the device."""
         runner, slot, host = self._runner, self._slot, self._host
         self._warm_decodes = self._warm_prefills = False
-        page_size, padding_seat = runner._cache.page_size, runner._padding_seat
+        page_size, padding_seat = runner._target.cache.page_size, runner._padding_seat
         if decodes:
             size = runner.size_of(len(decodes))
             self._warm_decodes = fill_decodes(host, decodes, size=size, page_size=page_size, padding_seat=padding_seat)

@@ -4,6 +4,9 @@ How far a request has got is known when a step is planned, not when it has run: 
 token. What is learned late is only whether that token ended the sequence. A row planned in between computes a token too
 many, which is dropped.
 
+With drafts a row adds one token at least, and one more for each draft at most. How many is learned late too. Until then
+a request is taken to be as long as if all were accepted, and to have as many tokens as if none were.
+
 A request has its seat and all pages that it can ever need from the step that admits it to the last one that writes to
 them. So nothing that runs is ever pushed out, and no page changes hands while a step in flight may write to it.
 """
@@ -33,9 +36,9 @@ class Job:
     pages: array[int] = field(default_factory=_no_pages)
     """Of the cache; of a kind that numpy copies without looking at each."""
     computed: int = 0
-    """Tokens whose keys and values the steps planned so far write."""
+    """Tokens whose keys and values the steps planned so far write; with drafts in flight, at most."""
     sampled: int = 0
-    """Tokens that the steps planned so far sample."""
+    """Tokens that the steps planned so far sample; with drafts in flight, at least."""
     in_flight: int = 0
     """Steps that have a row of it and of which nothing is known yet."""
 
@@ -49,6 +52,11 @@ class Job:
         """Whether a step may add a token to it, as far as is known."""
         return not self.in_prompt and self.sampled < self.request.max_new_tokens
 
+    @property
+    def last(self) -> int:
+        """The last position whose token may be fed to the model: the one before the last of the sequence."""
+        return len(self.request.prompt) + self.request.max_new_tokens - 2
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -59,11 +67,13 @@ class Row:
     stop: int
     samples: bool
     """Whether it gives a token: not before the prompt's last."""
+    drafts: int = 0
+    """How many of its tokens are drafts, each of which may give one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: rows of one token that the device has, and rows of prompts."""
+    """One step: rows of tokens that the device has, and rows of prompts."""
 
     decodes: list[Row]
     prefills: list[Row]
@@ -84,6 +94,7 @@ class Scheduler:
         max_length: tokens of a sequence, prompt and generated.
         max_prefill_tokens: prompt tokens in a step.
         max_prefills: prompts in a step.
+        drafts: drafts of each row that is decoded.
     """
 
     def __init__(
@@ -95,8 +106,12 @@ class Scheduler:
         max_length: int,
         max_prefill_tokens: int,
         max_prefills: int,
+        drafts: int = 0,
     ) -> None:
         self.pages = pages
+        self.verified = self.given = 0
+        """Rows with drafts of which is known what they gave, and the tokens that they gave."""
+        self._drafts = drafts
         self._page_size = page_size
         self._max_length = max_length
         self._max_prefill_tokens = max_prefill_tokens
@@ -158,7 +173,7 @@ class Scheduler:
             if job.request.finished:
                 continue
             if job.may_decode:
-                decodes.append(self._take(job, 1))
+                decodes.append(self._take(job, 1 + self._drafts))
             elif job.in_prompt and budget and len(prefills) < self._max_prefills:
                 prefills.append(self._take(job, budget))
                 budget -= prefills[-1].stop - prefills[-1].start
@@ -167,21 +182,26 @@ class Scheduler:
             budget -= prefills[-1].stop - prefills[-1].start
         return Step(decodes, prefills) if decodes or prefills else None
 
-    def learn(self, rows: Sequence[Row], results: Iterable[tuple[int, bool]]) -> None:
+    def learn(self, rows: Sequence[Row], results: Iterable[tuple[Sequence[int], bool]]) -> None:
         """Take in what a step gave.
 
         Args:
             rows: its rows.
-            results: for each, its token and whether that is an end of sequence; of rows that don't sample, anything.
+            results: for each, its tokens, and whether the last is an end of sequence; of rows that don't sample,
+                anything.
         """
-        for row, (token, stops) in zip(rows, results, strict=True):
+        for row, (tokens, stops) in zip(rows, results, strict=True):
             job, request = row.job, row.job.request
             job.in_flight -= 1
             if row.samples and not request.finished:
-                request.emit(token)
-                if stops:
+                room = request.max_new_tokens - len(request.tokens)
+                for token in tokens[:room]:
+                    request.emit(token)
+                if row.drafts:
+                    self._verified(row, min(len(tokens), room))
+                if stops and len(tokens) <= room:
                     self._end(job, "eos")
-                elif len(request.tokens) == request.max_new_tokens:
+                elif len(tokens) >= room:
                     self._end(job, "length")
             self._release_if_left(job)
 
@@ -205,11 +225,17 @@ class Scheduler:
             self.fail(job, error)
             self._release_if_left(job)
 
+    def _verified(self, row: Row, tokens: int) -> None:
+        self.verified += 1
+        self.given += tokens
+        row.job.computed -= row.drafts + 1 - tokens
+        row.job.sampled += tokens - 1
+
     def _take(self, job: Job, most: int) -> Row:
         prompt = len(job.request.prompt)
-        start = job.computed
-        stop = min(start + most, prompt) if job.in_prompt else start + 1
-        row = Row(job, start, stop, samples=stop >= prompt)
+        start, drafts = job.computed, 0 if job.in_prompt else self._drafts
+        stop = min(start + most, prompt) if job.in_prompt else start + 1 + drafts
+        row = Row(job, start, stop, samples=stop >= prompt, drafts=drafts)
         job.computed = stop
         job.sampled += row.samples
         job.in_flight += 1
@@ -228,8 +254,8 @@ class Scheduler:
         return job
 
     def _pages_of(self, request: Request) -> int:
-        # The last token is never fed to the model, so it needs no place.
-        return -(-(len(request.prompt) + request.max_new_tokens - 1) // self._page_size)
+        # The last token is never fed to the model, so it needs no place; drafts behind the one before it do.
+        return -(-(len(request.prompt) + request.max_new_tokens - 1 + self._drafts) // self._page_size)
 
     def _end(self, job: Job, reason: str, error: RequestError | None = None) -> None:
         job.request.finish(reason, error)

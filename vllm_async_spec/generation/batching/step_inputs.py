@@ -12,7 +12,9 @@ from vllm_async_spec.generation.batching.step_slots import Array, HostInputs
 
 
 def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size: int, padding_seat: int) -> bool:
-    """Write rows of one token, and padding up to `size` rows.
+    """Write rows that are decoded, and padding up to `size` rows.
+
+    With drafts, a row may be planned beyond its request's last token; it is computed at the last place that it has.
 
     A row of padding is a sequence of one token on the null page, so that no kernel has to know of it.
 
@@ -22,7 +24,7 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
     fields, count = host.decode, len(rows)
     table, temperature = fields["block_table"], fields["temperature"]
     jobs = [row.job for row in rows]
-    starts = [row.start for row in rows]
+    starts = [min(row.start, row.job.last) for row in rows]
     temperatures = [job.request.temperature for job in jobs]
     # A list at once: an element at a time costs numpy as much each.
     fields["seats"][:count] = [job.seat for job in jobs]

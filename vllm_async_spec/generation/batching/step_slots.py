@@ -17,6 +17,9 @@ from vllm_async_spec.host_copy import PinnedRing
 
 _ALIGNMENT = 16
 
+STOPS, COUNT, TOKEN = range(3)
+"""Columns of a step's results: whether the last token ends the sequence, how many tokens there are, and the first."""
+
 Array = npt.NDArray[np.generic]
 
 
@@ -27,11 +30,11 @@ class DecodeInputs:
     seats: torch.Tensor
     """(rows,) int64: where each row's last token is, and its next goes."""
     positions: torch.Tensor
-    """(rows,) int64"""
+    """(rows,) int64: of the last token; with drafts an upper bound, where all of those in flight are accepted."""
     slot_mapping: torch.Tensor
-    """(rows,) int64: where its keys and values are written."""
+    """(rows,) int64: where its keys and values are written; with drafts nobody reads it."""
     seq_lens: torch.Tensor
-    """(rows,) int32, this token included."""
+    """(rows,) int32, this token included; with drafts nobody reads it."""
     block_table: torch.Tensor
     """(rows, pages of a request) int32"""
     temperature: torch.Tensor
@@ -84,11 +87,18 @@ class Sizes:
     """Tokens of those together at most."""
     pages: int
     """Pages of one request at most."""
+    drafts: int = 0
+    """Drafts of a row that is decoded."""
 
     @property
     def results(self) -> int:
         """Rows of results: of decodes first, then of prefills."""
         return self.batch + self.prefills
+
+    @property
+    def columns(self) -> int:
+        """Columns of results."""
+        return TOKEN + 1 + self.drafts
 
 
 class Inputs:
@@ -180,8 +190,9 @@ class StepSlot:
     def __init__(self, number: int, sizes: Sizes, device: torch.device) -> None:
         self.number = number
         self.inputs = Inputs(torch.zeros(Inputs.nbytes(sizes), dtype=torch.uint8, device=device), sizes)
-        self.results = torch.zeros((sizes.results, 2), dtype=torch.int64, device=device)
-        """(rows, 2) int64: each row's token, and whether it ends the sequence."""
+        self.results = torch.zeros((sizes.results, sizes.columns), dtype=torch.int64, device=device)
+        """(rows, columns) int64: of each row what `STOPS` and `COUNT` name, then its tokens."""
+        self.results[:, COUNT] = 1  # for good, but where drafts are verified
 
 
 class StepSlots:
@@ -197,12 +208,12 @@ class StepSlots:
         self.slots = [StepSlot(number, sizes, device) for number in range(count)]
         self._turn = -1
         self._inputs = PinnedRing((Inputs.nbytes(sizes),), torch.uint8, depth=count, device=device)
-        self._results = PinnedRing((sizes.results, 2), torch.int64, depth=count, device=device)
+        self._results = PinnedRing((sizes.results, sizes.columns), torch.int64, depth=count, device=device)
         buffers = [self._inputs.next() for _ in range(count)]
         self._host = {buffer.data_ptr(): HostInputs(buffer, sizes) for buffer in buffers}
 
     def next(self) -> tuple[StepSlot, HostInputs, torch.Tensor]:
-        """The slot whose turn it is, the host's inputs to fill for it, and the host's results, (rows, 2) int64."""
+        """The slot whose turn it is, the host's inputs to fill for it, and the host's results, shaped as the slot's."""
         self._turn = (self._turn + 1) % len(self.slots)
         return self.slots[self._turn], self._host[self._inputs.next().data_ptr()], self._results.next()
 

@@ -1,0 +1,116 @@
+"""How rows are decoded on the device: what each of a step's rows feeds to the model, and what it leaves at its seat.
+
+A seat is what the device remembers of a request between two steps. `SingleTokens` is the plain way: the token that a
+request was given last. The other is `drafting.DraftedTokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from vllm_async_spec.generation.batching.paged_model import PagedModel
+from vllm_async_spec.generation.batching.sampling import sample
+from vllm_async_spec.generation.batching.step_slots import STOPS, TOKEN, DecodeInputs, PrefillInputs
+from vllm_async_spec.metadata import CommonAttentionMetadata
+
+
+class Decoding(Protocol):
+    """One way of decoding. What `forward` returns may be that of a CUDA graph, written again at each replay."""
+
+    def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Any:
+        """Call the model for `size` rows, padding included; may be captured. Changes no seat.
+
+        Args:
+            inputs: the rows.
+            size: how many.
+            longest: upper bound of their sequences, the tokens of this step included.
+        """
+        ...
+
+    def hand_over(self, found: Any, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor) -> None:
+        """Choose tokens, and leave them at the seats and in the step's results.
+
+        Args:
+            found: what `forward` returned.
+            inputs: the rows.
+            size: how many.
+            warm: whether one of them is not greedy.
+            results: (size, columns) int64, see `StepSlot.results`.
+        """
+        ...
+
+    def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
+        """Compute what else a prompt needs, beside the model's own keys and values."""
+        ...
+
+    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
+        """Choose the first token of each row whose prompt has ended; as `hand_over`."""
+        ...
+
+
+class SingleTokens:
+    """One token a row and step. How long a sequence is, the host always knows.
+
+    Args:
+        target: the model.
+        batch: rows at most, and seats; padding has one of its own behind them.
+        eos_token_ids: tokens that end a sequence.
+        device: of the model.
+    """
+
+    def __init__(self, target: PagedModel, batch: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
+        self._target = target
+        self._last_tokens = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+        """(seats + 1,) int64: the last token of each request; that of padding at the end."""
+        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
+        self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        self._starts_cpu = torch.arange(batch + 1, dtype=torch.int32)
+
+    def forward(self, inputs: DecodeInputs, size: int, longest: int) -> torch.Tensor:
+        """(size, vocabulary): the model on one token of each row, taken from its seat. See `Decoding`."""
+        metadata = CommonAttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            query_start_loc_cpu=self._starts_cpu[: size + 1],
+            seq_lens=inputs.seq_lens[:size],
+            num_reqs=size,
+            num_actual_tokens=size,
+            max_query_len=1,
+            max_seq_len=longest,
+            block_table_tensor=inputs.block_table[:size],
+            slot_mapping=inputs.slot_mapping[:size],
+        )
+        tokens = self._last_tokens.index_select(0, inputs.seats[:size])
+        attend = self._target.kernels.decode(metadata)
+        return self._target.logits(tokens, inputs.positions[:size], metadata.slot_mapping, attend)
+
+    def hand_over(
+        self, found: torch.Tensor, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor
+    ) -> None:
+        """See `Decoding`."""
+        temperature = inputs.temperature[:size] if warm else None
+        tokens = sample(found, temperature, inputs.seeds[:size], inputs.positions[:size])
+        self._leave(tokens, inputs.seats[:size], results)
+
+    def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
+        """See `Decoding`; it needs nothing else."""
+
+    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
+        """See `Decoding`."""
+        temperature = inputs.temperature[:rows] if warm else None
+        tokens = sample(logits, temperature, inputs.seeds[:rows], inputs.seq_lens[:rows] - 1)
+        self._leave(tokens, inputs.seats[:rows], results)
+
+    def _leave(self, tokens: torch.Tensor, seats: torch.Tensor, results: torch.Tensor) -> None:
+        stops = ends_of(tokens, self._eos)
+        # Last, and without an allocation: a step that fails leaves all tokens as they were.
+        results[:, TOKEN].copy_(tokens)
+        results[:, STOPS].copy_(stops)
+        self._last_tokens.index_copy_(0, seats, tokens)
+
+
+def ends_of(tokens: torch.Tensor, eos: torch.Tensor) -> torch.Tensor:
+    """Which of `tokens`, of any shape, end a sequence: bool, same shape. `eos` is (ids,) int64."""
+    return (tokens[..., None] == eos).any(-1)

@@ -1,0 +1,161 @@
+"""Speculative decoding: a small model drafts, the large one verifies, and neither waits for the host.
+
+In a step of a row the drafter is called K times, and then the target once, on the last token and the K drafts. Of the
+target's own choices those are kept whose tokens before it were drafted rightly: one at least, K + 1 at most (greedy
+verification: Leviathan, Kalman and Matias, ICML 2023, at temperature 0). So the tokens are the target's, and the
+drafter decides only how many there are. The count stays on the device; the next step takes positions, lengths and slots
+from it.
+
+The first call of the drafter is on the last two tokens: where all drafts were accepted, it has not seen the last of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_async_spec.generation.batching.decoding import ends_of
+from vllm_async_spec.generation.batching.paged_model import PagedModel
+from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN, DecodeInputs, PrefillInputs
+from vllm_async_spec.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a step has computed, before anything is chosen."""
+
+    start: torch.Tensor
+    """(rows,) int64: position of the last token."""
+    fed: torch.Tensor
+    """(rows, K + 1) int64: the last token, and the drafts."""
+    logits: torch.Tensor
+    """(rows * (K + 1), vocabulary): the target's, after each of these."""
+
+
+class DraftedTokens:
+    """K drafts a row and step; a `Decoding`.
+
+    Args:
+        target: the model whose tokens are generated.
+        drafter: the one that drafts; its cache has the same pages.
+        drafts: K.
+        batch: rows at most, and seats; padding has one of its own behind them.
+        max_length: tokens of a sequence at most.
+        eos_token_ids: tokens that end a sequence.
+        device: of both models.
+    """
+
+    def __init__(
+        self,
+        target: PagedModel,
+        drafter: PagedModel,
+        *,
+        drafts: int,
+        batch: int,
+        max_length: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._drafts = drafts
+        self._last_position = max_length - 1
+        self._computed = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+        """(seats + 1,) int64: position of each request's last token, behind what is computed. The truth."""
+        self._recent = torch.zeros(batch + 1, 2, dtype=torch.int64, device=device)
+        """(seats + 1, 2) int64: the token before that, and that."""
+        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
+        self._offsets = torch.arange(-1, drafts + 1, device=device)
+        self._seconds = torch.arange(batch, device=device) * 2 + 1
+        widths = {1, 2, drafts + 1}
+        self._starts_cpu = {width: torch.arange(batch + 1, dtype=torch.int32) * width for width in widths}
+        self._starts = {width: starts.to(device) for width, starts in self._starts_cpu.items()}
+
+    def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Drafted:
+        """Draft, and let the target say what it would have chosen. See `Decoding`."""
+        seats, table = inputs.seats[:size], inputs.block_table[:size]
+        # The host's bound keeps a request that has ended, and whose end nobody knows of yet, within its pages. A
+        # sequence has two tokens at least; padding is given a second.
+        start = torch.minimum(self._computed.index_select(0, seats), inputs.positions[:size]).clamp(min=1)
+        at = start[:, None] + self._offsets
+        recent = self._recent.index_select(0, seats)
+        token = self._call(self._drafter, recent, at[:, :2], table, longest, self._seconds[:size]).argmax(-1)
+        fed = [recent[:, 1], token]
+        for step in range(1, self._drafts):
+            here = at[:, step + 1 : step + 2]
+            token = self._call(self._drafter, token[:, None], here, table, longest).argmax(-1)
+            fed.append(token)
+        tokens = torch.stack(fed, dim=1)
+        return Drafted(start, tokens, self._call(self._target, tokens, at[:, 1:], table, longest))
+
+    def hand_over(self, found: Drafted, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor) -> None:
+        """Verify. See `Decoding`; no row is sampled."""
+        chosen = found.logits.argmax(-1).view(size, -1)
+        agrees = chosen[:, :-1] == found.fed[:, 1:]
+        accepted = agrees.long().cumprod(1).sum(1, keepdim=True)
+        stops = ends_of(chosen, self._eos) & (self._offsets[1:] <= accepted)
+        # What comes behind an end of sequence is not given.
+        behind = stops.long().cumsum(1) - stops.long() > 0
+        count = (~behind & (self._offsets[1:] <= accepted)).sum(1)
+        ended = stops.any(1)
+        computed = found.start + accepted[:, 0] + 1
+        recent = torch.cat([found.fed.gather(1, accepted), chosen.gather(1, accepted)], dim=1)
+        # Last, and without an allocation: a step that fails leaves all seats as they were.
+        results[:, STOPS].copy_(ended)
+        results[:, COUNT].copy_(count)
+        results[:, TOKEN:].copy_(chosen)
+        seats = inputs.seats[:size]
+        self._computed.index_copy_(0, seats, computed)
+        self._recent.index_copy_(0, seats, recent)
+
+    def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
+        """Let the drafter read the prompts too. See `Decoding`."""
+        tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
+        attend = self._drafter.kernels.prefill(metadata, host, inputs)
+        self._drafter.logits(
+            inputs.tokens[:tokens], inputs.positions[:tokens], metadata.slot_mapping, attend, inputs.last[:rows]
+        )
+
+    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
+        """See `Decoding`; no row is sampled."""
+        chosen = logits.argmax(-1)
+        stops = ends_of(chosen, self._eos)
+        recent = torch.stack([inputs.tokens.index_select(0, inputs.last[:rows]), chosen], dim=1)
+        computed = inputs.seq_lens[:rows].long()
+        results[:, STOPS].copy_(stops)
+        results[:, TOKEN].copy_(chosen)
+        seats = inputs.seats[:rows]
+        self._computed.index_copy_(0, seats, computed)
+        self._recent.index_copy_(0, seats, recent)
+
+    def _call(
+        self,
+        model: PagedModel,
+        tokens: torch.Tensor,
+        at: torch.Tensor,
+        table: torch.Tensor,
+        longest: int,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits of `tokens`, (rows, width) int64 like their positions `at`, which are the last of each sequence."""
+        size, width = tokens.shape
+        page_size = model.cache.page_size
+        slots = table.gather(1, at // page_size).long() * page_size + at % page_size
+        metadata = CommonAttentionMetadata(
+            query_start_loc=self._starts[width][: size + 1],
+            query_start_loc_cpu=self._starts_cpu[width][: size + 1],
+            seq_lens=(at[:, -1] + 1).int(),
+            num_reqs=size,
+            num_actual_tokens=size * width,
+            max_query_len=width,
+            max_seq_len=longest,
+            block_table_tensor=table,
+            slot_mapping=slots.flatten(),
+        )
+        # A draft may lie behind the model's last position. Nothing that it gives is kept.
+        positions = at.clamp(max=self._last_position).flatten()
+        attend = model.kernels.decode(metadata)
+        return model.logits(tokens.flatten(), positions, metadata.slot_mapping, attend, wanted)
