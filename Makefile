@@ -12,7 +12,7 @@ FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 
-.PHONY: demo bench test test-slow test-releases test-transformers compat docs wheel lint clean
+.PHONY: demo bench test test-slow coverage test-releases test-transformers compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -22,6 +22,9 @@ bench: $(VENV)/.ready  ## the plugin on, off and not loaded: a model of 1b on a 
 	$(PYTHON) -m benchmarks plot $(CACHE)/benchmarks/$(BENCH).json
 
 test: $(VENV)/.ready lint  ## what must hold before every commit
+	$(PYTHON) -m pytest -m "not slow"
+
+coverage: $(VENV)/.ready  ## the default tests, and which lines of the package they run
 	$(PYTHON) -m pytest -m "not slow" --cov --cov-report=term
 
 test-slow: $(VENV)/.ready

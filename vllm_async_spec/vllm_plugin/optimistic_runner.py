@@ -52,19 +52,27 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Indices:
     """What `_calc_spec_decode_metadata` has made of some numbers of tokens, but for the drafts themselves."""
 
     drafts: npt.NDArray[np.int32]
     ends: npt.NDArray[np.int32]
     metadata: Any
-    draft_indices: torch.Tensor
-    """(drafts,) int, device: where the drafts are among the input tokens."""
+    draft_indices: torch.Tensor | None = None
+    """(drafts,) int, device: where the drafts are among the input tokens; made for the first who asks."""
 
     def are_of(self, drafts: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> bool:
         """Whether they were made of these numbers."""
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
+
+    def of_drafts_in(self, input_ids: torch.Tensor) -> Any:
+        """The metadata of the step whose tokens these are."""
+        if self.draft_indices is None:
+            self.draft_indices = self.metadata.logits_indices[self.metadata.target_logits_indices + 1]
+        made = copy.copy(self.metadata)
+        made.draft_token_ids = input_ids[self.draft_indices]
+        return made
 
 
 def _paged_groups(block_table: Any) -> PagedGroups:
@@ -152,12 +160,9 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
         ) -> Any:
             self._num_drafts = num_draft_tokens
             if self._indices is not None and self._indices.are_of(num_draft_tokens, cu_num_scheduled_tokens):
-                made = copy.copy(self._indices.metadata)
-                made.draft_token_ids = self.input_ids.gpu[self._indices.draft_indices]
-                return made
+                return self._indices.of_drafts_in(self.input_ids.gpu)
             made = super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
-            drafts = made.logits_indices[made.target_logits_indices + 1]
-            self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made, drafts)
+            self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made)
             return made
 
         def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
