@@ -34,7 +34,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.shapes import SHAPES
-from benchmarks.statistics import Interval, paired_ratio, refusal
+from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 
 MODELS = ("tiny", "1b", "8b")
 ARMS = ("synchronous", "synchronous again", "asynchronous", "transformers")
@@ -90,18 +90,18 @@ def measure(
                     "means anything"
                 )
         generated = sum(len(each) for each in tokens[arms[0]])
-        speeds: dict[str, list[float]] = {name: [] for name in arms}
-        for _ in range(passes):
-            turns: dict[str, list[float]] = {name: [] for name in arms}
-            for name in (*arms, *reversed(arms)):
-                seconds, found = _timed(functools.partial(runs[name], new_tokens))
-                if name in _OURS and found != tokens[name]:
-                    raise BatchingError(
-                        f"a timed run of {name} gave other tokens than its first, so no ratio means anything"
-                    )
-                turns[name].append(generated / seconds)
-            for name, found_speeds in turns.items():
-                speeds[name].append(statistics.fmean(found_speeds))
+
+        def turn(name: str) -> float:
+            start = time.perf_counter()
+            found = runs[name](new_tokens)  # returns when the host has all tokens, so nothing is left to wait for
+            seconds = time.perf_counter() - start
+            if name in _OURS and found != tokens[name]:
+                raise BatchingError(
+                    f"a timed run of {name} gave other tokens than its first, so no ratio means anything"
+                )
+            return generated / seconds
+
+        speeds = by_turns(arms, passes, turn)
         shorter = min(new_tokens, _BUSY_TOKENS)
         busy = {name: _busy(functools.partial(run, shorter)) for name, run in runs.items()} if on_gpu else {}
     return {
@@ -132,7 +132,7 @@ def table(found: Mapping[str, Any]) -> Table:
         "arm", "tokens/s", "spread", *(f"{name} = 1" for name in references), "equal tokens", "GPU busy", title=title
     )
     for name, values in speeds.items():
-        ratios = ["-" if name == other else _ratio(speeds[other], values) for other in references]
+        ratios = ["-" if name == other else ratio_in_words(speeds[other], values) for other in references]
         busy = found["gpu_busy"].get(name)
         shown.add_row(
             name,
@@ -265,12 +265,6 @@ def _transformers(
     return run, f"{other.config._attn_implementation} ({way})"
 
 
-def _timed(arm: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
-    start = time.perf_counter()
-    found = arm()  # returns when the host has all tokens, so nothing is left to wait for
-    return time.perf_counter() - start, found
-
-
 def _busy(arm: Callable[[], object]) -> float:
     """The share of the device's time in which anything ran, between the first of it and the last."""
     from vllm_async_spec.audit.device_time import gaps_between
@@ -302,8 +296,3 @@ def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:
 def _first_difference(expected: list[list[int]], found: list[list[int]]) -> int:
     rows = zip(expected, found, strict=True)
     return min(index for a, b in rows for index, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y)
-
-
-def _ratio(reference: list[float], other: list[float]) -> str:
-    interval: Interval | None = paired_ratio(reference, other)
-    return "one pass only" if interval is None else f"{interval.value:.3f} ({interval.low:.3f}-{interval.high:.3f})"

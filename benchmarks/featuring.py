@@ -22,8 +22,9 @@ from benchmarks.features import LOAD, STIRRED, Feature
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
+from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
-RUNNER_RELEASES = ("0.14.0", "0.14.1", "0.15.0", "0.15.1", "0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1")
+RUNNER_RELEASES = next(spec.releases for spec in load_ledger() if spec.name == "optimistic-runner")
 """Those whose runner the plugin changes; elsewhere no wait for exact counts is asked for."""
 
 _GPU = GPU_ENGINE | {

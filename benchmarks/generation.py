@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.statistics import Interval, paired_ratio, refusal
+from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 
 VOCABULARY = 256
 PROMPT = 16
@@ -77,13 +77,9 @@ def measure(
                 f"{name} generates other tokens than the synchronous loop, so no ratio means anything"
             )
     generated = batch * (tokens["synchronous"].shape[1] - PROMPT)
-    speeds: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(passes):
-        turns: dict[str, list[float]] = {name: [] for name in arms}
-        for name in (*arms, *reversed(arms)):
-            turns[name].append(generated / _seconds(arms[name], device, tokens["synchronous"]))
-        for name, found_speeds in turns.items():
-            speeds[name].append(statistics.fmean(found_speeds))
+    speeds = by_turns(
+        arms, passes, lambda name: generated / _seconds(arms[name], device, expected=tokens["synchronous"])
+    )
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -114,7 +110,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, values in speeds.items():
         others = ["synchronous", "transformers", WITHOUT.get(name)]
         against = [other if other != name and name != "synchronous" else None for other in others]
-        ratios = ("-" if other is None else _ratio(speeds[other], values) for other in against)
+        ratios = ("-" if other is None else ratio_in_words(speeds[other], values) for other in against)
         yield (name, f"{statistics.median(values):.1f}", *ratios)
 
 
@@ -187,8 +183,3 @@ def _seconds(arm: Arm, device: str, expected: torch.Tensor) -> float:
     if not torch.equal(found, expected):
         raise GenerationError("a run that was timed gave other tokens than the first, so no ratio means anything")
     return seconds
-
-
-def _ratio(reference: list[float], other: list[float]) -> str:
-    interval: Interval | None = paired_ratio(reference, other)
-    return "one pass only" if interval is None else f"{interval.value:.3f} ({interval.low:.3f}-{interval.high:.3f})"

@@ -8,7 +8,6 @@ that only launches takes microseconds.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from rich.table import Table
+
+from benchmarks.statistics import summary
 
 DRAFTS = 4 * 32
 """Logits that a step of 32 requests with three drafts each has."""
@@ -61,7 +62,7 @@ def measure(times: int) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "busy_ms": busy,
-        "calls": {name: _row(values) for name, values in found.items()},
+        "calls": {name: summary(values) for name, values in found.items()},
     }
 
 
@@ -86,7 +87,3 @@ def _milliseconds(call: Callable[[], Any]) -> float:
     held = (time.perf_counter() - start) * 1e3
     torch.cuda.synchronize()
     return held
-
-
-def _row(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}

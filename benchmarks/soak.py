@@ -229,15 +229,14 @@ def _no_positions(llm: Any) -> None:
     """What the runner of 0.14 to 0.18 sent as if every draft had been accepted is not corrected on the device."""
     from vllm_async_spec.spec_decode import DeviceProgress
 
-    for name in ("correct",):
-        setattr(DeviceProgress, name, lambda *_: None)
+    DeviceProgress.correct = lambda *_: None  # type: ignore[method-assign]
 
 
 def _never_exact(llm: Any) -> None:
     """No batch waits for exact counts, whatever its requests need."""
     from vllm_async_spec.vllm_plugin import optimistic_runner
 
-    optimistic_runner.__dict__["needed_by"] = lambda _: None
+    optimistic_runner.needed_by = lambda input_batch: None  # type: ignore[attr-defined]
 
 
 CONTROLS: dict[str, Callable[[Any], None]] = {

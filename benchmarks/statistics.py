@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
@@ -42,6 +42,38 @@ def paired_ratio(reference: Sequence[float], other: Sequence[float]) -> Interval
     mean = statistics.fmean(logs)
     half = student_quantile(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), len(logs))
+
+
+def ratio_in_words(reference: Sequence[float], other: Sequence[float]) -> str:
+    """`paired_ratio` with its interval, such as `1.041 (1.037-1.045)`."""
+    found = paired_ratio(reference, other)
+    return "one pass only" if found is None else f"{found.value:.3f} ({found.low:.3f}-{found.high:.3f})"
+
+
+def by_turns(arms: Collection[str], passes: int, turn: Callable[[str], float]) -> dict[str, list[float]]:
+    """What arms give that take turns in one process.
+
+    Args:
+        arms: their names, in order; in each pass they take two turns each, ABC CBA.
+        passes: how many.
+        turn: runs one turn of an arm.
+
+    Returns:
+        For each arm one value for each pass: the mean of its two turns.
+    """
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(passes):
+        turns: dict[str, list[float]] = {name: [] for name in arms}
+        for name in (*arms, *reversed([*arms])):
+            turns[name].append(turn(name))
+        for name, values in turns.items():
+            found[name].append(statistics.fmean(values))
+    return found
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and extremes of single calls, and how many there were."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
 
 
 def refusal(control: Interval | None) -> str | None:

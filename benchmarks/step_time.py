@@ -9,7 +9,6 @@ that is idle: nothing is ever waited for, so what is told is what a step costs, 
 from __future__ import annotations
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.statistics import summary
 from vllm_async_spec.vllm_plugin.optimistic_runner import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -62,7 +62,7 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "device": torch.cuda.get_device_name(),
         "batch": batch,
-        "parts": {part: {kind: _row(values) for kind, values in kinds.items()} for part, kinds in times.items()},
+        "parts": {part: {kind: summary(values) for kind, values in kinds.items()} for part, kinds in times.items()},
     }
 
 
@@ -79,10 +79,6 @@ def in_words(kinds: dict[str, Any]) -> tuple[str, str]:
     rows = [kinds.get(kind) for kind in ("stock", "patched")]
     first, second = (f"{row['median']:.1f} ({row['least']:.1f}-{row['most']:.1f})" if row else "-" for row in rows)
     return first, second
-
-
-def _row(values: list[float]) -> dict[str, Any]:
-    return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
 
 
 class _Step:

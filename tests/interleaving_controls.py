@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import tiny_models
 import torch
 import transformers
+from generating import RowsStopAt
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import workspace
@@ -52,24 +54,8 @@ def make_model() -> Any:
 
 
 def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(lengths)
-    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        ids[row, longest - length :] = torch.randint(1, VOCABULARY, (length,), generator=generator)
-        mask[row, longest - length :] = 1
-    return {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
-
-
-class RowsStopAt(transformers.StoppingCriteria):
-    """A custom criterion: row i stops for good once it has `lengths[i]` tokens."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = torch.tensor(lengths, device="cuda")
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return self.lengths <= input_ids.shape[1]
+    inputs = tiny_models.prompts(lengths, "left", seed, VOCABULARY)
+    return {name: each.cuda() for name, each in inputs.items()}
 
 
 def generate(model: Any, inputs: dict[str, Any], *, seed: int = 0, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +163,7 @@ def main(name: str) -> int:
     inputs = prompts([3, 1], 3)
     settings = {"max_new_tokens": 150, "do_sample": True, "temperature": 2.0, **control.settings}
     if settings.get("stopping_criteria") == "rows":
-        settings["stopping_criteria"] = transformers.StoppingCriteriaList([RowsStopAt([9, 21])])
+        settings["stopping_criteria"] = transformers.StoppingCriteriaList([RowsStopAt([9, 21], "cuda")])
     # Room for the tokens of two generations, should one go on where the other has ended.
     generate(model, inputs, **{**settings, "max_new_tokens": 600}, **INTERLEAVED)
     expected, _ = generate(model, inputs, **settings, **STATIC)

@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
+from generating import RowsStopAt, StopsOnceOn, seeded
 from late_device import LateChannel
 
 from vllm_async_spec import generation
@@ -27,6 +28,7 @@ from vllm_async_spec.generation import once
 from vllm_async_spec.generation.stop_flags import StopFlags
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EVERYTHING = {
     "return_dict_in_generate": True,
     "output_scores": True,
@@ -36,38 +38,9 @@ EVERYTHING = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of 16 rows don't need a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(once, "_said", set())
-
-
-class RowsStopAt(transformers.StoppingCriteria):
-    """A custom criterion: row i stops for good once it has `lengths[i]` tokens."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return self.lengths <= input_ids.shape[1]
-
-
-class StopsOnceOn(transformers.StoppingCriteria):
-    """A custom criterion that says stop at one step only: rows must stay stopped afterwards."""
-
-    def __init__(self, token: int):
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
 
 
 def stopping_at(lengths: list[int]) -> Callable[[], Any]:
@@ -77,17 +50,8 @@ def stopping_at(lengths: list[int]) -> Callable[[], Any]:
 def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: dict[str, Any], **kwargs: Any):
     """Generate synchronously and asynchronously, from the same seed: outputs, and the generator's state afterwards."""
     model = tiny_models.model(kind)
-    found = []
-    for way in ({}, {"custom_generate": generation.generate, "open_channel": channel.open, **options}):
-        torch.manual_seed(5)
-        given = {name: make() if callable(make) else make for name, make in kwargs.items()}
-        with pytest.MonkeyPatch.context() as patch:
-            # A clock that goes on by a second with each reading: a step reads it once, in either loop.
-            clock = SimpleNamespace(time=itertools.count().__next__)
-            patch.setattr("transformers.generation.stopping_criteria.time", clock)
-            output = model.generate(**inputs, **given, **way)
-        found += [(output, torch.get_rng_state())]
-    return found
+    late = {"custom_generate": generation.generate, "open_channel": channel.open, **options}
+    return [seeded(model, inputs, way, **kwargs) for way in ({}, late)]
 
 
 def assert_same(synchronous: Any, asynchronous: Any) -> None:

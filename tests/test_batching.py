@@ -31,17 +31,9 @@ from vllm_async_spec.generation.batching import (
 )
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = [2, 5]
 LENGTH = 64
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of 16 rows don't need a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

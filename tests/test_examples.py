@@ -11,28 +11,26 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_interleaving():
+def run(example: str) -> str:
+    """What the example prints."""
     pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
-    command = [sys.executable, EXAMPLES / "interleaving.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, EXAMPLES / example], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "interleaved: the same tokens" in done.stdout
+    return done.stdout
+
+
+def test_interleaving():
+    assert "interleaved: the same tokens" in run("interleaving.py")
 
 
 def test_async_stopping():
-    pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
-    command = [sys.executable, EXAMPLES / "async_stopping.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "custom_generate: the same tokens" in done.stdout
-    assert "async_stopping_criteria: the same tokens" in done.stdout
+    printed = run("async_stopping.py")
+    assert "custom_generate: the same tokens" in printed
+    assert "async_stopping_criteria: the same tokens" in printed
 
 
 def test_continuous_batching():
-    pytest.importorskip("transformers", reason="pip install 'vllm-async-spec[transformers]'")
-    command = [sys.executable, EXAMPLES / "continuous_batching.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "6 requests, the same tokens" in done.stdout
-    assert "with a draft model: the same tokens" in done.stdout
-    assert done.stdout.count("streamed ") == 3
+    printed = run("continuous_batching.py")
+    assert "6 requests, the same tokens" in printed
+    assert "with a draft model: the same tokens" in printed
+    assert printed.count("streamed ") == 3

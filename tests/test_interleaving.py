@@ -6,10 +6,10 @@ the steps are recorded once and then repeated, as CUDA graphs are.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import threading
 import warnings
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
+from generating import RowsStopAt, StopsOnceOn, seeded
 from late_device import LateChannel
 from recorded_steps import CaptureError, FreedError, RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
@@ -30,64 +31,28 @@ from vllm_async_spec.generation import decode, decode_tail, interleaved, once, w
 from vllm_async_spec.generation.memory import MemoryReport, reserved
 from vllm_async_spec.generation.switches import DecodeSwitches
 
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 IS_4 = transformers.__version__.startswith("4.")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of 16 rows don't need a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch):
-    """Steps are recorded and repeated, as on a GPU; what was kept for models before is forgotten."""
+def recorded():
+    """As `as_graphs`, for one test."""
     with as_graphs():
         yield
 
 
-def as_graphs() -> Any:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(decode, "StepGraphs", RecordedSteps)
-    patch.setattr(interleaved, "_captures", lambda switches, device: switches.cuda_graphs)
-    patch.setattr(workspace, "_kept", type(workspace._kept)())
-    return _Undone(patch)
-
-
-class _Undone:
-    def __init__(self, patch: pytest.MonkeyPatch):
-        self.patch = patch
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        self.patch.undo()
-
-
-class RowsStopAt(transformers.StoppingCriteria):
-    """A custom criterion: row i stops for good once it has `lengths[i]` tokens."""
-
-    def __init__(self, lengths: list[int]):
-        self.lengths = torch.tensor(lengths)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        assert input_ids.is_contiguous()
-        return self.lengths <= input_ids.shape[1]
-
-
-class StopsOnceOn(transformers.StoppingCriteria):
-    """A custom criterion that says stop at one step only: rows must stay stopped afterwards."""
-
-    def __init__(self, token: int):
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
+@contextlib.contextmanager
+def as_graphs() -> Iterator[None]:
+    """Steps are recorded and repeated, as on a GPU; what was kept for models before is forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "StepGraphs", RecordedSteps)
+        patch.setattr(interleaved, "_captures", lambda switches, device: switches.cuda_graphs)
+        patch.setattr(workspace, "_kept", type(workspace._kept)())
+        yield
 
 
 class Favours(transformers.LogitsProcessor):
@@ -101,18 +66,9 @@ class Favours(transformers.LogitsProcessor):
 def both(kind: str, inputs: dict[str, Any], way: dict[str, Any], **kwargs: Any) -> tuple[Any, Any]:
     """Generate as transformers does and with our loop, from the same seed: tokens, and the generator's state."""
     model = tiny_models.model(kind)
-    found = []
     cache = {"cache_implementation": "static"} if way.get("static_cache", True) else {}
-    for each in (cache, {"custom_generate": generation.generate, **way}):
-        torch.manual_seed(5)
-        given = {name: make() if callable(make) else make for name, make in kwargs.items()}
-        with pytest.MonkeyPatch.context() as patch:
-            # A clock that goes on by a second with each reading: a step reads it once, in either loop.
-            clock = SimpleNamespace(time=itertools.count().__next__)
-            patch.setattr("transformers.generation.stopping_criteria.time", clock)
-            output = model.generate(**inputs, **given, **each)
-        found.append((output, torch.get_rng_state()))
-    return found[0], found[1]
+    ours = {"custom_generate": generation.generate, **way}
+    return seeded(model, inputs, cache, **kwargs), seeded(model, inputs, ours, **kwargs)
 
 
 def assert_same(expected: tuple[Any, Any], found: tuple[Any, Any]) -> None:

@@ -19,12 +19,12 @@ import torch
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 import transformers
+from generating import RowsStopAt
 from interleaving_controls import (
     CONTROLS,
     INTERLEAVED,
     STATIC,
     VOCABULARY,
-    RowsStopAt,
     delayed,
     generate,
     make_model,
@@ -60,7 +60,10 @@ def assert_same(model: Any, expected: torch.Tensor, tokens: torch.Tensor) -> Non
 def stops(kind: str) -> dict[str, Any]:
     if kind == "eos":
         return {"eos_token_id": [2, 5, 9, 11, 17]}
-    return {"stopping_criteria": transformers.StoppingCriteriaList([RowsStopAt([9, 14, 11, 21])]), "eos_token_id": 2}
+    return {
+        "stopping_criteria": transformers.StoppingCriteriaList([RowsStopAt([9, 14, 11, 21], "cuda")]),
+        "eos_token_id": 2,
+    }
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -19,20 +19,14 @@ from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
 from vllm_async_spec.generation.stop_watch import StopWatch
 
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 SEEDS = range(12)
 PROMPTS = 54
 """A seed of prompts: from these the model comes to token 5 late, though it comes to it."""
 SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": 5}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of 16 rows don't need a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def differ(seed: int, *, taken: list[tuple[Any, str]], **settings: Any) -> bool:

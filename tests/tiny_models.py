@@ -64,7 +64,7 @@ def model(kind: str) -> Any:
     return made
 
 
-def prompts(lengths: list[int], side: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def prompts(lengths: list[int], side: str, seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
     """Random prompts of these lengths, padded with 0 on one side: `input_ids` and `attention_mask`."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
@@ -72,7 +72,7 @@ def prompts(lengths: list[int], side: str, seed: int = 0) -> dict[str, torch.Ten
     mask = torch.zeros_like(ids)
     for row, length in enumerate(lengths):
         place = slice(longest - length, None) if side == "left" else slice(0, length)
-        ids[row, place] = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        ids[row, place] = torch.randint(1, vocabulary, (length,), generator=generator)
         mask[row, place] = 1
     return {"input_ids": ids, "attention_mask": mask}
 
