@@ -118,16 +118,28 @@ def flashinfer_audit(shape: str) -> Plan:
     )
 
 
-def optimistic(shape: str) -> Plan:
-    """vLLM 0.18.1 without its wait for accepted counts, with it, and scheduled synchronously."""
+def optimistic(shape: str, *, compiled: bool = False) -> Plan:
+    """vLLM 0.18.1 without its wait for accepted counts, with it, and scheduled synchronously.
+
+    `compiled` leaves compilation to vLLM, whose own choice takes a minute more to start: Inductor, and CUDA graphs for
+    the pieces of drafting between attention too, which otherwise is launched one operation at a time.
+    """
+
+    def arm(name: str, plugin: Plugin, **engine: Any) -> Arm:
+        found = _flash_arm(name, shape, plugin, "0.18.1", "V1", **engine)
+        if not compiled:
+            return found
+        return replace(found, engine={key: value for key, value in found.engine.items() if key != "compilation_config"})
+
     return Plan(
-        name=f"optimistic-{shape}",
-        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and synchronous, {shape} shape",
+        name=f"optimistic-{shape}{'-compiled' if compiled else ''}",
+        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and synchronous, {shape} shape"
+        f"{', compiled by vLLM' if compiled else ''}",
         arms=(
-            _flash_arm("stock", shape, Plugin.STOCK, "0.18.1", "V1"),
-            _flash_arm("plugin", shape, Plugin.ON, "0.18.1", "V1"),
-            _flash_arm("sham", shape, Plugin.SHAM, "0.18.1", "V1"),
-            _flash_arm("synchronous", shape, Plugin.STOCK, "0.18.1", "V1", async_scheduling=False),
+            arm("stock", Plugin.STOCK),
+            arm("plugin", Plugin.ON),
+            arm("sham", Plugin.SHAM),
+            arm("synchronous", Plugin.STOCK, async_scheduling=False),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=4,
@@ -314,6 +326,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "optimistic-1b": lambda: optimistic("1b"),
     "optimistic-8b": lambda: optimistic("8b"),
+    "optimistic-1b-compiled": lambda: optimistic("1b", compiled=True),
+    "optimistic-8b-compiled": lambda: optimistic("8b", compiled=True),
     "optimistic-peers-8b": lambda: optimistic_peers("8b"),
     "optimistic-audit-1b": lambda: optimistic_audit("1b"),
     "optimistic-audit-8b": lambda: optimistic_audit("8b"),
