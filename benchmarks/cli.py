@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,16 +17,16 @@ from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError, Plugin
 from benchmarks.child import ChildError
+from benchmarks.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
 from benchmarks.features import FEATURES, FeatureError, find_feature
-from benchmarks.featuring import RUNNER_RELEASES, Place, in_short, run_features
+from benchmarks.featuring import Place, in_short, run_features
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, result_files
 from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
-from benchmarks.soak import CONTROLS
-from benchmarks.soaking import run_soak
+from benchmarks.soaking import Soak, run_soak
 from benchmarks.tables import TableError, documents, rewrite
 
 app = typer.Typer(
@@ -34,7 +35,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_FEATURE_CONTROLS = ("positions", "exact")
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the result here too.")]
+_Env = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
+]
+_Cache = Annotated[Path, typer.Option(help="Folder for model directories and logs.")]
+_Out = Annotated[Path | None, typer.Option(help="Folder of the results; none is written if unset.")]
+_Plugin = Annotated[
+    Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
+]
+_CACHE = Path(".cache/benchmarks")
 _PAGE = 150
 """Columns of a table that goes to a file, which has no width of its own."""
 
@@ -50,10 +61,7 @@ def _fail(message: str) -> NoReturn:
 def run(
     plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
     only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RELEASE=FILE", help="For arms of a vLLM release: a shell file to source, or a Python."),
-    ] = None,
+    env: _Env = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the result file; that of the plan if unset.")] = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
@@ -62,7 +70,7 @@ def run(
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
     fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Try turns again that failed.")] = False,
-    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+    cache: _Cache = _CACHE,
 ) -> None:
     """Run what a plan's result file lacks, and write it after every turn.
 
@@ -75,7 +83,7 @@ def run(
             path.unlink(missing_ok=True)
         result = ResultFile(path, chosen)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
-        runner = Runner(chosen, result, command=command, envs=_environments(env or []), cache=cache, report=_say)
+        runner = Runner(chosen, result, command=command, envs=_environments(env), cache=cache, report=_say)
         done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
     except (PlanError, LoadError, ShapeError) as error:
         _fail(str(error))
@@ -131,21 +139,19 @@ def tables(
 
 @app.command()
 def host_time(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    json_file: _Json = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
 ) -> None:
     """Host time that the plugin adds to constructing vLLM's attention metadata."""
     from benchmarks.host_time import measure, table
 
     found = measure(rounds)
-    console.print(table(found))
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    _tell(found, table(found), json_file=json_file)
 
 
 @app.command()
 def held(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    json_file: _Json = None,
     times: Annotated[int, typer.Option(min=1, help="How often each call is looked at.")] = 20,
 ) -> None:
     """How long single calls of a step hold the host while the device is busy."""
@@ -155,14 +161,12 @@ def held(
         found = measure(times)
     except HeldError as error:
         _fail(str(error))
-    console.print(table(found))
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    _tell(found, table(found), json_file=json_file)
 
 
 @app.command()
 def step_time(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    json_file: _Json = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
 ) -> None:
@@ -173,14 +177,12 @@ def step_time(
         found = measure(batch, rounds)
     except StepTimeError as error:
         _fail(str(error))
-    console.print(table(found))
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    _tell(found, table(found), json_file=json_file)
 
 
 @app.command()
 def generation(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny or gpt2, with random weights.")] = "tiny",
     device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
@@ -199,16 +201,12 @@ def generation(
         found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, compiled=compiled)
     except GenerationError as error:
         _fail(str(error))
-    console.print(table(found))
-    for note in notes(found):
-        typer.echo(note)
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    _tell(found, table(found), notes(found), json_file)
 
 
 @app.command()
 def batching(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result here too.")] = None,
+    json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "tiny",
     device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
@@ -239,11 +237,7 @@ def batching(
         )
     except (AttentionChoiceError, BatchingError) as error:
         _fail(str(error))
-    console.print(table(found))
-    for note in notes(found):
-        typer.echo(note)
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    _tell(found, table(found), notes(found), json_file)
 
 
 @app.command()
@@ -251,47 +245,37 @@ def soak(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(SOAKS)}.")],
     seconds: Annotated[float, typer.Option(min=1, help="For how long requests arrive.")] = 600,
     seed: Annotated[int, typer.Option(help="Of arrivals and delays.")] = 0,
-    plugin: Annotated[
-        Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
-    ] = Plugin.ON,
+    plugin: _Plugin = Plugin.ON,
     control: Annotated[
-        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(CONTROLS)}.")
+        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(SOAK_CONTROLS)}.")
     ] = "",
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the result; none is written if unset.")] = None,
-    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+    env: _Env = None,
+    out: _Out = None,
+    cache: _Cache = _CACHE,
 ) -> None:
     """Serve requests under random arrivals and, on a GPU, random delays, and hold each to stock's tokens.
 
     Exit code 0: no token differs; 1: one does, or an engine died.
     """
-    if control and control not in CONTROLS:
-        _fail(f"--control is {control!r}; it must be one of {', '.join(CONTROLS)}")
+    _check_control(control, SOAK_CONTROLS, plugin)
     try:
         chosen = find_soak(name)
-        if chosen.subject.release not in (None, installed_vllm(), *(each.partition("=")[0] for each in env or [])):
-            _fail(f"no environment has vLLM {chosen.subject.release}; give --env {chosen.subject.release}=FILE")
+        if control:
+            _check_shown(control, chosen)
         found = run_soak(
             chosen,
             plugin=plugin,
             seconds=seconds,
             seed=seed,
             control=control or None,
-            envs=_environments(env or []),
+            envs=_environments(env, chosen.subject.release),
             cache=cache,
             report=_say,
         )
     except (PlanError, ChildError) as error:
         _fail(str(error))
     if out is not None:
-        kind = f"-control-{control}" if control else "" if plugin is Plugin.ON else f"-{plugin.value}"
-        path = out / f"soak-{name}{kind}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        typer.echo(f"written to {path}")
+        typer.echo(f"written to {_written(out, f'soak-{name}', found)}")
     outcomes, delayed = found["outcomes"], sum(found["delays"].values())
     typer.echo(
         f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "
@@ -311,33 +295,23 @@ def features(
         list[str] | None, typer.Argument(metavar="[NAME]...", help=f"All, or some of: {', '.join(FEATURES)}.")
     ] = None,
     release: Annotated[str, typer.Option(help="The vLLM release that it must be; this environment's if unset.")] = "",
-    plugin: Annotated[
-        Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
-    ] = Plugin.ON,
+    plugin: _Plugin = Plugin.ON,
     control: Annotated[
-        str, typer.Option(help="Break the plugin on purpose, which must be noticed: positions or exact.")
+        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(FEATURE_CONTROLS)}.")
     ] = "",
     cpu: Annotated[bool, typer.Option("--cpu", help="As far as a CPU engine goes, without delays.")] = False,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; none is written if unset.")] = None,
-    cache: Annotated[Path, typer.Option(help="Folder for model directories and logs.")] = Path(".cache/benchmarks"),
+    env: _Env = None,
+    out: _Out = None,
+    cache: _Cache = _CACHE,
 ) -> None:
     """Serve small cases of what else vLLM can do, stock and with the plugin, and hold the tokens to stock's.
 
     Exit code 0: every case is as stock, or vLLM itself refuses it; 1: one is not, or an engine died.
     """
-    if control not in ("", *_FEATURE_CONTROLS):
-        _fail(f"--control is {control!r}; it must be one of {', '.join(_FEATURE_CONTROLS)}")
+    _check_control(control, FEATURE_CONTROLS, plugin)
     if control and (cpu or release not in RUNNER_RELEASES):
-        _fail(
-            f"--control {control} breaks the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU; "
-            f"give --release {RUNNER_RELEASES[-1]}, and not --cpu"
-        )
-    if release and release not in (installed_vllm(), *(each.partition("=")[0] for each in env or [])):
-        _fail(f"no environment has vLLM {release}; give --env {release}=FILE")
+        _fail(f"--control {control} breaks {BREAKS[control]}; give --release {RUNNER_RELEASES[-1]}, and not --cpu")
+    envs = _environments(env, release or None)
     try:
         chosen = [find_feature(name) for name in names or FEATURES]
     except FeatureError as error:
@@ -346,14 +320,12 @@ def features(
         if cpu and feature.no_cpu:
             _say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")
     chosen = [feature for feature in chosen if not (cpu and feature.no_cpu)]
-    place = Place(release or None, _environments(env or []).get(release), cache, cpu)
+    place = Place(release or None, envs.get(release), cache, cpu)
     right = True
     for feature, found in run_features(chosen, place, plugin=plugin, control=control or None, report=_say):
         right = right and found["verdict"] != "wrong"
         if out is not None:
-            kind = f"-control-{control}" if control else "" if plugin is Plugin.ON else f"-{plugin.value}"
-            out.mkdir(parents=True, exist_ok=True)
-            (out / f"features-{feature.name}{kind}.json").write_text(json.dumps(found, indent=1) + "\n")
+            _written(out, f"features-{feature.name}", found)
         _say(in_short(found))
     raise typer.Exit(0 if right else 1)
 
@@ -363,16 +335,44 @@ def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:
     return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, audit_steps=steps)
 
 
-def _environments(given: list[str]) -> dict[str, Path]:
+def _check_control(control: str, known: Sequence[str], plugin: Plugin) -> None:
+    if control not in ("", *known):
+        _fail(f"--control is {control!r}; it must be one of {', '.join(known)}")
+    if control in BREAKS and plugin is not Plugin.ON:
+        _fail(f"--control {control} breaks the plugin, and --plugin is {plugin.value}; leave out one of the two")
+
+
+def _check_shown(control: str, chosen: Soak) -> None:
+    """Refuse a control that breaks nothing of this soak, which would then be as green as without it."""
+    shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
+    if chosen.name not in shown:
+        broken = f"{BREAKS[control]}, and nothing of soak {chosen.name}"
+        _fail(f"--control {control} breaks {broken}; give one of {', '.join(shown)}")
+
+
+def _environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:
+    """By vLLM release, what was given for it; the release that is needed is there, or installed here."""
     environments = {}
-    for each in given:
+    for each in given or []:
         release, _, file = each.partition("=")
         if not file:
             _fail(f"--env is {each!r}; it must be RELEASE=FILE, such as 0.32.0=/opt/vllm-0.32.0/env.sh")
         if not Path(file).is_file():
             _fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python")
         environments[release] = Path(file).absolute()
+    if needed not in (None, installed_vllm(), *environments):
+        _fail(f"no environment has vLLM {needed}; give --env {needed}=FILE")
     return environments
+
+
+def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
+    """The file that a result is now in; its name says what was broken, or whose vLLM it was."""
+    control, plugin = found["control"], found["plugin"]
+    kind = f"-control-{control}" if control else "" if plugin == Plugin.ON.value else f"-{plugin}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}{kind}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -387,9 +387,16 @@ def _show(document: dict[str, Any]) -> None:
     table = Table(*found.head, title=document["plan"]["about"])
     for row in found.rows:
         table.add_row(*map(escape, row))
+    _tell(document, table, notes(document))
+
+
+def _tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:
+    """Print a result, and write it where that was asked for."""
     console.print(table)
-    for note in notes(document):
-        typer.echo(note)
+    for remark in remarks:
+        typer.echo(remark)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _say(line: str) -> None:

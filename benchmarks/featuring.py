@@ -16,16 +16,13 @@ from typing import Any
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import Child, ChildError
+from benchmarks.controls import RUNNER_RELEASES
 from benchmarks.feature_checks import Served, check
 from benchmarks.feature_files import write_adapter, write_tokenizer
 from benchmarks.features import LOAD, STIRRED, Feature
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
-
-RUNNER_RELEASES = next(spec.releases for spec in load_ledger() if spec.name == "optimistic-runner")
-"""Those whose runner the plugin changes; elsewhere no wait for exact counts is asked for."""
 
 _GPU = GPU_ENGINE | {
     "dtype": "float16",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import featuring
+from benchmarks import cli, featuring
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
@@ -415,6 +415,10 @@ def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: P
             ("eagle", "--control", "exact", "--cpu"),
             "benchmarks: --control exact breaks the runner of 0.14.0 to 0.18.1 on",
         ),
+        (
+            ("eagle", "--control", "exact", "--release", "0.18.1", "--plugin", "stock"),
+            "benchmarks: --control exact breaks the plugin, and --plugin is stock; leave out one of the two",
+        ),
         (("eagle", "--release", "0.18.1"), "benchmarks: no environment has vLLM 0.18.1; give --env 0.18.1=FILE"),
     ],
 )
@@ -422,6 +426,22 @@ def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
     result = CliRunner().invoke(app, ["features", *arguments])
     assert result.exit_code == 1
     assert result.stderr.startswith(sentence)
+
+
+def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def run_features(features: Any, place: Any, *, plugin: Plugin, control: str | None, report: Any) -> Any:
+        found = {"feature": "eagle", "verdict": "wrong", "why": ["it is late"]}
+        yield features[0], found | {"plugin": plugin.value, "control": control}
+
+    monkeypatch.setattr(cli, "run_features", run_features)
+    env = tmp_path / "env.sh"
+    env.touch()
+    control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]
+    for options in ([], ["--plugin", "stock"], control):
+        done = CliRunner().invoke(app, ["features", "eagle", "--out", str(tmp_path / "new"), *options])
+        assert (done.exit_code, done.output.strip()) == (1, "eagle: wrong; it is late")
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"features-eagle.json", "features-eagle-stock.json", "features-eagle-control-exact.json"}
 
 
 @pytest.mark.parametrize("control", ["positions", "exact"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,14 @@ import torch
 from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
 from typer.testing import CliRunner
 
+from benchmarks import cli
 from benchmarks.acceptance import arrange, make_orbit
+from benchmarks.arms import Plugin
 from benchmarks.cli import app
+from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
-from benchmarks.soak import NEAR, Expected, Verdict, delays, expect, soak
+from benchmarks.plans import SOAKS
+from benchmarks.soak import CONTROLS, NEAR, Expected, Verdict, delays, expect, soak
 from benchmarks.stir import stir
 from vllm_async_spec.demo.model import TinyLlama
 
@@ -118,6 +124,21 @@ def test_there_are_no_delays_without_a_device():
     [
         (("no-such",), "benchmarks: there is no soak 'no-such'; there are tiny, "),
         (("tiny", "--control", "luck"), "benchmarks: --control is 'luck'; it must be one of lengths, fence, short"),
+        (("tiny", "--control", "exact"), "benchmarks: --control is 'exact'; it must be one of lengths, fence, short"),
+        (
+            ("0.32.0-V2-FLASHINFER", "--control", "positions"),
+            "benchmarks: --control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, and nothing of soak "
+            "0.32.0-V2-FLASHINFER; give one of 0.18.1-V1-FLASH_ATTN\n",
+        ),
+        (
+            ("0.18.1-V1-FLASH_ATTN", "--control", "fence"),
+            "benchmarks: --control fence breaks what the plugin plans with FlashInfer, and nothing of soak "
+            "0.18.1-V1-FLASH_ATTN; give one of 0.26.0-V1-FLASHINFER, ",
+        ),
+        (
+            ("0.18.1-V1-FLASH_ATTN", "--control", "positions", "--plugin", "stock"),
+            "benchmarks: --control positions breaks the plugin, and --plugin is stock; leave out one of the two",
+        ),
         (("0.26.0-V1-FLASHINFER",), "benchmarks: no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
     ],
 )
@@ -125,6 +146,41 @@ def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
     result = CliRunner().invoke(app, ["soak", *arguments])
     assert result.exit_code == 1
     assert result.stderr.startswith(sentence)
+
+
+def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
+    assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
+    shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
+    flashinfer = {name for name in SOAKS if "FLASHINFER" in name}
+    assert len(flashinfer) == 6
+    assert shown == {
+        "lengths": flashinfer,
+        "fence": flashinfer,
+        "short": SOAKS.keys(),
+        "positions": {"0.18.1-V1-FLASH_ATTN"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "file"),
+    [
+        ((), "soak-tiny.json"),
+        (("--plugin", "stock"), "soak-tiny-stock.json"),
+        (("--control", "short"), "soak-tiny-control-short.json"),
+    ],
+)
+def test_a_result_is_named_for_what_it_is_of(
+    options: tuple[str, ...], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def run_soak(soak: Any, *, plugin: Plugin, control: str | None, **_: Any) -> dict[str, Any]:
+        verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}}
+        return {"plugin": plugin.value, "control": control} | verdict
+
+    monkeypatch.setattr(cli, "run_soak", run_soak)
+    done = CliRunner().invoke(app, ["soak", "tiny", "--out", str(tmp_path / "new"), *options])
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [file]
+    assert f"written to {tmp_path / 'new' / file}" in done.output
 
 
 def stirred() -> TinyLlama:

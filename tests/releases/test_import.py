@@ -127,6 +127,15 @@ def test_flash_attention_builds(batch, loaded, make_common_metadata):
     assert call.arguments["max_seqlen_k"] == max(seq_lens)
 
 
+def test_a_llama_has_the_shape_and_the_engine_the_arguments_that_were_asked_for():
+    shape = {"num_heads": 6, "num_kv_heads": 3, "head_size": 128, "max_model_len": 512}
+    config = builders.llama_config({"block_size": 32, "max_num_seqs": 5}, **shape)
+    model = config.model_config
+    heads = [kind(config.parallel_config) for kind in (model.get_num_attention_heads, model.get_num_kv_heads)]
+    assert (heads, model.get_head_size(), model.max_model_len) == ([6, 3], 128, 512)
+    assert (config.cache_config.block_size, config.scheduler_config.max_num_seqs) == (32, 5)
+
+
 def test_the_stub_table_is_what_was_used(release, loaded, tiny_model_dir):
     import vllm.v1.worker.gpu_model_runner  # noqa: F401
 

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "engine_config",
     "flash_attention_builder",
     "flashinfer_setting",
+    "llama_config",
     "ngram_drafts",
     "ubatch_function",
     "write_llama",
@@ -171,6 +172,20 @@ def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **engine_args).create_engine_config()
 
 
+def llama_config(engine_args: Mapping[str, Any], **shape: Any) -> VllmConfig:
+    """Let the release make its configuration of a tiny Llama whose directory nobody needs afterwards.
+
+    Args:
+        engine_args: As `engine_config` takes them.
+        **shape: As `write_llama` takes it.
+
+    Returns:
+        The release's `VllmConfig`.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        return engine_config(write_llama(Path(scratch), **shape), **engine_args)
+
+
 def ngram_drafts(count: int) -> dict[str, Any] | None:
     """The `speculative_config` that needs no second model: to a builder only the number of drafts matters.
 
@@ -255,15 +270,13 @@ def _arguments(
     """What every metadata builder is made from: the KV cache's shape, the layers' names, the configuration, the CPU."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    with tempfile.TemporaryDirectory() as scratch:
-        model = write_llama(
-            Path(scratch),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            max_model_len=max_model_len,
-        )
-        config = engine_config(model, block_size=block_size, speculative_config=ngram_drafts(spec_tokens))
+    config = llama_config(
+        {"block_size": block_size, "speculative_config": ngram_drafts(spec_tokens)},
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        max_model_len=max_model_len,
+    )
     spec = FullAttentionSpec(
         block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
     )

@@ -6,14 +6,12 @@ A factory of a backend's own is given a `Setting`, and takes from it what its bu
 from __future__ import annotations
 
 import copy
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_async_spec.compat.builders import engine_config, ngram_drafts, write_llama
+from vllm_async_spec.compat.builders import llama_config, ngram_drafts
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
 from vllm_async_spec.compat.vllm_source import loaded_source
 
@@ -50,7 +48,9 @@ class Setting:
         source = loaded_source()
         key = repr((sorted(wanted.items()), source and source.capability))
         if key not in _MADE:
-            _MADE[key] = _make(wanted)
+            _MADE[key] = llama_config(
+                wanted, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, max_model_len=MAX_MODEL_LEN
+            )
         return copy.deepcopy(_MADE[key])
 
     def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
@@ -79,15 +79,3 @@ class Setting:
 
 _MADE: dict[str, VllmConfig] = {}
 """Configurations as they were made: vLLM takes longer for one than a builder for a batch."""
-
-
-def _make(wanted: dict[str, Any]) -> VllmConfig:
-    with tempfile.TemporaryDirectory() as scratch:
-        model = write_llama(
-            Path(scratch),
-            num_heads=HEADS,
-            num_kv_heads=KV_HEADS,
-            head_size=HEAD_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-        )
-        return engine_config(model, **wanted)

@@ -205,8 +205,10 @@ def _workspace(
 
 def _bound(model: Any, limit: int | None) -> None:
     """Free what is kept for the model, and say why, where it is over the limit."""
-    report = memory_report(model) if limit is not None else None
-    if limit is not None and report is not None and report.total > limit:
+    if limit is None:
+        return
+    report = memory_report(model)
+    if report is not None and report.total > limit:
         release(model)
         raise ValueError(report.over(limit))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -180,16 +181,7 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
                 self._settle()
             if self._progress is not None:
                 # A row that had no drafts: compiles the kernel, so that no request waits for it, and changes nothing.
-                self._progress.correct(
-                    ["warm-up"],
-                    {},
-                    np.zeros(1, dtype=np.int32),
-                    self.query_start_loc.gpu,
-                    self.seq_lens.gpu,
-                    self.positions.gpu,
-                    self._position_axes(),
-                    self._paged_groups(),
-                )
+                self._correct(self._progress, ["warm-up"], {}, np.zeros(1, dtype=np.int32))
             return made
 
         def _settle(self) -> None:
@@ -215,20 +207,31 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             """Write the device's positions over the host's, and take note of what the next step has to know."""
             progress, batch = self._progress, self.input_batch
             assert progress is not None
+            came_from = {} if batch.prev_sampled_token_ids is None else batch.prev_req_id_to_index
+            self._correct(progress, batch.req_ids, came_from, batch.num_computed_tokens_cpu[: batch.num_reqs])
+            progress.scheduled(self._num_drafts)
+            self._exact = needed_by(batch)
+            if self._exact is not None:
+                progress.fetch(batch.num_reqs)
+
+        def _correct(
+            self,
+            progress: DeviceProgress,
+            requests: Sequence[str],
+            came_from: Mapping[str, int],
+            computed: npt.NDArray[np.int32],
+        ) -> None:
+            """Have the device write exact values over what the host has sent of these requests."""
             progress.correct(
-                batch.req_ids,
-                {} if batch.prev_sampled_token_ids is None else batch.prev_req_id_to_index,
-                batch.num_computed_tokens_cpu[: batch.num_reqs],
+                requests,
+                came_from,
+                computed,
                 self.query_start_loc.gpu,
                 self.seq_lens.gpu,
                 self.positions.gpu,
                 self._position_axes(),
                 self._paged_groups(),
             )
-            progress.scheduled(self._num_drafts)
-            self._exact = needed_by(batch)
-            if self._exact is not None:
-                progress.fetch(batch.num_reqs)
 
         def _position_axes(self) -> torch.Tensor | None:
             if self.uses_mrope:
