@@ -65,7 +65,11 @@ class Value:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """See `Known`."""
-        if func in _COMPUTED and not kwargs and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[1:])):
+        if (
+            func in _COMPUTED
+            and not kwargs
+            and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[1:]))
+        ):
             return Value(func(self.host, *args[1:]))
         return None
 
@@ -129,8 +133,9 @@ class KnownTensor(torch.Tensor):
             if func in _READ and isinstance(known, Value):
                 return func(known.host, *args[1:], **kwargs)
             out = func(*args, **kwargs)
-            if known is not None and func not in _MOVED and (out is subject or func is torch.Tensor.__setitem__):
-                subject._known = None  # written to; an inference tensor has no version that would show it
+            if func not in _MOVED and (out is subject or func is torch.Tensor.__setitem__):
+                if isinstance(subject, KnownTensor):
+                    subject._known = None  # written to; an inference tensor has no version that would show it
             elif known is not None and isinstance(out, torch.Tensor):
                 follows = known.after(func, args, kwargs)
                 return out if follows is None else carry(out, follows)
