@@ -58,6 +58,7 @@ def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: An
 def assert_same(synchronous: Any, asynchronous: Any) -> None:
     """Every tensor of the two outputs, and the caches, are the same bits."""
     if isinstance(synchronous, torch.Tensor):
+        assert type(synchronous) is type(asynchronous)
         assert torch.equal(synchronous, asynchronous)
         assert synchronous.stride() == asynchronous.stride()
         return
@@ -71,6 +72,7 @@ def assert_same(synchronous: Any, asynchronous: Any) -> None:
 
 def assert_same_tree(name: str, one: Any, other: Any) -> None:
     if isinstance(one, torch.Tensor):
+        assert type(one) is type(other), name
         assert torch.equal(one, other), name
         return
     assert (one is None) == (other is None), name
