@@ -347,3 +347,10 @@ def test_a_count_answers_for_all_of_it_only():
     assert not bool(count == 6)
     assert known_of(count == 5) is None
     assert known_of(count >= 6) is None
+
+
+@pytest.mark.skipif(not HAS_POSITIONS, reason="this transformers gives a step no cache_position")
+def test_known_positions_are_those_of_the_device():
+    known = known_inputs(tiny_models.model("llama"), torch.ones(2, 4), transformers.GenerationConfig(), {})
+    positions = known["cache_position"]
+    assert positions.tolist() == positions.clone().tolist() == [0, 1, 2, 3]
