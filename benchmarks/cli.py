@@ -183,7 +183,7 @@ def step_time(
 @app.command()
 def generation(
     json_file: _Json = None,
-    model: Annotated[str, typer.Option(help="tiny or gpt2, with random weights.")] = "tiny",
+    model: Annotated[str, typer.Option(help="tiny, gpt2 or medium, with random weights.")] = "tiny",
     device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,

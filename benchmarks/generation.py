@@ -1,7 +1,7 @@
 """Tokens a second of `generate` of transformers: the stop check waited for and not, and a decode loop of our own.
 
-    python -m benchmarks generation [--json FILE] [--device cuda] [--batch N] [--new-tokens N] [--passes N]
-        [--no-compile]
+    python -m benchmarks generation [--json FILE] [--model tiny|gpt2|medium] [--device cuda] [--batch N]
+        [--new-tokens N] [--passes N] [--no-compile]
 
 Arms take turns in one process, in the order ABC CBA, on a model with random weights:
 
@@ -37,8 +37,12 @@ PROMPT = 16
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
     "gpt2": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "medium": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
-"""Llama shapes: a byte-level model as tiny as published measurements use, and one of GPT-2's size."""
+"""Llama shapes: a byte-level model as tiny as published measurements use, and those of GPT-2 and GPT-2 medium.
+
+A Llama has three matrices in each MLP, so the last one has 400 M parameters.
+"""
 
 WITHOUT = {"asynchronous": "synchronous", "interleaved": "graphs", "whole": "compiled"}
 """What an arm is the same as, but for the wait that it has not got."""

@@ -107,7 +107,8 @@ def _host_time(results: Path) -> str:
 
 
 def _generation(results: Path) -> str:
-    found = [json.loads((results / f"generation-{size}-h200.json").read_text()) for size in generation.SIZES]
+    paths = [results / f"generation-{size}-h200.json" for size in generation.SIZES]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]  # not every size has been measured
     rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
 

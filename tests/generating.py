@@ -1,4 +1,4 @@
-"""What tests of `generate` have in common: one seeded call, and stopping criteria of one's own."""
+"""What tests of `generate` have in common: one seeded call, stopping criteria of one's own, outputs held to others."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
+EVERYTHING = {
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
 
 
 class RowsStopAt(transformers.StoppingCriteria):
@@ -45,3 +53,44 @@ def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: An
         patch.setattr("transformers.generation.stopping_criteria.time", clock)
         output = model.generate(**inputs, **given, **way)
     return output, torch.get_rng_state()
+
+
+def assert_same(synchronous: Any, asynchronous: Any) -> None:
+    """Every tensor of the two outputs, and the caches, are the same bits."""
+    if isinstance(synchronous, torch.Tensor):
+        assert type(synchronous) is type(asynchronous)
+        assert torch.equal(synchronous, asynchronous)
+        assert synchronous.stride() == asynchronous.stride()
+        return
+    assert set(synchronous.keys()) == set(asynchronous.keys())
+    for name in synchronous:
+        if name == "past_key_values":
+            assert_same_cache(synchronous[name], asynchronous[name])
+        else:
+            assert_same_tree(name, synchronous[name], asynchronous[name])
+
+
+def assert_same_tree(name: str, one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert type(one) is type(other), name
+        assert torch.equal(one, other), name
+        return
+    assert (one is None) == (other is None), name
+    if one is not None:
+        assert len(one) == len(other), name
+        for a, b in zip(one, other, strict=True):
+            assert_same_tree(name, a, b)
+
+
+def assert_same_cache(one: Any, other: Any) -> None:
+    assert int(one.get_seq_length()) == int(other.get_seq_length())
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(one, part):
+            assert_same_cache(getattr(one, part), getattr(other, part))
+            return
+    assert len(one.layers) == len(other.layers)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+        assert int(a.get_seq_length()) == int(b.get_seq_length())
+        assert int(getattr(a, "cumulative_length", 0)) == int(getattr(b, "cumulative_length", 0))

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
-from generating import RowsStopAt, StopsOnceOn, seeded
+from generating import EVERYTHING, RowsStopAt, StopsOnceOn, assert_same, seeded
 from late_device import LateChannel
 
 from vllm_async_spec import generation
@@ -29,13 +29,6 @@ from vllm_async_spec.generation.stop_flags import StopFlags
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EVERYTHING = {
-    "return_dict_in_generate": True,
-    "output_scores": True,
-    "output_logits": True,
-    "output_attentions": True,
-    "output_hidden_states": True,
-}
 
 
 @pytest.fixture
@@ -52,45 +45,6 @@ def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: di
     model = tiny_models.model(kind)
     late = {"custom_generate": generation.generate, "open_channel": channel.open, **options}
     return [seeded(model, inputs, way, **kwargs) for way in ({}, late)]
-
-
-def assert_same(synchronous: Any, asynchronous: Any) -> None:
-    """Every tensor of the two outputs, and the caches, are the same bits."""
-    if isinstance(synchronous, torch.Tensor):
-        assert torch.equal(synchronous, asynchronous)
-        assert synchronous.stride() == asynchronous.stride()
-        return
-    assert set(synchronous.keys()) == set(asynchronous.keys())
-    for name in synchronous:
-        if name == "past_key_values":
-            assert_same_cache(synchronous[name], asynchronous[name])
-        else:
-            assert_same_tree(name, synchronous[name], asynchronous[name])
-
-
-def assert_same_tree(name: str, one: Any, other: Any) -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), name
-        return
-    assert (one is None) == (other is None), name
-    if one is not None:
-        assert len(one) == len(other), name
-        for a, b in zip(one, other, strict=True):
-            assert_same_tree(name, a, b)
-
-
-def assert_same_cache(one: Any, other: Any) -> None:
-    assert int(one.get_seq_length()) == int(other.get_seq_length())
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        if hasattr(one, part):
-            assert_same_cache(getattr(one, part), getattr(other, part))
-            return
-    assert len(one.layers) == len(other.layers)
-    for a, b in zip(one.layers, other.layers, strict=True):
-        assert torch.equal(a.keys, b.keys)
-        assert torch.equal(a.values, b.values)
-        assert int(a.get_seq_length()) == int(b.get_seq_length())
-        assert int(getattr(a, "cumulative_length", 0)) == int(getattr(b, "cumulative_length", 0))
 
 
 CACHES = {"llama": [None, "static"], "gpt2": [None, "static"], "sliding": [None, "static"], "hybrid": [None, "static"]}

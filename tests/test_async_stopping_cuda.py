@@ -98,3 +98,50 @@ def test_no_step_makes_the_host_wait_for_the_device():
     length = ids.shape[1] - criteria.finish()
     assert length == 41
     assert ids[:, length - 1].tolist() == [7] * 4
+
+
+class RefusesSyncs(transformers.LogitsProcessor):
+    """From the third step on PyTorch refuses whatever waits for the device, until the last but two."""
+
+    def __init__(self, first: int, last: int):
+        self.first, self.last = first, last
+        self.seen = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        self.seen += self.first <= length < self.last
+        torch.cuda.set_sync_debug_mode("error" if self.first <= length < self.last else "default")
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padded: bool, do_sample: bool):
+    """The whole of a step: inputs, forward, token, flags. The synchronous loop shows that a wait would be refused."""
+    model = tiny_models.model(kind).to("cuda")
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+        inputs = {name: each.cuda() for name, each in prompts.items()}
+        settings = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": tiny_models.VOCABULARY}
+
+        def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
+            torch.manual_seed(0)
+            try:
+                return model.generate(
+                    **inputs, **settings, **way, logits_processor=transformers.LogitsProcessorList(processors)
+                )
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        expected = run()
+        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+            run(RefusesSyncs(6, 22))
+        refusing = RefusesSyncs(6, 22)
+        assert torch.equal(run(refusing, custom_generate=generation.generate), expected)
+        assert refusing.seen == 16
+    finally:
+        model.set_attn_implementation(attention)
+        model.to("cpu")

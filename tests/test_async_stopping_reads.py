@@ -1,0 +1,356 @@
+"""What a step of transformers' loop reads of the device, and what it reads of inputs that the host knows.
+
+Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57. The table of
+`docs/generation.md` is held here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch.utils._pytree import tree_map_only
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+from generating import EVERYTHING, RowsStopAt, assert_same, seeded
+from late_device import LateArrival, LateChannel
+
+from vllm_async_spec import generation
+from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_of
+from vllm_async_spec.generation.known_inputs import with_known_inputs as known_inputs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
+POSITIONS, MASK, EAGER = "_cache_dependant_input_preparation", "_ignore_causal_mask_sdpa", "eager_mask"
+STOP = "_has_unfinished_sequences" if HAS_POSITIONS else "StopCheck"
+
+
+class Device(SimulatedDevice):
+    """Sees through `vmap`, which makes masks in 4.57."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return super().holds(_without_vmap(tensor))
+
+    def mark(self, tensor: torch.Tensor, step: int) -> None:
+        super().mark(_without_vmap(tensor), step)
+
+    def step_of(self, values: Any) -> int | None:
+        return super().step_of(tree_map_only(torch.Tensor, _without_vmap, values))
+
+    def to_host(self, tensor: torch.Tensor) -> None:
+        super().to_host(_without_vmap(tensor))
+
+
+def _without_vmap(tensor: torch.Tensor) -> torch.Tensor:
+    while is_batchedtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+class ChannelOf(LateChannel):
+    """The flags that it sends are the host's."""
+
+    device: Device
+
+    def open(self, device: torch.device, width: int, in_flight: int) -> LateChannel:
+        return self
+
+    def send(self, flags: torch.Tensor) -> LateArrival:
+        arrival = super().send(flags)
+        self.device.to_host(arrival.flags)
+        return arrival
+
+
+@contextlib.contextmanager
+def attending(kind: str, attention: str) -> Iterator[Any]:
+    """The model with another attention, and without a cache of an earlier call."""
+    model = tiny_models.model(kind)
+    model.__dict__.pop("_cache", None)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(attention)
+    try:
+        yield model
+    finally:
+        model.set_attn_implementation(before)
+        model.__dict__.pop("_cache", None)
+
+
+def waits_in_a_step(kind: str, attention: str, cache: str, *, padded: bool, ours: bool, **kwargs: Any) -> Counter[str]:
+    """How often a step waits for the device, by the function of transformers in which it does."""
+    few, many = 4, 8
+    counts = []
+    for steps in (few, many):
+        with attending(kind, attention) as model:
+            device = Device()
+            for tensor in (*model.parameters(), *model.buffers()):
+                device.place(tensor.data)
+            prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+            inputs = {name: device.place(each) for name, each in prompts.items()}
+            channel = ChannelOf(1)
+            channel.device = device
+            way = {"custom_generate": generation.generate, "open_channel": channel.open} if ours else {}
+            settings = {"max_new_tokens": steps, "eos_token_id": tiny_models.VOCABULARY, "cache_implementation": cache}
+            with device.watching() as found:
+                model.generate(**inputs, **settings, **kwargs, **way)
+        counts.append(Counter(_where(wait) for wait in found))
+    assert counts[0] <= counts[1]
+    more = counts[1] - counts[0]
+    assert all(count % (many - few) == 0 for count in more.values()), more
+    return Counter({where: count // (many - few) for where, count in more.items()})
+
+
+def _where(wait: Any) -> str:
+    return next((name for name in (POSITIONS, MASK, STOP, EAGER) if name in wait.stack[0].function), str(wait))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_what_a_step_waits_for(kind: str, attention: str, cache: str, padded: bool):
+    mask = attention == "sdpa" and cache == "dynamic" and (HAS_POSITIONS or padded)
+    eager = [EAGER] if attention == "eager" else []
+    stock = Counter([STOP, *[POSITIONS] * HAS_POSITIONS, *[MASK] * mask, *eager])
+    assert waits_in_a_step(kind, attention, cache, padded=padded, ours=False) == stock
+    assert waits_in_a_step(kind, attention, cache, padded=padded, ours=True) == Counter(eager)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "hybrid"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_windows_wait_for_nothing(kind: str, padded: bool):
+    assert waits_in_a_step(kind, "sdpa", "dynamic", padded=padded, ours=True, return_dict_in_generate=True) == Counter()
+
+
+def test_inference_mode_waits_for_nothing():
+    with torch.inference_mode():
+        assert waits_in_a_step("llama", "sdpa", "dynamic", padded=True, ours=True) == Counter()
+
+
+# --- nothing but the reads is different ----------------------------------------------------------------------------
+
+
+def prompts(kind_of_mask: str) -> dict[str, Any]:
+    """Three prompts of four tokens, and their mask."""
+    side = kind_of_mask if kind_of_mask in ("left", "right") else "left"
+    inputs = tiny_models.prompts([4, 4, 4] if kind_of_mask != side else [4, 2, 3], side)
+    if kind_of_mask == "bool":
+        inputs["attention_mask"] = inputs["attention_mask"].bool()
+    if kind_of_mask == "twos":
+        inputs["attention_mask"] *= 2
+    if kind_of_mask == "none":
+        del inputs["attention_mask"]
+    return inputs
+
+
+@contextlib.contextmanager
+def given_to_forward(model: Any) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """The tensors that the model's forward is given, step for step."""
+    steps: list[dict[str, torch.Tensor]] = []
+
+    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        tensors = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
+        steps.append({name: each.as_subclass(torch.Tensor).clone() for name, each in tensors.items()})
+
+    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield steps
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("mask", ["full", "left", "right", "bool", "twos", "none"])
+def test_inputs_and_outputs_are_those_of_the_synchronous_loop(kind: str, attention: str, cache: str, mask: str):
+    def stopping() -> Any:
+        return transformers.StoppingCriteriaList([RowsStopAt([7, 6, 7])])
+
+    inputs = prompts(mask)
+    settings = {name: value for name, value in EVERYTHING.items() if attention == "eager" or "attentions" not in name}
+    channel = LateChannel(2)
+    late = {"custom_generate": generation.generate, "open_channel": channel.open, "max_in_flight": 3}
+    found, given = [], []
+    for way in ({}, late):
+        with attending(kind, attention) as model, given_to_forward(model) as steps:
+            found.append(seeded(model, inputs, way, max_new_tokens=12, do_sample=True, stopping_criteria=stopping,
+                                cache_implementation=cache, **settings))  # fmt: skip
+        given.append(steps)
+    assert_same(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert [len(steps) for steps in given] == [3, 5], "no overshoot ran"
+    for one, other in zip(*given, strict=False):
+        assert set(one) == set(other)
+        for name in one:
+            # Nothing that depends on the tokens is compared: those of overshoot are of no step.
+            assert one[name].dtype == other[name].dtype, name
+            assert torch.equal(one[name], other[name]), name
+
+
+def continued(model: Any, way: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Two calls with one cache, the second with a mask that is longer than what the cache has not seen."""
+    inputs = tiny_models.prompts([4, 2], "left")
+    cache = transformers.DynamicCache(config=model.config)
+    stop = transformers.StoppingCriteriaList([RowsStopAt([7, 6])])
+    settings = {"past_key_values": cache, **way}
+    first = model.generate(**inputs, max_new_tokens=9, stopping_criteria=stop, **settings)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, first.shape[1] - 4, dtype=torch.long)], dim=-1)
+    tokens = model.generate(first, attention_mask=mask, max_new_tokens=5, **settings)
+    return tokens, int(cache.get_seq_length())
+
+
+def from_embeddings(model: Any, way: dict[str, Any]) -> torch.Tensor:
+    inputs = tiny_models.prompts([4, 2], "left")
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    mask = inputs["attention_mask"]
+    return model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, **way)
+
+
+def without_a_cache(model: Any, way: dict[str, Any]) -> torch.Tensor:
+    return model.generate(**tiny_models.prompts([4, 2], "left"), use_cache=False, max_new_tokens=6, **way)
+
+
+def in_chunks(model: Any, way: dict[str, Any]) -> torch.Tensor:
+    return model.generate(**tiny_models.prompts([5, 3], "left"), prefill_chunk_size=2, max_new_tokens=6, **way)
+
+
+@pytest.mark.parametrize("call", [continued, from_embeddings, without_a_cache, in_chunks])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_other_ways_to_give_a_prompt(kind: str, call: Any):
+    channel = LateChannel(1)
+    late = {"custom_generate": generation.generate, "open_channel": channel.open}
+    with attending(kind, "sdpa") as model:
+        expected, found = call(model, {}), call(model, late)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert channel.sent > 0
+
+
+# --- what is left alone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.ones(2, 1, 4, 4), torch.tensor([[1, 2], [0, 1]]), torch.tensor([[0.5, 1.0]]), {"full_attention": None}],
+    ids=["4-D", "twos", "halves", "by layer"],
+)
+def test_a_mask_of_another_kind_is_left_alone(mask: Any):
+    given = {"attention_mask": mask}
+    known = known_inputs(tiny_models.model("llama"), torch.ones(2, 4), transformers.GenerationConfig(), given)
+    assert known["attention_mask"] is mask
+
+
+def by_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.model.layers[0], "_compiled_call_impl", lambda: None)
+
+
+def by_forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "forward", torch.compile(model.forward))
+
+
+def by_wrapper(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(model.model._modules, "norm", torch.compile(model.model.norm))
+
+
+def by_flex_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+
+
+def by_transformers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+
+
+@pytest.mark.parametrize("compiled", [by_module, by_forward, by_wrapper, by_flex_attention, by_transformers])
+def test_inputs_of_what_is_compiled_are_left_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_models.model("llama")
+    compiled(model, monkeypatch)
+    given = {"attention_mask": torch.ones(2, 4)}
+    assert known_inputs(model, torch.ones(2, 4), transformers.GenerationConfig(), given) is given
+
+
+# --- what is known -------------------------------------------------------------------------------------------------
+
+
+def positions(*values: int) -> KnownTensor:
+    """Positions whose value on the host is told apart from that of the device: it is a hundred more."""
+    return carry(torch.tensor(values), Value(torch.tensor(values) + 100))
+
+
+def test_what_is_read_is_what_the_host_knows_and_what_is_computed_the_devices():
+    last = positions(4, 5)[-1:] + 1
+    assert last[-1].item() == int(last[0]) == 106
+    assert list(range(200))[last[-1]] == 106
+    assert bool(last[0] >= 106)
+    assert last.tolist() == [106]
+    assert (last * 1).tolist() == [6]
+    assert torch.zeros(9).index_fill(0, last, 1.0)[6] == 1
+
+
+def test_a_mask_that_is_continued_with_ones_is_known():
+    for padded in (False, True):
+        mask = carry(torch.zeros(2, 3, dtype=torch.long), Padding(padded))  # whose values say nothing
+        mask = torch.cat([mask, mask.new_ones((2, 1))], dim=-1).to(dtype=torch.bool)
+        assert bool(mask.all()) is bool(torch.all(mask == 1)) is bool(mask.sum() == 8) is not padded
+        assert known_of(mask.sum() == 7) is None
+        assert known_of(mask[:, torch.tensor([0, 1])]) == (None if padded else Padding(False))
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda mask: torch.nn.functional.pad(mask, (0, 1)),
+        lambda mask: torch.cat([mask, torch.zeros(2, 1)], dim=-1),
+        lambda mask: 1 - mask,
+        lambda mask: mask == 0,
+        lambda mask: mask.all(dim=-1),
+        lambda mask: mask.sum(dim=-1),
+        lambda mask: mask.cumsum(-1),
+    ],
+)
+def test_of_all_else_nothing_is_known(computed: Any):
+    mask = carry(torch.ones(2, 3), Padding(False))
+    assert known_of(computed(mask)) is None
+    assert torch.equal(computed(mask), computed(torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [lambda mask: mask.mul_(0), lambda mask: mask.__setitem__((0, 0), 0), lambda mask: mask.__imul__(0)],
+    ids=["mul_", "setitem", "imul"],
+)
+def test_what_was_written_to_is_not_known(write: Any, inference: bool):
+    with torch.inference_mode(inference):
+        mask = carry(torch.ones(2, 3, dtype=torch.long), Padding(False))
+        write(mask)
+        assert known_of(mask) is None
+        assert not mask.all()
+
+
+def test_a_write_under_another_name_is_seen_by_the_version():
+    plain = torch.ones(2, 3)
+    mask = carry(plain, Padding(False))
+    plain[0, 0] = 0
+    assert not mask.all()
+
+
+def test_a_count_answers_for_all_of_it_only():
+    count = carry(torch.tensor(6), Count(6, padded=True))
+    assert not bool(count == 6)
+    assert known_of(count == 5) is None
+    assert known_of(count >= 6) is None
+
+
+@pytest.mark.skipif(not HAS_POSITIONS, reason="this transformers gives a step no cache_position")
+def test_known_positions_are_those_of_the_device():
+    known = known_inputs(tiny_models.model("llama"), torch.ones(2, 4), transformers.GenerationConfig(), {})
+    positions = known["cache_position"]
+    assert positions.tolist() == positions.clone().tolist() == [0, 1, 2, 3]
