@@ -125,7 +125,7 @@ class SecretBound(Right):
 class SecretLengths(Right):
     """Host lengths of which it is not known that they are read: right without them."""
 
-    note = "told garbage, attention is wrong"
+    note = "needs no host lengths, but uses them where they are given"
 
     class builder(Builder):
         def secret(self, metadata: Any) -> Any:
@@ -135,6 +135,23 @@ class SecretLengths(Right):
     class impl(Impl):
         def arguments(self, built: Built) -> ReferenceArguments:
             return with_lengths(built)
+
+
+class SecretSizes(Right):
+    """A plan that nobody compares has room for as many keys as the bound says, and without one for a single key."""
+
+    class builder(Builder):
+        def secret(self, metadata: Any) -> Any:
+            bound = metadata.seq_lens_cpu_upper_bound
+            return lambda: bound
+
+    class impl(Impl):
+        def arguments(self, built: Built) -> ReferenceArguments:
+            given, bound = built.arguments, built.secret()
+            room = (
+                torch.ones_like(given.seq_lens) if bound is None else bound.to(given.seq_lens.device, non_blocking=True)
+            )
+            return replace(given, seq_lens=torch.minimum(given.seq_lens, room))
 
 
 class LongestForAll(Right):

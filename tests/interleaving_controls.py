@@ -121,8 +121,14 @@ def _late_prompts() -> Any:
     begin = Decode.begin
 
     def late(self: Decode, *args: Any) -> None:
-        torch.cuda._sleep(20 * LONG)
-        begin(self, *args)
+        settle = self.tail.settle
+
+        def late_settle(*given: Any) -> None:
+            torch.cuda._sleep(20 * LONG)  # not before: transformers 5 waits for a padded mask in the forward
+            settle(*given)
+
+        with replaced(self.tail, "settle", late_settle):
+            begin(self, *args)
 
     return late
 

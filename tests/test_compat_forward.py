@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
 from vllm_async_spec.compat.published import Run
 from vllm_async_spec.compat.report import Report, junit, markdown
-from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.results import BackendResult, Need
 
 NAMED = {case.name: case for case in CASES}
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
@@ -59,7 +61,7 @@ def test_a_right_backend_is_right_with_every_batch_whatever_the_host_is_told(kin
     assert found.not_attended is None
     assert [case.case for case in found.cases if case.was_attended] == [name for name in names if name in STEPS]
     for case in found.steps:
-        assert [each.host for each in case.attended] == [Host.EXACT, Host.BOUND, Host.GARBAGE]
+        assert [each.host for each in case.attended] == [Host.EXACT, Host.BOUND, Host.ABSENT, Host.GARBAGE]
         assert all(each.right and not each.waits for each in case.attended)
     assert {each.not_run for case in found.cases if case.capture for each in case.attended} <= {forward._CAPTURE}
 
@@ -85,6 +87,23 @@ def test_garbage_that_a_builder_is_found_not_to_need_and_that_attention_goes_by_
     found = attended(planted.SecretLengths, "spec K + 1")
     assert found.passed, found.explain()
     assert any(str(planted.SecretLengths.note) in note for note in found.cases[0].notes), found.cases[0].notes
+
+
+def test_what_attention_needs_counts_though_what_is_built_looks_the_same():
+    device, cases = SimulatedDevice(), [NAMED["spec K + 1"]]
+    tried = subject(planted.SecretSizes, device)
+    built = check(tried, device, cases=cases)
+    assert built.need is Need.NONE
+    found = attend(tried, device, built, cases=cases)
+    assert found.need is Need.UPPER_BOUND
+    assert found.passed, found.explain()
+    (case,) = found.cases
+    assert {each.host for each in case.attended if each.right is False} == {Host.ABSENT, Host.GARBAGE_DECODES}
+    assert any(note.startswith("told no lengths, attention is wrong") for note in case.notes), case.notes
+    row = report(found).published.rows[0]
+    assert (row.verdict, row.attention) == ("upper bound", "right, 1 of 1 batches")
+    bound = attended(planted.SecretBound, "spec K + 1")
+    assert bound.need is Need.EXACT
 
 
 @pytest.mark.parametrize("name", ["compared", "watched", "poisoned"])
@@ -216,7 +235,7 @@ def test_the_cpu_backend_of_the_installed_vllm_attends_right(tmp_path: Path):
     (backend,) = json.loads((tmp_path / "found.json").read_text())["backends"]
     assert backend["not_attended"] is None
     ran = [each for case in backend["cases"] for each in case["attended"] if each["not_run"] is None]
-    assert len(ran) == 3 * 16
+    assert len(ran) == 4 * 16
     assert all(each["right"] for each in ran)
 
 
@@ -258,8 +277,9 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     if "there is no " in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     decode, ragged, prefill = (line.partition(": ")[2] for line in done.stdout.splitlines()[-3:])
-    assert decode == "exact lengths True, upper bound True, garbage True", done.stderr[-2000:]
-    assert prefill == "exact lengths True, upper bound True, garbage for decodes True"
+    assert decode == "exact lengths True, upper bound True, no lengths True, garbage True", done.stderr[-2000:]
+    assert prefill.startswith("exact lengths True, upper bound True, garbage for decodes True")
+    assert "False" not in prefill
     assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
 
 
@@ -291,6 +311,29 @@ def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monke
     assert found.exit_code == 2
 
 
+def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: pytest.MonkeyPatch):
+    names = [f"compat_attention:{name}" for name in ("Astray", "Right", "HeadsFirst")]
+    lost = []
+
+    def astray(subject: Subject, device: Device, found: BackendResult) -> BackendResult:
+        lost.append(subject.name)
+        return replace(found, not_attended="the GPU does nothing more")
+
+    monkeypatch.setattr(suite, "attend", astray)
+    monkeypatch.setattr(suite, "is_lost", lambda device: True)
+    asked: list[str] = []
+
+    def elsewhere(left: Sequence[str]) -> Sequence[BackendResult]:
+        asked.extend(left)
+        return [BackendResult(name, name, "", False, "cpu", not_attended=None) for name in left]
+
+    found = suite.run(names, SimulatedDevice(), elsewhere=elsewhere)
+    assert lost == names[:1]
+    assert asked == names[1:]
+    assert [each.backend for each in found.results] == names
+    assert [each.not_attended for each in found.results] == ["the GPU does nothing more", None, None]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits and kernels need a CUDA device")
 @pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)
@@ -320,3 +363,17 @@ for each in found.results:
     astray, right = done.stdout.splitlines()[-2:]
     assert "the GPU does nothing more" in astray, done.stderr[-2000:]
     assert right == "True the GPU failed in the forward of a builder before it, and does nothing more"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be lost")
+def test_the_command_attends_with_the_rest_in_a_new_process(tmp_path: Path):
+    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
+    named = [f"--backend=compat_attention:{name}" for name in ("Astray", "Right")]
+    command = [sys.executable, "-c", code, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert (tmp_path / "found.json").is_file(), done.stderr[-2000:]
+    astray, right = json.loads((tmp_path / "found.json").read_text())["backends"]
+    assert "the GPU does nothing more" in astray["not_attended"]
+    assert right["not_attended"] is None
+    assert right["passed"]

@@ -166,8 +166,8 @@ def test_one_pool_holds_less_than_two(model: Any):
     """What sharing is for: the second graph takes hardly anything more."""
     from vllm_async_spec.generation.step_graphs import StepGraphs
 
-    inputs = prompts([3] * 64)
-    settings = {"max_new_tokens": 60, "eos_token_id": VOCABULARY}
+    inputs = prompts([3] * 4096)  # of fewer, what either graph takes is the least that a pool can hold
+    settings = {"max_new_tokens": 20, "eos_token_id": VOCABULARY}
     # What cuBLAS keeps for a stream is in the pool of the first graphs of all.
     generate(model, inputs, **settings, **INTERLEAVED)
     generation.release(model)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from vllm_async_spec._version import __version__
+
+if TYPE_CHECKING:
+    from vllm_async_spec.compat.results import BackendResult
 
 app = typer.Typer(
     help="Speculative decoding in vLLM with no host-device synchronisation on the critical path.",
@@ -317,8 +321,11 @@ def compat(
         source = prepare(vllm_source, plugin=plugin)
         opened = open_device(device, source)
         patches = _load_plugin() if plugin else None
+        elsewhere = functools.partial(_tried_elsewhere, plugin=plugin)
         with Console(stderr=True).status("") as status:
-            found = run(backends or [], opened, source=source, patches=patches, progress=status.update)
+            found = run(
+                backends or [], opened, source=source, patches=patches, progress=status.update, elsewhere=elsewhere
+            )
     except (SubjectError, VllmSourceError) as error:
         _fail(str(error), 2)
     for path, make in written.values():
@@ -326,6 +333,24 @@ def compat(
             path.write_text(make(found), encoding="utf-8")
     print_report(found, Console())
     raise typer.Exit(found.exit_code)
+
+
+def _tried_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
+    """Builders tried in a new process, whose CUDA is its own."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_try_on_gpu, names, plugin).result()
+
+
+def _try_on_gpu(names: Sequence[str], plugin: bool) -> Sequence[BackendResult]:
+    from vllm_async_spec.compat.suite import open_device, prepare, run
+
+    source = prepare(None, plugin=plugin)
+    patches = _load_plugin() if plugin else None
+    elsewhere = functools.partial(_tried_elsewhere, plugin=plugin)
+    return run(names, open_device("cuda", source), patches=patches, elsewhere=elsewhere).results
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

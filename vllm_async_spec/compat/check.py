@@ -34,6 +34,7 @@ __all__ = [
     "check",
     "configured",
     "failure_sentence",
+    "least_need",
     "without_warnings",
 ]
 
@@ -167,19 +168,30 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
         if snapshot is not None:
             build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
         builds[host] = build
-    need = _need(builds, subject.metadata.has_bound)
+    need = (
+        Need.BLOCKING
+        if exact.waits
+        else least_need(lambda host: builds[host].serves, has_bound=subject.metadata.has_bound)
+    )
     return replace(result, need=need, builds=tuple(builds.values()), unsteady=tuple(sorted(unsteady)))
 
 
-def _need(builds: Mapping[Host, Build], has_bound: bool) -> Need:
-    serves = {host: build.serves for host, build in builds.items()}
-    if builds[Host.EXACT].waits:
-        return Need.BLOCKING
+def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
+    """The least that the host must know.
+
+    Args:
+        serves: Whether a builder is right, and waits for nothing, with what the host is told. It is asked of as few as
+            will do, and of what has a build.
+        has_bound: Whether the common metadata has a field for the bound.
+
+    Returns:
+        The class, of a builder that is right with exact lengths.
+    """
     # Where there is no field for the bound, it was given as the lengths, which a builder may take for exact.
-    if serves[Host.ABSENT] and (serves[Host.BOUND] or not has_bound):
+    if serves(Host.ABSENT) and (not has_bound or serves(Host.BOUND)):
         return Need.NONE
-    if serves[Host.BOUND]:
-        return Need.PREFILL_ROWS if serves[Host.GARBAGE_DECODES] else Need.UPPER_BOUND
+    if serves(Host.BOUND):
+        return Need.PREFILL_ROWS if serves(Host.GARBAGE_DECODES) else Need.UPPER_BOUND
     return Need.EXACT
 
 

@@ -2,7 +2,8 @@
 
 What a builder makes can be right field by field and wrong for the kernel, and a forward may wait by itself. So each
 batch is attended where kernels run, with what was built from exact host lengths, from what an engine with asynchronous
-speculative decoding can tell, and from garbage in whatever the builder was found not to need.
+speculative decoding can tell, and from the least that the builder was found to need. Where attention is wrong with
+that, the builder needs more than what it built has shown.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 import torch
 
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
-from vllm_async_spec.compat.check import Subject, build_batch, configured, failure_sentence, without_warnings
+from vllm_async_spec.compat.check import (
+    Subject,
+    build_batch,
+    configured,
+    failure_sentence,
+    least_need,
+    without_warnings,
+)
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
@@ -49,7 +57,7 @@ def attend(
         seconds: After how many no further batch is begun.
 
     Returns:
-        `found`, with what came of it. What a layer raises is told, not raised.
+        `found`, with what came of it, and with what it shows of the need. What a layer raises is told, not raised.
     """
     if isinstance(subject.layer, str):
         return replace(found, not_attended=subject.layer)
@@ -64,10 +72,9 @@ def attend(
     attended: list[CaseResult] = []
     for each in found.cases:
         try:
-            of_case = tuple(_attended(subject, by_name[each.case], each, device, until))
+            attended.append(_attended(subject, by_name[each.case], each, device, until))
         except _LostError as error:
             return replace(found, not_attended=str(error))
-        attended.append(replace(each, attended=of_case))
         until = until or time.monotonic() + seconds
     results = tuple(attended)
     if any(each.was_attended for each in results):
@@ -79,28 +86,38 @@ def attend(
 _CAPTURE = "what is built for a capture is replayed with other batches"
 
 
-def _attended(
-    subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None
-) -> Iterator[Attended]:
+def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None) -> CaseResult:
+    """One batch: the truth, what the host can tell, what its need is by what was built, and garbage in the rest."""
     if found.need is None:
-        return
-    warm = not device.validates_kernels
-    for host in _hosts(found):
-        if case.call is Call.CAPTURE:
-            yield Attended(host, _CAPTURE)
-        elif until is not None and time.monotonic() > until:
-            yield Attended(host, "the time for the forwards of this builder was used up")
-        else:
-            yield _attend(subject, case, host, device, warm=warm)
-            warm = True
+        return found
+    done: dict[Host, Attended] = {}
 
+    def told(host: Host) -> Attended:
+        if host not in done:
+            if case.call is Call.CAPTURE:
+                done[host] = Attended(host, _CAPTURE)
+            elif until is not None and time.monotonic() > until:
+                done[host] = Attended(host, "the time for the forwards of this builder was used up")
+            else:
+                done[host] = _attend(subject, case, host, device, warm=bool(done) or not device.validates_kernels)
+        return done[host]
 
-def _hosts(found: CaseResult) -> tuple[Host, ...]:
-    """What the host is told: the truth, what it can tell, and garbage in what the builder was found not to need."""
-    garbage = {Need.NONE: Host.GARBAGE, Need.PREFILL_ROWS: Host.GARBAGE_DECODES, Need.UPPER_BOUND: Host.STALE}
-    wanted = [Host.EXACT, found.realistic, garbage.get(found.need) if found.need is not None else None]
+    def serves(host: Host) -> bool:
+        build = found.build(host)
+        return build is not None and build.serves and told(host).right is not False
+
     built = {each.host for each in found.builds if each.failure is None}
-    return tuple(host for host in dict.fromkeys(wanted) if host in built)
+    for host in dict.fromkeys([Host.EXACT, found.realistic]):
+        if host in built:
+            told(host)
+    need = found.need
+    # What is wrong with the truth itself says nothing of what the host must know.
+    if need is not Need.BLOCKING and told(Host.EXACT).right is not False:
+        need = max(need, least_need(serves, has_bound=found.realistic is Host.BOUND))
+    garbage = {Need.NONE: Host.GARBAGE, Need.PREFILL_ROWS: Host.STALE, Need.UPPER_BOUND: Host.STALE}.get(need)
+    if garbage is not None:
+        serves(garbage)
+    return replace(found, need=need, attended=tuple(done.values()))
 
 
 def _attend(subject: Subject, case: Case, host: Host, device: Device, *, warm: bool) -> Attended:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_async_spec.compat.cases import Host
+
 __all__ = ["CLASSES", "PublishedError", "Row", "Run", "read_runs"]
 
 SCHEMA = 1
@@ -232,7 +234,9 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]
     ran = [(case, attended) for case, attended in each if attended["not_run"] is None]
     batches = {case for case, attended in ran if attended["realistic"]}
-    wrong = [attended for _, attended in ran if not attended["right"]]
+    # What else was tried has shown the class of need, and is told beside it.
+    told = [attended for _, attended in ran if attended["realistic"] or attended["host"] == Host.EXACT.value]
+    wrong = [attended for attended in told if not attended["right"]]
     # What an engine can tell comes before what it can't.
     worst = max(wrong, key=lambda a: (a["realistic"], float(a["difference"])), default=None)
     said = "right" if worst is None else f"wrong by {float(worst['difference']):.2g} told {worst['host']}"

@@ -127,7 +127,7 @@ class CaseResult:
         case: The batch's name.
         not_run: Why nothing is said of it: it does not apply to the builder, or fails even with exact lengths.
         realistic: What an engine with asynchronous speculative decoding can tell without waiting.
-        need: None where it did not run.
+        need: By what was built, and by attention where it was tried. None where it did not run.
         builds: One for each that the host was told.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
         capture: Whether it is built to record a CUDA graph, at start-up, and not in a step.
@@ -158,13 +158,18 @@ class CaseResult:
     def notes(self) -> tuple[str, ...]:
         """What is no fault there and may be one elsewhere."""
         found = []
-        garbage, stale = self.build(Host.GARBAGE), self.build(Host.STALE)
-        if self.need is Need.NONE and garbage is not None and not garbage.serves:
+        if self.need is Need.NONE and self._goes_by(Host.GARBAGE):
             found.append("needs no host lengths, but uses them where they are given")
-        elif self.need in (Need.PREFILL_ROWS, Need.UPPER_BOUND) and stale is not None and not stale.serves:
+        elif self.need in (Need.PREFILL_ROWS, Need.UPPER_BOUND) and self._goes_by(Host.STALE):
             found.append("needs the upper bound only, but uses host lengths where they are given")
         found += [fault for each in self.attended if each.host is not self.realistic for fault in each.faults]
         return tuple(found)
+
+    def _goes_by(self, garbage: Host) -> bool:
+        """Whether it shows in what is built, or in attention, what the host was told without need."""
+        build = self.build(garbage)
+        wrong = any(each.host is garbage and each.right is False for each in self.attended)
+        return wrong or (build is not None and not build.serves)
 
     @property
     def was_attended(self) -> bool:

@@ -82,6 +82,7 @@ def run(
     source: VllmSource | None = None,
     patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
+    elsewhere: Callable[[Sequence[str]], Sequence[BackendResult]] | None = None,
 ) -> Report:
     """Check builders one after another.
 
@@ -91,6 +92,8 @@ def run(
         source: The unpacked release, if that is what is imported.
         patches: Tells what has become of each of the plugin's patches; None for stock vLLM.
         progress: Told each name before it is tried.
+        elsewhere: Tries builders in another process, for those whose turn comes after a kernel took the GPU from this
+            one; None to say of them that nothing was attended.
 
     Returns:
         What was found. A builder of vLLM's that this release does not have is named as absent where all were asked for.
@@ -122,10 +125,15 @@ def run(
             failure = f"the GPU does nothing more: {failure_sentence(error)}"
             results[name] = BackendResult(name, name, "", patched, device_name, failure=failure)
     # After all are built: a kernel that goes astray takes the GPU from whoever comes after it.
-    for name, found in results.items():
-        if name in subjects:
-            progress(f"{name}, attention")
-            results[name] = attend(subjects[name], subjects[name].device or device, found)
+    waiting = [name for name in results if name in subjects]
+    while waiting:
+        name = waiting.pop(0)
+        progress(f"{name}, attention")
+        results[name] = attend(subjects[name], subjects[name].device or device, results[name])
+        if waiting and elsewhere is not None and is_lost(device):
+            progress(f"{waiting[0]} and those after it, in a new process")
+            results |= {found.backend: found for found in elsewhere(waiting)}
+            break
     vllm = sys.modules.get("vllm")
     return Report(
         version=__version__,
