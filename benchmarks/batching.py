@@ -291,7 +291,14 @@ def _transformers(
     stack: contextlib.ExitStack, model: Any, prompts: list[list[int]], batch: int, length: int, new_tokens: int
 ) -> tuple[Arm, str]:
     import transformers
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    try:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    except ImportError as error:
+        raise BatchingError(
+            f"transformers {transformers.__version__} has no continuous batching as version 5 has it; leave that arm "
+            "out by naming the others in --arms"
+        ) from error
 
     other = twin(model)
     asynchronous = model.device.type == "cuda"

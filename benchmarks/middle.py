@@ -37,9 +37,8 @@ class Middle:
     """Every call of the CUDA runtime or driver, by start; none where there is no device."""
 
     def waits_a_step(self, place: Place) -> float:
-        """Waits of the launching thread in one place, a step."""
-        waits = (wait for wait in self.recorded.waits if wait.thread == self.recorded.main)
-        return sum(wait.place is place for wait in waits) / self.recorded.count
+        """Waits in one place, a step; all but the hidden ones are the launching thread's."""
+        return sum(wait.place is place for wait in self.recorded.waits) / self.recorded.count
 
     def busy(self) -> float:
         """Share of the time in which the device did anything."""

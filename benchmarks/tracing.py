@@ -1,6 +1,6 @@
 """A few decode steps of a technique, with its wait and without, as rows of blocks: what `plot` draws a timeline from.
 
-    python -m benchmarks trace TECHNIQUE --out FILE.json
+    python -m benchmarks trace TECHNIQUE --out FILE.json [--model SIZE] [--batch N] [--steps N] [--drafts K]
 
 Both arms run in one process on one set of random weights. A block is a stretch of time in which a row did one thing;
 stretches nearer to each other than `join_us` are one block. The step times and shares beside the rows are of all

@@ -105,6 +105,14 @@ def test_arms_that_draft_give_the_tokens_of_the_others_and_more_of_them_a_step(t
     assert [cell == "-" for cell in against.cells] == [True] * 5 + [False]
 
 
+def test_an_older_transformers_has_no_arm_of_its_own_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("transformers.generation.configuration_utils.ContinuousBatchingConfig", raising=False)
+    done = run(*SMALL)
+    assert done.exit_code == 1
+    assert "has no continuous batching as version 5 has it; leave that arm out by naming the others" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_the_drafter_is_right_as_often_as_is_said_and_never_close() -> None:
     """Whatever came before: attention moves nothing, and both say what follows by a margin that bfloat16 keeps."""
     target, drafter = make_model("tiny", "cpu", arranged=True), make_drafter("tiny", "cpu")

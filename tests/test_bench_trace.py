@@ -53,11 +53,12 @@ def asynchronous() -> Recording:
     made = Recording()
     for step in range(-2, 8):
         at = step * STEP_US
-        for index in range(4):
-            made.kernel(at + 20 * index + (20 if index == 3 else 0), 19.5, launched=at + index - STEP_US)
+        for index, (start, us) in enumerate([(-5, 24.5), (20, 19.5), (40, 19.5), (80, 10)]):
+            made.kernel(at + start, us, launched=at + index - STEP_US)
         made.kernel(at + 62, 2, launched=at - 90, stream=20)
         made.runtime("cudaEventSynchronize", at + 30, 40)
         made.call("event", at + 29, at + 71, 8)
+        made.runtime("cudaLaunchKernel", at + 75, 2, OTHER)
         made.runtime("cudaStreamSynchronize", at + 10, 30, OTHER)
         made.call("warning", at + 41, at + 41, 9, OTHER)
     return made
@@ -96,10 +97,11 @@ def test_a_wait_while_the_device_works_is_another_one_and_other_threads_are_left
     arm = found["arms"]["asynchronous"]
     host, stream, other = arm["rows"]
     assert host["blocks"]["overlapped"] == [[30, 40], [130, 40]]
+    assert host["blocks"]["call"] == [[0, 4], [10, 1], [100, 4], [110, 1]]
     assert "critical" not in host["blocks"]
     assert (arm["critical_waits"], arm["overlapped_waits"]) == (0, 1)
     # Half a microsecond between kernels is not seen; twenty are. What began before the window is cut.
-    assert stream["blocks"]["kernels"] == [[0, 59.5], [80, 79.5], [180, 19.5]]
+    assert stream["blocks"]["kernels"] == [[0, 59.5], [80, 10], [95, 64.5], [180, 10], [195, 5]]
     assert other == {"name": "stream 20", "blocks": {"kernels": [[62, 2], [162, 2]]}}
 
 
@@ -108,7 +110,7 @@ def test_waits_are_counted_by_what_they_held_up(tmp_path: Path) -> None:
     assert made.waits_a_step(Place.CRITICAL) == 0
     assert made.waits_a_step(Place.OVERLAPPED) == 1
     assert {wait.thread for wait in made.recorded.waits} == {MAIN, OTHER}
-    assert made.busy() == pytest.approx(0.8)  # four kernels of 19.5 µs, and one of 2 between them
+    assert made.busy() == pytest.approx(0.755)  # 73.5 µs of kernels in one stream, 2 in the other
 
 
 def test_joined_stretches_keep_the_longest_end() -> None:
