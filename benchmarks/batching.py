@@ -1,46 +1,55 @@
-"""Tokens a second of continuous batching: steps waited for and not, and transformers' own.
+"""Tokens a second of continuous batching: steps waited for and not, with drafts and without, and transformers' own.
 
-    python -m benchmarks batching [--json FILE] [--model 8b] [--batch N] [--new-tokens N] [--passes N]
+    python -m benchmarks batching [--json FILE] [--model 8b] [--batch N] [--new-tokens N] [--passes N] [--drafts K]
 
-Four arms take turns in one process, in the order ABCD DCBA, on one set of random weights:
+Arms take turns in one process, in the order ABCD DCBA, on one set of random weights:
 
 - `synchronous`: `ContinuousBatcher`, which waits for each step before it plans the next;
 - `synchronous again`: the same; what the two differ by is the noise;
 - `asynchronous`: the same batcher, its cache and its CUDA graphs included, which does not wait;
-- `transformers`: `ContinuousBatchingManager` of transformers, with asynchronous batching where that runs on the device.
+- `transformers`: `ContinuousBatchingManager` of transformers, with asynchronous batching where that runs on the device;
+- `drafts synchronous` and `drafts asynchronous`, where `--drafts` says how many: another batcher on the same weights,
+  with a draft model.
 
 The end-of-sequence id is one that the model can't produce, so that each arm looks for it and generates as many tokens.
-Tokens of the first three are compared, and there is no result where one differs. transformers attends by other
-kernels, so its tokens are compared and the share that is equal is told: of random weights in bfloat16, few are.
+Tokens of our arms are compared, and there is no result where one differs. transformers attends by other kernels, so its
+tokens are compared and the share that is equal is told: of random weights in bfloat16, few are. With drafts the weights
+of all arms are those of `batching_models`, whose next token is never close.
 
 Where there is a GPU, each arm runs once more, shorter, under CUPTI alone: the share of the time in which a kernel or a
-copy ran, between the first and the last.
+copy ran, between the first and the last. And each of ours runs once more with the audit's recorder on the steps in the
+middle: how often a step the host waited until the device had nothing left to do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from benchmarks.shapes import SHAPES
+from benchmarks.arms import expected_length
+from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
+from benchmarks.middle import MiddleError, OnStep, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
+from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
 ARMS = ("synchronous", "synchronous again", "asynchronous", "transformers")
-_OURS = ARMS[:3]
+DRAFTED = ("drafts synchronous", "drafts asynchronous")
+_OURS = (*ARMS[:3], *DRAFTED)
+_ASYNCHRONOUS = ("asynchronous", "drafts asynchronous")
 _PAGE = 256
-_BUSY_TOKENS = 256
+_SHORTER_TOKENS = 256
 
 Arm = Callable[[int], list[list[int]]]
 """From new tokens to those of each request."""
@@ -61,35 +70,56 @@ def measure(
     passes: int,
     attention: str,
     arms: list[str],
+    drafts: int = 0,
 ) -> dict[str, Any]:
-    """The result file.
+    """The result file; `drafts` of each sequence and step are for the arms that draft, and 0 where none does.
 
     Raises:
-        BatchingError: the model or an arm is unknown, there is no such device, or ours differ in their tokens.
+        BatchingError: the model or an arm is unknown, arms and drafts don't fit, there is no such device, or ours
+            differ in their tokens.
     """
     import transformers
 
     if size not in MODELS:
         raise BatchingError(f"the model is {size!r}; it must be one of {', '.join(MODELS)}")
-    if unknown := [name for name in arms if name not in ARMS]:
-        raise BatchingError(f"the arms have {unknown[0]!r}; they must be of {', '.join(ARMS)}")
+    if unknown := [name for name in arms if name not in (*ARMS, *DRAFTED)]:
+        raise BatchingError(f"the arms have {unknown[0]!r}; they must be of {', '.join((*ARMS, *DRAFTED))}")
+    if any(name in DRAFTED for name in arms) != bool(drafts):
+        raise BatchingError(
+            f"the drafts are {drafts} and the arms {', '.join(arms)}; {' and '.join(DRAFTED)} need a number of drafts, "
+            "and no others do"
+        )
     on_gpu = device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         raise BatchingError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
-    model = _model(size, device)
-    prompts = torch.randint(model.config.vocab_size, (requests, prompt), generator=_generator()).tolist()
+    model = make_model(size, device, arranged=bool(drafts))
+    # The last token of an arranged vocabulary is the one after which anything may follow.
+    vocabulary = model.config.vocab_size - bool(drafts)
+    prompts = torch.randint(vocabulary, (requests, prompt), generator=_generator()).tolist()
+    reference = next((name for name in arms if name in _OURS), arms[0])
     with contextlib.ExitStack() as stack:
-        runs, described = _arms(stack, model, prompts, batch, new_tokens, attention, arms)
+        made = make_arms(
+            stack,
+            model,
+            prompts,
+            batch=batch,
+            new_tokens=new_tokens,
+            attention=attention,
+            names=arms,
+            drafter=make_drafter(size, device) if drafts else None,
+            drafts=drafts,
+        )
+        runs = made.runs
         tokens = {name: run(new_tokens) for name, run in runs.items()}  # the first run of each, which also warms up
-        agreement = {name: _agreement(tokens[arms[0]], found) for name, found in tokens.items()}
+        agreement = {name: _agreement(tokens[reference], found) for name, found in tokens.items()}
         for name in arms:
-            if name in _OURS and arms[0] in _OURS and agreement[name] < 1:
-                where = _first_difference(tokens[arms[0]], tokens[name])
+            if name in _OURS and agreement[name] < 1:
+                where = _first_difference(tokens[reference], tokens[name])
                 raise BatchingError(
-                    f"{name} generates other tokens than {arms[0]}, from token {where} of a request on, so no ratio "
+                    f"{name} generates other tokens than {reference}, from token {where} of a request on, so no ratio "
                     "means anything"
                 )
-        generated = sum(len(each) for each in tokens[arms[0]])
+        generated = sum(len(each) for each in tokens[reference])
 
         def turn(name: str) -> float:
             start = time.perf_counter()
@@ -102,8 +132,10 @@ def measure(
             return generated / seconds
 
         speeds = by_turns(arms, passes, turn)
-        shorter = min(new_tokens, _BUSY_TOKENS)
+        shorter = min(new_tokens, _SHORTER_TOKENS)
         busy = {name: _busy(functools.partial(run, shorter)) for name, run in runs.items()} if on_gpu else {}
+        waits, unrecorded = _all_waits(made, shorter) if on_gpu else ({}, {})
+        accepted = {name: batcher.accepted for name, batcher in made.batchers.items()}
     return {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
@@ -113,10 +145,14 @@ def measure(
         "requests": requests,
         "prompt": prompt,
         "new_tokens": new_tokens,
-        "attention": described,
+        "attention": made.attention,
         "tokens_per_second": speeds,
         "equal_tokens": agreement,
         "gpu_busy": busy,
+        "drafts": drafts,
+        "accepted": accepted,
+        "waits": waits,
+        "unrecorded": unrecorded,
     }
 
 
@@ -127,19 +163,25 @@ def table(found: Mapping[str, Any]) -> Table:
         f"batch {found['batch']}, {found['prompt']} prompt and {found['new_tokens']} new tokens"
     )
     speeds = found["tokens_per_second"]
-    references = [name for name in ("synchronous", "transformers") if name in speeds]
+    references = [name for name in ("synchronous", "transformers", DRAFTED[0]) if name in speeds]
+    ratios = [f"{name} = 1" for name in references]
     shown = Table(
-        "arm", "tokens/s", "spread", *(f"{name} = 1" for name in references), "equal tokens", "GPU busy", title=title
+        "arm", "tokens/s", "spread", *ratios, "equal", "tokens a step", "critical waits", "GPU busy", title=title
     )
     for name, values in speeds.items():
-        ratios = ["-" if name == other else ratio_in_words(speeds[other], values) for other in references]
-        busy = found["gpu_busy"].get(name)
+        against = [name != other and (other != DRAFTED[0] or name in DRAFTED) for other in references]
+        busy, waits = found["gpu_busy"].get(name), found["waits"].get(name)
         shown.add_row(
             name,
             f"{statistics.median(values):.1f}",
             f"{min(values):.1f}-{max(values):.1f}",
-            *ratios,
+            *(
+                ratio_in_words(speeds[other], values) if told else "-"
+                for told, other in zip(against, references, strict=True)
+            ),
             f"{found['equal_tokens'][name]:.1%}",
+            f"{found['accepted'][name]:.2f}" if name in found["accepted"] else "-",
+            "-" if waits is None else f"{waits[Place.CRITICAL]:.2f}",
             "-" if busy is None else f"{busy:.1%}",
         )
     return shown
@@ -149,6 +191,19 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     """What has to be known beside the table."""
     speeds = found["tokens_per_second"]
     said = [f"attention: {', '.join(f'{name} {used}' for name, used in found['attention'].items())}"]
+    if drafts := found["drafts"]:
+        said.append(
+            f"{drafts} drafts a step, of a small Llama; the weights of both models are arranged so that each is "
+            f"accepted with probability {SHARE} if those before it were, which is "
+            f"{expected_length(SHARE, drafts):.2f} tokens a step. The tokens then depend on the last one alone: that "
+            "they are equal says nothing about attention"
+        )
+    if found["waits"]:
+        said.append(
+            "critical waits: how often a step the host waited until the GPU had nothing left to do, in the middle half "
+            "of the steps of a run with the audit's recorder"
+        )
+    said += [f"no waits are told of {name}: {reason}" for name, reason in found["unrecorded"].items()]
     if found["device"] == "cpu":
         said.append("nothing can be won on a CPU: no device is ahead or behind")
     if "synchronous again" in speeds and "synchronous" in speeds:
@@ -158,81 +213,94 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def _model(size: str, device: str) -> Any:
-    import transformers
-
-    config = transformers.LlamaConfig(**{k: v for k, v in SHAPES[size].target.items() if k != "torch_dtype"})
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    before = torch.get_default_dtype()
-    torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(dtype)
-        with torch.device(device):
-            model = transformers.LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=config.vocab_size, pad_token_id=0)
-    return model
-
-
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _arms(
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """What takes turns."""
+
+    runs: dict[str, Arm]
+    attention: dict[str, str]
+    batchers: dict[str, Any]
+    """The `ContinuousBatcher` of each arm of ours."""
+
+    def stepping(self, name: str, new_tokens: int, on_step: OnStep) -> list[list[int]]:
+        """Run an arm of ours, with a call as each step begins."""
+        with before_each(self.batchers[name], "step", on_step):
+            return self.runs[name](new_tokens)
+
+
+def make_arms(
     stack: contextlib.ExitStack,
     model: Any,
     prompts: list[list[int]],
+    *,
     batch: int,
     new_tokens: int,
     attention: str,
     names: list[str],
-) -> tuple[dict[str, Arm], dict[str, str]]:
-    """The arms, and the attention of each."""
+    drafter: Any = None,
+    drafts: int = 0,
+) -> Arms:
+    """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
     from vllm_async_spec.generation import ContinuousBatcher
 
-    runs: dict[str, Arm] = {}
-    described: dict[str, str] = {}
+    made = Arms({}, {}, {})
     length = len(prompts[0]) + new_tokens
     if "transformers" in names:
-        runs["transformers"], described["transformers"] = _transformers(
+        made.runs["transformers"], made.attention["transformers"] = _transformers(
             stack, model, prompts, batch, length, new_tokens
         )
-    if any(name in _OURS for name in names):
-        # Where requests queue, those that share a step are not the same when it is learned later that one has ended.
-        # With one decode size, and one prompt a step, that changes no bit of any.
-        apart: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
+    # Where requests queue, those that share a step are not the same when it is learned later that one has ended. With
+    # one decode size, and one prompt a step, that changes no bit of any.
+    apart: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
+
+    def run(batcher: Any, synchronous: bool, tokens: int) -> list[list[int]]:
+        batcher.synchronous = synchronous
+        found = [batcher.submit(prompt, max_new_tokens=tokens) for prompt in prompts]
+        batcher.run()
+        return [request.result() for request in found]
+
+    # Those that draft first: a model that a batcher has taken has no twin.
+    for ours in (DRAFTED, ARMS[:3]):
+        wanted = [name for name in ours if name in names]
+        if not wanted:
+            continue
+        drafted: dict[str, Any] = {"draft_model": drafter, "draft_tokens": drafts} if ours is DRAFTED else {}
         batcher = stack.enter_context(
             ContinuousBatcher(
-                model,
+                twin(model) if drafted else model,
                 max_batch=batch,
                 max_length=length,
                 attention=attention,
                 **apart,
+                **drafted,
             )
         )
-
-        def run(synchronous: bool, tokens: int) -> list[list[int]]:
-            batcher.synchronous = synchronous
-            found = [batcher.submit(prompt, max_new_tokens=tokens) for prompt in prompts]
-            batcher.run()
-            return [request.result() for request in found]
-
-        for name in _OURS:
-            runs[name] = functools.partial(run, name != "asynchronous")
-            described[name] = batcher.attention
-    return {name: runs[name] for name in names}, {name: described[name] for name in names}
+        for name in wanted:
+            made.runs[name] = functools.partial(run, batcher, name not in _ASYNCHRONOUS)
+            made.attention[name], made.batchers[name] = batcher.attention, batcher
+    return Arms(
+        {name: made.runs[name] for name in names}, {name: made.attention[name] for name in names}, made.batchers
+    )
 
 
 def _transformers(
     stack: contextlib.ExitStack, model: Any, prompts: list[list[int]], batch: int, length: int, new_tokens: int
 ) -> tuple[Arm, str]:
     import transformers
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    # A model of its own, whose attention is its own, on the same weights.
-    shared = {id(each): each for each in itertools.chain(model.parameters(), model.buffers())}
-    other = copy.deepcopy(model, shared)
+    try:
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    except ImportError as error:
+        raise BatchingError(
+            f"transformers {transformers.__version__} has no continuous batching as version 5 has it; leave that arm "
+            "out by naming the others in --arms"
+        ) from error
+
+    other = twin(model)
     asynchronous = model.device.type == "cuda"
     settings = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=model.config.vocab_size, pad_token_id=0
@@ -263,6 +331,19 @@ def _transformers(
 
     way = "asynchronous" if asynchronous else "synchronous"
     return run, f"{other.config._attn_implementation} ({way})"
+
+
+def _all_waits(arms: Arms, new_tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Of each of ours, waits a step of the launching thread by what they held up; and why there are none of some."""
+    waits, unrecorded = {}, {}
+    for name in arms.batchers:
+        try:
+            middle = record_middle(functools.partial(arms.stepping, name, new_tokens))
+        except MiddleError as error:
+            unrecorded[name] = str(error)
+        else:
+            waits[name] = {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
+    return waits, unrecorded
 
 
 def _busy(arm: Callable[[], object]) -> float:

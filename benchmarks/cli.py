@@ -23,7 +23,7 @@ from benchmarks.featuring import Place, in_short, run_features
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
 from benchmarks.present import grid, notes
-from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, result_files
+from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
 from benchmarks.soaking import Soak, run_soak
@@ -104,18 +104,21 @@ def show(files: Annotated[list[Path] | None, typer.Argument(help="Result files; 
 
 @app.command()
 def plot(
-    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files of results and traces; all of them if none.")
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
 ) -> None:
-    """Draw the figure of each result: beside its JSON, or in docs/assets/results for those of this repository."""
+    """Draw the figure of each result or trace: beside its JSON, or in docs/assets/results for this repository's own."""
     if form not in ("svg", "png"):
         _fail(f"--format is {form!r}; it must be svg or png")
     try:
-        from benchmarks.plot import draw
+        from benchmarks import plot, plot_trace
 
-        for path in files or result_files():
+        for path in files or [*result_files(), *trace_files()]:
             figure = figure_of(path, form)
-            draw(_read(path), figure)
+            found = _read(path, traces=True)
+            (plot_trace if "trace" in found else plot).draw(found, figure)
             typer.echo(str(figure))
     except ModuleNotFoundError as error:
         _fail(f"{error}; `pip install 'vllm-async-spec[bench]'` has it")
@@ -135,6 +138,30 @@ def tables(
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
         typer.echo(str(path))
+
+
+@app.command()
+def trace(
+    technique: Annotated[str, typer.Argument(help="stopping, interleaving or batching.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where the timeline goes; `plot` draws it.")],
+    model: Annotated[str, typer.Option(help="Its size, with random weights; the technique's own if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's own number if 0.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=20, help="Steps that are shown of each arm.")] = 3,
+    drafts: Annotated[int, typer.Option(min=0, help="Of batching: drafts of each sequence and step.")] = 0,
+) -> None:
+    """Record a few decode steps of a technique on a GPU, with its wait and without."""
+    from benchmarks.tracing import TraceError, record, write
+    from vllm_async_spec.generation.batching import AttentionChoiceError
+
+    command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+    try:
+        found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command)
+    except (AttentionChoiceError, TraceError) as error:
+        _fail(str(error))
+    write(found, out)
+    for name, arm in found["arms"].items():
+        typer.echo(f"{name}: {arm['step_us']} µs a step, {arm['critical_waits']} critical waits a step, while recorded")
+    typer.echo(f"written to {out}")
 
 
 @app.command()
@@ -216,11 +243,12 @@ def batching(
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 3,
     attention: Annotated[str, typer.Option(help="Of the batcher; its option of this name.")] = "auto",
     arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
+    drafts: Annotated[int, typer.Option(min=0, help="Drafts of each sequence and step, for arms that draft.")] = 0,
 ) -> None:
-    """Continuous batching: steps waited for and not, and transformers' own."""
+    """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own."""
     import torch
 
-    from benchmarks.batching import ARMS, BatchingError, measure, notes, table
+    from benchmarks.batching import ARMS, DRAFTED, BatchingError, measure, notes, table
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
     try:
@@ -233,7 +261,8 @@ def batching(
             new_tokens=new_tokens,
             passes=passes,
             attention=attention,
-            arms=[name.strip() for name in arms.split(",")] if arms else list(ARMS),
+            arms=[name.strip() for name in arms.split(",")] if arms else [*ARMS, *(DRAFTED if drafts else ())],
+            drafts=drafts,
         )
     except (AttentionChoiceError, BatchingError) as error:
         _fail(str(error))
@@ -375,9 +404,9 @@ def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
     return path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
     try:
-        return read_result(path)
+        return (read_trace(path) if traces else None) or read_result(path)
     except (OSError, ValueError) as error:
         _fail(f"{path} can't be read: {error}")
 

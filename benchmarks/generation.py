@@ -72,8 +72,8 @@ def measure(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
     # What is kept for a model is that of its last generation, so each kind of step has a model, of the same weights.
-    models = {name: _model(size, device) for name in ("interleaved", *(["whole"] if compiled else []))}
-    arms = _arms(models, device, batch, new_tokens)
+    models = {name: make_model(size, device) for name in ("interleaved", *(["whole"] if compiled else []))}
+    arms = make_arms(models, device, batch, new_tokens)
     tokens = {name: arm() for name, arm in arms.items()}  # the first run of each, which also warms up
     for name, found in tokens.items():
         if not torch.equal(found, tokens["synchronous"]):
@@ -130,7 +130,7 @@ def notes(found: dict[str, Any]) -> list[str]:
     return said
 
 
-def _model(size: str, device: str) -> Any:
+def make_model(size: str, device: str) -> Any:
     """A Llama with random weights whose next token is a fixed one of the last, by a margin that no rounding passes."""
     import transformers
 
@@ -144,7 +144,8 @@ def _model(size: str, device: str) -> Any:
     return model.to(device, torch.bfloat16) if device.startswith("cuda") else model
 
 
-def _arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
+def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
+    """The arms by name; `models` has `interleaved`, and `whole` where the compiled ones are wanted too."""
     from vllm_async_spec import generation
 
     prompt = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)

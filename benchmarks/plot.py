@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,11 @@ _FACET, _COLOUR = "size", "backend"
 
 def draw(document: dict[str, Any], path: Path) -> None:
     """Draw the figure of a result into `path`, SVG or PNG by its name."""
+    save(path, lambda plt: _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt))
+
+
+def save(path: Path, make: Callable[[Any], Figure]) -> None:
+    """Write the figure that `make` draws with pyplot, in this project's style; the same drawing gives the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     import matplotlib as mpl
 
@@ -32,10 +37,10 @@ def draw(document: dict[str, Any], path: Path) -> None:
         "axes.edgecolor": _FAINT,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "svg.hashsalt": "vllm-async-spec",  # the same result gives the same file
+        "svg.hashsalt": "vllm-async-spec",
     }
     with plt.rc_context(settings):
-        figure = _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt)
+        figure = make(plt)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=150, metadata=metadata, facecolor="white")
         plt.close(figure)

@@ -84,6 +84,17 @@ def result_files(folder: Path = RESULTS) -> Sequence[Path]:
     return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
 
 
+def read_trace(path: Path) -> Document | None:
+    """What `python -m benchmarks trace` wrote; None if the file is something else."""
+    found = json.loads(path.read_text())
+    return found if isinstance(found, dict) and "trace" in found else None
+
+
+def trace_files(folder: Path = RESULTS) -> Sequence[Path]:
+    """Files of traces in a folder, in the order of their names."""
+    return [path for path in sorted(folder.glob("*.json")) if read_trace(path) is not None]
+
+
 def figure_of(path: Path, form: str = "svg") -> Path:
     """Where the figure of a result file is: among the documents for one of this repository, else beside it."""
     folder = FIGURES if path.resolve().parent == RESULTS.resolve() else path.parent

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 from benchmarks import batching
+from benchmarks.acceptance import make_orbit
+from benchmarks.arms import expected_length
+from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.cli import app
+from benchmarks.middle import MiddleError
+from vllm_async_spec.audit.report import Place
 
 SMALL = ["--device", "cpu", "--batch", "2", "--new-tokens", "4", "--passes", "2"]
 LINES = {
@@ -46,21 +55,21 @@ def test_all_arms_are_measured_and_give_the_same_tokens(requests: int, tmp_path:
 
 
 def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = batching._arms
+    make_arms = batching.make_arms
     wrong = "transformers"
 
-    def altered(*args: Any) -> Any:
-        runs, described = arms(*args)
-        whole = runs[wrong]
+    def altered(*args: Any, **kwargs: Any) -> batching.Arms:
+        made = make_arms(*args, **kwargs)
+        whole = made.runs[wrong]
 
         def alter(new_tokens: int) -> list[list[int]]:
             found = whole(new_tokens)
             found[2][3] ^= 1
             return found
 
-        return runs | {wrong: alter}, described
+        return dataclasses.replace(made, runs=made.runs | {wrong: alter})
 
-    monkeypatch.setattr(batching, "_arms", altered)
+    monkeypatch.setattr(batching, "make_arms", altered)
     found = batching.measure(**LINES, arms=list(batching.ARMS))
     assert found["equal_tokens"]["transformers"] == pytest.approx(11 / 12)
     wrong = "asynchronous"
@@ -68,12 +77,111 @@ def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pyte
         batching.BatchingError, match="asynchronous generates other tokens than synchronous, from token 3"
     ):
         batching.measure(**LINES, arms=["synchronous", "asynchronous"])
+    wrong = "drafts asynchronous"
+    with pytest.raises(
+        batching.BatchingError, match="drafts asynchronous generates other tokens than asynchronous, from token 3"
+    ):
+        batching.measure(**LINES, arms=["transformers", "asynchronous", "drafts asynchronous"], drafts=2)
+
+
+def test_arms_that_draft_give_the_tokens_of_the_others_and_more_of_them_a_step(tmp_path: Path) -> None:
+    result = tmp_path / "found.json"
+    options = ["--device", "cpu", "--batch", "4", "--requests", "5", "--new-tokens", "40", "--passes", "2"]
+    done = run(*options, "--drafts", "3", "--json", str(result))
+    assert done.exit_code == 0, done.output
+    found = json.loads(result.read_text())
+    assert tuple(found["tokens_per_second"]) == (*batching.ARMS, *batching.DRAFTED)
+    assert found["drafts"] == 3
+    # Their weights are arranged, so transformers too says the same.
+    assert found["equal_tokens"] == dict.fromkeys((*batching.ARMS, *batching.DRAFTED), 1.0)
+    assert found["accepted"]["asynchronous"] == 1
+    assert "transformers" not in found["accepted"]
+    for name in batching.DRAFTED:
+        assert found["accepted"][name] == pytest.approx(expected_length(SHARE, 3), rel=0.1)
+    assert "3 drafts a step" in done.output
+    assert "2.53 tokens a step" in done.output
+    table = batching.table(found)
+    against = table.columns[[column.header for column in table.columns].index("drafts synchronous = 1")]
+    assert [cell == "-" for cell in against.cells] == [True] * 5 + [False]
+
+
+def test_an_older_transformers_has_no_arm_of_its_own_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("tiny", "cpu", arranged=False)  # transformers' own modules ask for it too, when they are imported
+    monkeypatch.delattr("transformers.generation.configuration_utils.ContinuousBatchingConfig", raising=False)
+    done = run(*SMALL)
+    assert done.exit_code == 1
+    assert "has no continuous batching as version 5 has it; leave that arm out by naming the others" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_drafter_is_right_as_often_as_is_said_and_never_close() -> None:
+    """Whatever came before: attention moves nothing, and both say what follows by a margin that bfloat16 keeps."""
+    target, drafter = make_model("tiny", "cpu", arranged=True), make_drafter("tiny", "cpu")
+    layers = [weight for name, weight in target.named_parameters() if "proj" in name]
+    assert max(weight.std().item() for weight in layers) < 1e-3  # what many layers add has to stay small as well
+    vocabulary = target.config.vocab_size
+    orbit = make_orbit(vocabulary, SHARE)
+    before = torch.randint(vocabulary, (vocabulary - 1, 5), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat((before, torch.arange(vocabulary - 1)[:, None]), dim=1)
+    said = {}
+    for name, model in {"target": target, "drafter": drafter}.items():
+        with torch.no_grad():
+            best = model(ids).logits[:, -1].topk(2)
+        assert ((best.values[:, 0] - best.values[:, 1]) / best.values[:, 0]).min() > 0.1
+        said[name] = best.indices[:, 0]
+    assert torch.equal(said["target"], orbit.successor)
+    assert torch.equal(said["drafter"], torch.where(orbit.wrong, orbit.stranger, orbit.successor))
+
+
+def test_a_twin_has_the_same_weights_and_an_attention_of_its_own() -> None:
+    model = make_model("tiny", "cpu", arranged=False)
+    other = twin(model)
+    assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    other.set_attn_implementation("eager")
+    assert model.config._attn_implementation != "eager"
+
+
+def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Middle:
+        def __init__(self, tokens: list[list[int]]) -> None:
+            assert [len(each) for each in tokens] == [4] * 3
+
+        def waits_a_step(self, place: Place) -> float:
+            return {Place.CRITICAL: 0.25, Place.OVERLAPPED: 1.0}[place]
+
+    def record(run: Any) -> Middle:
+        steps: list[None] = []
+        tokens = run(lambda: steps.append(None))
+        assert len(steps) >= 4
+        if next(runs):
+            raise MiddleError("too short")
+        return Middle(tokens)
+
+    runs = itertools.count()
+    monkeypatch.setattr(batching, "record_middle", record)
+    measured = batching.measure(**LINES, arms=["synchronous", "asynchronous"])
+    assert measured["waits"] == {}
+    with contextlib.ExitStack() as stack:
+        model = make_model("tiny", "cpu", arranged=False)
+        arms = batching.make_arms(
+            stack, model, [[1, 2]] * 3, batch=2, new_tokens=4, attention="auto", names=["synchronous", "asynchronous"]
+        )
+        waits, unrecorded = batching._all_waits(arms, 4)
+    assert waits == {"synchronous": {"critical": 0.25, "overlapped": 1.0}}
+    assert unrecorded == {"asynchronous": "too short"}
+    found = measured | {"waits": waits, "unrecorded": unrecorded}
+    table = batching.table(found)
+    column = table.columns[[column.header for column in table.columns].index("critical waits")]
+    assert list(column.cells) == ["0.25", "-"]
+    assert any(note == "no waits are told of asynchronous: too short" for note in batching.notes(found))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--model", "large"], "the model is 'large'; it must be one of tiny, 1b, 8b"),
+        (["--drafts", "2", "--arms", "synchronous"], "the drafts are 2 and the arms synchronous; drafts synchronous"),
+        (["--arms", "drafts asynchronous"], "the drafts are 0 and the arms drafts asynchronous; drafts synchronous"),
         (["--arms", "mine"], "the arms have 'mine'; they must be of synchronous, synchronous again, asynchronous"),
         (["--attention", "FAST"], "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM"),
     ],
@@ -83,3 +191,18 @@ def test_what_can_not_be_run_is_refused_in_one_sentence(options: list[str], mess
     assert done.exit_code == 1
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are counted on a GPU")
+def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters() -> None:
+    """Each synchronous step ends with a wait until nothing is left to do; of the others not one in two does."""
+    lines = LINES | {"device": "cuda", "batch": 4, "requests": 4, "new_tokens": 96}
+    arms = ["synchronous", "asynchronous", *batching.DRAFTED]
+    found = batching.measure(**lines, arms=arms, drafts=3)
+    assert found["unrecorded"] == {}
+    assert tuple(found["waits"]) == (*batching.DRAFTED, "synchronous", "asynchronous")
+    for name, waits in found["waits"].items():
+        assert (waits["critical"] < 0.5) == ("asynchronous" in name), (name, waits)
+    for name in batching.DRAFTED:
+        assert found["accepted"][name] == pytest.approx(expected_length(SHARE, 3), rel=0.15)

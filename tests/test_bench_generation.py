@@ -40,7 +40,7 @@ def test_every_arm_is_measured_and_compared_with_what_it_changes(capsys: pytest.
 
 
 def test_the_next_token_is_never_close():
-    model = generation._model("tiny", "cpu")
+    model = generation.make_model("tiny", "cpu")
     ids = torch.arange(generation.VOCABULARY)[None]
     logits = model(ids).logits[0]
     best = logits.topk(2, dim=-1)
@@ -50,13 +50,13 @@ def test_the_next_token_is_never_close():
 
 
 def test_arms_with_other_tokens_get_no_ratio(monkeypatch: pytest.MonkeyPatch):
-    arms = generation._arms
+    arms = generation.make_arms
 
     def one_is_wrong(*args: Any) -> dict[str, Any]:
         made = arms(*args)
         right = made["interleaved"]
         return {**made, "interleaved": lambda: right() + 1}
 
-    monkeypatch.setattr(generation, "_arms", one_is_wrong)
+    monkeypatch.setattr(generation, "make_arms", one_is_wrong)
     with pytest.raises(generation.GenerationError, match="interleaved generates other tokens than the synchronous"):
         measure()

@@ -83,6 +83,18 @@ def read_trace(path: Path) -> DeviceTrace:
     )
 
 
+def read_calls(path: Path) -> list[Runtime]:
+    """Every call of the CUDA runtime or driver in what PyTorch's profiler exported, by start; copies are not told."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    base = int(data.get("baseTimeNanoseconds", 0))
+    found = []
+    for event in data["traceEvents"]:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+            start = _ns(base, event["ts"])
+            found.append(Runtime(event["tid"], event["name"], start, start + round(event["dur"] * 1000)))
+    return sorted(found, key=lambda call: call.start)
+
+
 def _ns(base: int, microseconds: float) -> int:
     return base + round(microseconds * 1000)
 

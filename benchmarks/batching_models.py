@@ -1,0 +1,61 @@
+"""Models for the benchmark of continuous batching: random weights, and a drafter that is right as often as is said.
+
+Where drafts are made, the weights of both models are arranged by `acceptance`, whose shapes and drafters are those of
+the benchmarks of vLLM. What is said next then depends on the last token alone, and by a margin that no rounding passes:
+so tokens can be compared in bfloat16 too, but say nothing about attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.acceptance import arrange
+from benchmarks.shapes import SHAPES, Method
+
+SHARE = 0.7
+"""Probability that a draft is accepted, given that those before it were."""
+_DUMMY = 5e-4
+"""Standard deviation of weights that arranged embeddings drown, whatever the layers add."""
+
+
+def make_model(size: str, device: str, *, arranged: bool) -> Any:
+    """A Llama of this size: bfloat16 on a GPU and float32 elsewhere; no end of sequence that it could say."""
+    return _llama(SHAPES[size].target, device, seed=0, share=SHARE if arranged else None)
+
+
+def make_drafter(size: str, device: str) -> Any:
+    """The small Llama that drafts for the arranged model of this size."""
+    config = SHAPES[size].drafters[Method.DRAFT_MODEL]
+    assert config is not None
+    return _llama(config, device, seed=1, share=SHARE, votes=True)
+
+
+def twin(model: Any) -> Any:
+    """A model of the same weights, in the same memory, with an attention of its own choice."""
+    return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
+
+
+def _llama(config: Mapping[str, Any], device: str, *, seed: int, share: float | None, votes: bool = False) -> Any:
+    import transformers
+
+    made = transformers.LlamaConfig(**{k: v for k, v in config.items() if k != "torch_dtype"})
+    if share is not None:
+        made.initializer_range = _DUMMY
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    before = torch.get_default_dtype()
+    torch.manual_seed(seed)
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(made).eval()
+    finally:
+        torch.set_default_dtype(before)
+    if share is not None:
+        arrange(model, made.vocab_size, share, votes=votes)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=made.vocab_size, pad_token_id=0)
+    return model

@@ -1,0 +1,103 @@
+"""The middle of a run of a loop in this process, recorded by the audit: CUPTI's records, and the host's waits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_async_spec.audit.device_time import gaps_between
+from vllm_async_spec.audit.device_trace import Runtime, read_calls
+from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
+from vllm_async_spec.audit.recording import How, Order, Recorder
+from vllm_async_spec.audit.report import Place
+from vllm_async_spec.audit.spans import replace
+
+_FEWEST = 4 * (SETTLING + 2)
+
+OnStep = Callable[[], None]
+Run = Callable[[OnStep], object]
+"""Runs a loop to its end, and calls its argument, on the thread that launches, as each step begins."""
+
+
+class MiddleError(RuntimeError):
+    """There is no middle to record, or recording it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Middle:
+    """What was recorded of the steps in the middle."""
+
+    recorded: Recorded
+    calls: tuple[Runtime, ...]
+    """Every call of the CUDA runtime or driver, by start; none where there is no device."""
+
+    def waits_a_step(self, place: Place) -> float:
+        """Waits in one place, a step; all but the hidden ones are the launching thread's."""
+        return sum(wait.place is place for wait in self.recorded.waits) / self.recorded.count
+
+    def busy(self) -> float:
+        """Share of the time in which the device did anything."""
+        recorded = self.recorded
+        assert recorded.trace is not None
+        idle = sum(b - a for a, b, _ in gaps_between(recorded.trace, recorded.start, recorded.end))
+        return 1 - idle / (recorded.end - recorded.start)
+
+
+def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
+    """Run the loop once to count its steps and to warm up, and once more with the steps in the middle recorded.
+
+    Args:
+        run: the loop, which takes as many steps each time.
+        at_most: steps to count; half of all if None or more than that.
+
+    Raises:
+        MiddleError: the loop has too few steps, or recording failed.
+    """
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    run(count)
+    if steps < _FEWEST:
+        raise MiddleError(
+            f"a run of {steps} steps has no middle to record; at least {_FEWEST} are needed: give more new tokens"
+        )
+    wanted = min(steps // 2, steps if at_most is None else at_most + SETTLING)
+    recorder = Recorder(watch_all=lambda *_: None)
+    with tempfile.TemporaryDirectory() as folder:
+        recorder.arm(Order(How.FULL, skip=(steps - wanted) // 2, steps=wanted, folder=folder))
+        try:
+            run(recorder.on_step)
+        except BaseException:
+            recorder.cancel()
+            raise
+        try:
+            files = recorder.save("middle")
+        except RuntimeError as error:
+            raise MiddleError(f"of a run of {steps} steps, {error}") from error
+        return Middle(load(files), tuple(read_calls(Path(files["trace"]))) if "trace" in files else ())
+
+
+@contextlib.contextmanager
+def before_each(owner: Any, name: str, on_step: OnStep) -> Iterator[None]:
+    """Call `on_step` before each call of `owner.name`, a method of a class or of one object."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        on_step()
+        return function(*args, **kwargs)
+
+    undo: list[Callable[[], None]] = []
+    replace(owner, name, stepping, undo)
+    try:
+        yield
+    finally:
+        undo.pop()()
