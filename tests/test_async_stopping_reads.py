@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_map_only
 
@@ -24,12 +25,14 @@ from generating import EVERYTHING, RowsStopAt, assert_same, seeded
 from late_device import LateArrival, LateChannel
 
 from vllm_async_spec import generation
+from vllm_async_spec.audit.cuda_waits import CudaWaits
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_of
 from vllm_async_spec.generation.known_inputs import with_known_inputs as known_inputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
+READS_ALL_MASKS = Version(transformers.__version__) < Version("5.18")
 POSITIONS, MASK, EAGER = "_cache_dependant_input_preparation", "_ignore_causal_mask_sdpa", "eager_mask"
 STOP = "_has_unfinished_sequences" if HAS_POSITIONS else "StopCheck"
 
@@ -117,7 +120,7 @@ def _where(wait: Any) -> str:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_what_a_step_waits_for(kind: str, attention: str, cache: str, padded: bool):
-    mask = attention == "sdpa" and cache == "dynamic" and (HAS_POSITIONS or padded)
+    mask = attention == "sdpa" and cache == "dynamic" and (READS_ALL_MASKS or padded)
     eager = [EAGER] if attention == "eager" else []
     stock = Counter([STOP, *[POSITIONS] * HAS_POSITIONS, *[MASK] * mask, *eager])
     assert waits_in_a_step(kind, attention, cache, padded=padded, ours=False) == stock
@@ -301,6 +304,13 @@ def test_a_mask_that_is_continued_with_ones_is_known():
         assert bool(mask.all()) is bool(torch.all(mask == 1)) is bool(mask.sum() == 8) is not padded
         assert known_of(mask.sum() == 7) is None
         assert known_of(mask[:, torch.tensor([0, 1])]) == (None if padded else Padding(False))
+
+
+def test_a_mask_is_known_while_an_audit_watches(monkeypatch: pytest.MonkeyPatch):
+    """It puts a function of its own into the place of PyTorch's, which a tensor is then told of."""
+    monkeypatch.setattr(torch.Tensor, "to", CudaWaits()._noting_copies(torch.Tensor.to))
+    mask = carry(torch.zeros(2, 3, dtype=torch.long), Padding(False)).to(dtype=torch.bool)
+    assert bool(mask.all())
 
 
 @pytest.mark.parametrize(

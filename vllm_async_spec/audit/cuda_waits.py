@@ -8,6 +8,7 @@ that were asked for without blocking, of which it says nothing, are called throu
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import warnings
@@ -73,6 +74,7 @@ class CudaWaits:
         return noting
 
     def _noting_copies(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # a subclass of Tensor is told of what it is asked for by this function
         def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             start = time.time_ns()
             out = function(tensor, *args, **kwargs)

@@ -36,9 +36,11 @@ class StepGraphs:
         self.pool: Any = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._kept: list[torch.Tensor | None] = []
-        for slot, stream in enumerate(slots.streams):
+        for slot in range(len(slots.streams)):
             rewind()
             graph = torch.cuda.CUDAGraph()
+            # One stream for both, whichever they are replayed on: what one stream frees, a pool gives to no other.
+            stream = slots.streams[0]
             with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
                 self._kept.append(step(slot))
             self._graphs.append(graph)
