@@ -107,8 +107,9 @@ def _host_time(results: Path) -> str:
 
 
 def _generation(results: Path) -> str:
-    paths = [results / f"generation-{size}-h200.json" for size in generation.SIZES]
-    found = [json.loads(path.read_text()) for path in paths if path.exists()]  # not every size has been measured
+    # Not every size has been measured, and some with two releases of transformers.
+    paths = [path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))]
+    found = [json.loads(path.read_text()) for path in paths]
     rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
 
