@@ -41,6 +41,8 @@ def _row(feature: Feature, found: Mapping[str, Any] | None) -> tuple[str, ...]:
         waits = f"patch {found['patch']}"
     elif found["says"]:
         waits = f"the runner is vLLM's: “{found['says']}”"
+    if (again := outcomes.get("stock again")) and (unlike := again["outcomes"]["different"]):
+        seen += f"; stock says {unlike} otherwise when it is asked for log-probabilities"
     if found["verdict"] == "wrong":
         seen = f"**{'; '.join(found['why'])}**"
     return (*head, _tokens(outcomes["plugin"]), late, seen, waits)

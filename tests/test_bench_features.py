@@ -139,6 +139,23 @@ def test_a_near_tie_is_forgiven_and_a_wider_one_is_not():
     assert wide["why"][0].endswith(f"by a choice {2 * NEAR:.3f} behind")
 
 
+def test_stock_may_say_otherwise_without_log_probabilities_and_the_plugin_may_say_either(tmp_path: Path):
+    feature, torn = plain(), planted(5, 3, 997)
+    reference = stock(feature)
+    assert reference.served is not None
+    torn(reference.served)
+    for change in (torn, lambda made: None):
+        found = judge(feature, reference, seen(feature, change), GPU, Plugin.ON)
+        assert (found["verdict"], found["why"]) == ("as stock", [])
+        assert found["outcomes"]["plugin"]["outcomes"]["same"] == 24
+        assert found["outcomes"]["stock again"]["outcomes"]["different"] == 1
+    (tmp_path / "features-eagle.json").write_text(json.dumps(found))
+    (row,) = [row for row in feature_grid(tmp_path).rows if row[0].startswith("`eagle`")]
+    assert row[5].endswith("; stock says 1 otherwise when it is asked for log-probabilities")
+    neither = judge(feature, reference, seen(feature, planted(5, 3, 996)), GPU, Plugin.ON)
+    assert "1 of 24 requests different in plugin" in neither["why"][0]
+
+
 def test_what_differs_only_with_the_device_late_is_found():
     subject = seen(plain())
     assert subject.late is not None
