@@ -86,7 +86,7 @@ def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pyte
 
 def test_arms_that_draft_give_the_tokens_of_the_others_and_more_of_them_a_step(tmp_path: Path) -> None:
     result = tmp_path / "found.json"
-    options = ["--device", "cpu", "--batch", "4", "--requests", "5", "--new-tokens", "40", "--passes", "2"]
+    options = ["--device", "cpu", "--batch", "4", "--requests", "5", "--new-tokens", "40", "--passes", "1"]
     done = run(*options, "--drafts", "3", "--json", str(result))
     assert done.exit_code == 0, done.output
     found = json.loads(result.read_text())

@@ -134,6 +134,7 @@ def test_the_installed_vllms_own_builder():
     assert "async-spec: none" in done.stdout
 
 
+@pytest.mark.slow
 @needs_vllm
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there may be such a GPU")
 def test_a_builder_for_another_gpu_than_there_is():

@@ -225,6 +225,7 @@ def installed(*arguments: str) -> Any:
     return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_cpu_backend_of_the_installed_vllm_attends_right(tmp_path: Path):
     """With its own kernels, its own way to write keys, and the KV cache as the release lays it out."""
