@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,13 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
     assert asked == names[1:]
     assert [each.backend for each in found.results] == names
     assert [each.not_attended for each in found.results] == ["the GPU does nothing more", None, None]
+
+    def dies(left: Sequence[str]) -> Sequence[BackendResult]:
+        raise BrokenExecutor("a process in the process pool was terminated abruptly")
+
+    found = suite.run(names, SimulatedDevice(), elsewhere=dies)
+    assert [each.not_attended for each in found.results[1:]] == [suite._TWICE_LOST] * 2
+    assert all(each.steps for each in found.results)
 
 
 @pytest.mark.gpu

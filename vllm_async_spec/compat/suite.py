@@ -6,6 +6,8 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
 
 __all__ = ["open_device", "prepare", "run"]
+
+_TWICE_LOST = "the GPU failed in the forward of a builder before it, and the process that went on ended too"
 
 
 def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
@@ -132,7 +136,10 @@ def run(
         results[name] = attend(subjects[name], subjects[name].device or device, results[name])
         if waiting and elsewhere is not None and is_lost(device):
             progress(f"{waiting[0]} and those after it, in a new process")
-            results |= {found.backend: found for found in elsewhere(waiting)}
+            try:
+                results |= {found.backend: found for found in elsewhere(waiting)}
+            except BrokenExecutor:  # what is known of them is not lost with it
+                results |= {name: replace(results[name], not_attended=_TWICE_LOST) for name in waiting}
             break
     vllm = sys.modules.get("vllm")
     return Report(
