@@ -348,7 +348,7 @@ def _all_waits(arms: Arms, new_tokens: int) -> tuple[dict[str, dict[str, float]]
 
 def _busy(arm: Callable[[], object]) -> float:
     """The share of the device's time in which anything ran, between the first of it and the last."""
-    from vllm_async_spec.audit.device_time import gaps_between
+    from vllm_async_spec.audit.device_time import busy_share
     from vllm_async_spec.audit.device_trace import read_trace
 
     torch.cuda.synchronize()
@@ -358,9 +358,7 @@ def _busy(arm: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(path))
         trace = read_trace(path)
-    start, end = int(trace.start[0]), int(trace.end.max())
-    idle = sum(stop - begin for begin, stop, _ in gaps_between(trace, start, end))
-    return 1 - idle / (end - start)
+    return busy_share(trace, int(trace.start[0]), int(trace.end.max()))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.features import FEATURES, Feature
+from benchmarks.features import FEATURES, STOCK_AGAIN, Feature
 from benchmarks.present import Grid
 
 NOT_RUN = "not run"
@@ -41,7 +41,7 @@ def _row(feature: Feature, found: Mapping[str, Any] | None) -> tuple[str, ...]:
         waits = f"patch {found['patch']}"
     elif found["says"]:
         waits = f"the runner is vLLM's: “{found['says']}”"
-    if (again := outcomes.get("stock again")) and (unlike := again["outcomes"]["different"]):
+    if (again := outcomes.get(STOCK_AGAIN)) and (unlike := again["outcomes"]["different"]):
         seen += f"; stock says {unlike} otherwise when it is asked for log-probabilities"
     if found["verdict"] == "wrong":
         seen = f"**{'; '.join(found['why'])}**"

@@ -50,6 +50,10 @@ class Ask:
     """Those of a turn are served together, when the turn before has ended."""
 
 
+STOCK_AGAIN = "stock again"
+"""In results, what stock said when it was not asked for log-probabilities."""
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """One case."""

@@ -19,12 +19,11 @@ from benchmarks.child import Child, ChildError
 from benchmarks.controls import RUNNER_RELEASES
 from benchmarks.feature_checks import Served, check
 from benchmarks.feature_files import write_adapter, write_tokenizer
-from benchmarks.features import LOAD, STIRRED, Feature
+from benchmarks.features import LOAD, STIRRED, STOCK_AGAIN, Feature
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
 
-_STOCK_AGAIN = "stock again"
 _GPU = GPU_ENGINE | {
     "dtype": "float16",
     "attention_config": {"backend": "FLASH_ATTN"},
@@ -208,7 +207,7 @@ def judge(feature: Feature, stock: Seen, subject: Seen, place: Place, plugin: Pl
     if stock.noted is None or stock.served is None or subject.served is None:
         why = [error for error in (stock.error, subject.error) if error]
         return made | {"verdict": "wrong", "why": why}
-    runs = {_STOCK_AGAIN: stock.served, "plugin": subject.served, "late": subject.late}
+    runs = {STOCK_AGAIN: stock.served, "plugin": subject.served, "late": subject.late}
     expected = [Expected(each["tokens"], each.get("behind", [{}] * len(each["tokens"]))) for each in _said(stock.noted)]
     outcomes = {name: _compare(expected, served, stock.served) for name, served in runs.items() if served}
     gaps = {name: _widest_gap(stock.served, served) for name, served in runs.items() if served}
@@ -264,7 +263,7 @@ def _widest_gap(stock: Served, served: Served) -> float:
 def _why_unlike(outcomes: Mapping[str, Verdict], gaps: Mapping[str, float]) -> Iterator[str]:
     """What is unlike stock. What stock itself says differently at times is no fault of the plugin's."""
     for name, verdict in outcomes.items():
-        if verdict.outcomes["different"] and name != _STOCK_AGAIN:
+        if verdict.outcomes["different"] and name != STOCK_AGAIN:
             index, place, behind = verdict.first_different[0]
             choice = "none of those noted" if behind is None else f"{behind:.3f} behind"
             yield (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_async_spec.audit.device_time import gaps_between
+from vllm_async_spec.audit.device_time import busy_share
 from vllm_async_spec.audit.device_trace import Runtime, read_calls
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
 from vllm_async_spec.audit.recording import How, Order, Recorder
@@ -44,8 +44,7 @@ class Middle:
         """Share of the time in which the device did anything."""
         recorded = self.recorded
         assert recorded.trace is not None
-        idle = sum(b - a for a, b, _ in gaps_between(recorded.trace, recorded.start, recorded.end))
-        return 1 - idle / (recorded.end - recorded.start)
+        return busy_share(recorded.trace, recorded.start, recorded.end)
 
 
 def record_middle(run: Run, *, at_most: int | None = None) -> Middle:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,9 @@ from benchmarks.loads import Load, find_loads
 from benchmarks.shapes import Method, find_shape
 from benchmarks.soaking import Soak
 
-GPU_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+COMPILED_ENGINE = {"dtype": "bfloat16"}
+"""vLLM compiles as it would by itself."""
+GPU_ENGINE = COMPILED_ENGINE | {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # matrices of the tiny shape have no work for two
@@ -124,22 +127,18 @@ def optimistic(shape: str, *, compiled: bool = False) -> Plan:
     `compiled` leaves compilation to vLLM, whose own choice takes a minute more to start: Inductor, and CUDA graphs for
     the pieces of drafting between attention too, which otherwise is launched one operation at a time.
     """
-
-    def arm(name: str, plugin: Plugin, **engine: Any) -> Arm:
-        found = _flash_arm(name, shape, plugin, "0.18.1", "V1", **engine)
-        if not compiled:
-            return found
-        return replace(found, engine={key: value for key, value in found.engine.items() if key != "compilation_config"})
+    base = COMPILED_ENGINE if compiled else GPU_ENGINE
+    arm = partial(_flash_arm, shape=shape, release="0.18.1", runner="V1", base=base)
 
     return Plan(
         name=f"optimistic-{shape}{'-compiled' if compiled else ''}",
         about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and synchronous, {shape} shape"
         f"{', compiled by vLLM' if compiled else ''}",
         arms=(
-            arm("stock", Plugin.STOCK),
-            arm("plugin", Plugin.ON),
-            arm("sham", Plugin.SHAM),
-            arm("synchronous", Plugin.STOCK, async_scheduling=False),
+            arm("stock", plugin=Plugin.STOCK),
+            arm("plugin", plugin=Plugin.ON),
+            arm("sham", plugin=Plugin.SHAM),
+            arm("synchronous", plugin=Plugin.STOCK, async_scheduling=False),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=4,
@@ -167,7 +166,15 @@ def optimistic_peers(shape: str) -> Plan:
     )
 
 
-def _flash_arm(name: str, shape: str, plugin: Plugin, release: str, runner: str, **engine: Any) -> Arm:
+def _flash_arm(
+    name: str,
+    shape: str,
+    plugin: Plugin,
+    release: str,
+    runner: str,
+    base: Mapping[str, Any] = GPU_ENGINE,
+    **engine: Any,
+) -> Arm:
     return Arm(
         name,
         shape,
@@ -175,7 +182,7 @@ def _flash_arm(name: str, shape: str, plugin: Plugin, release: str, runner: str,
         release=release,
         runner=runner,
         acceptance=ACCEPTANCE,
-        engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"} | engine,
+        engine={**base, "attention_backend": "FLASH_ATTN"} | engine,
     )
 
 

@@ -127,23 +127,18 @@ class SecretLengths(Right):
 
     note = "needs no host lengths, but uses them where they are given"
 
+    impl = SecretBound.impl
+
     class builder(Builder):
         def secret(self, metadata: Any) -> Any:
             given = metadata._seq_lens_cpu
             return lambda: given
 
-    class impl(Impl):
-        def arguments(self, built: Built) -> ReferenceArguments:
-            return with_lengths(built)
-
 
 class SecretSizes(Right):
     """A plan that nobody compares has room for as many keys as the bound says, and without one for a single key."""
 
-    class builder(Builder):
-        def secret(self, metadata: Any) -> Any:
-            bound = metadata.seq_lens_cpu_upper_bound
-            return lambda: bound
+    builder = SecretBound.builder
 
     class impl(Impl):
         def arguments(self, built: Built) -> ReferenceArguments:

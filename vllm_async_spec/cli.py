@@ -16,6 +16,7 @@ from rich.table import Table
 from vllm_async_spec._version import __version__
 
 if TYPE_CHECKING:
+    from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
 
 app = typer.Typer(
@@ -302,8 +303,7 @@ def compat(
     """
     from vllm_async_spec.compat.check import SubjectError
     from vllm_async_spec.compat.html import badge, render_html
-    from vllm_async_spec.compat.report import Report, junit, markdown
-    from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.report import junit, markdown
     from vllm_async_spec.compat.terminal import print_report
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
@@ -318,14 +318,8 @@ def compat(
         if path is not None and not path.absolute().parent.is_dir():
             _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
     try:
-        source = prepare(vllm_source, plugin=plugin)
-        opened = open_device(device, source)
-        patches = _load_plugin() if plugin else None
-        elsewhere = functools.partial(_tried_elsewhere, plugin=plugin)
         with Console(stderr=True).status("") as status:
-            found = run(
-                backends or [], opened, source=source, patches=patches, progress=status.update, elsewhere=elsewhere
-            )
+            found = _try(backends or [], plugin, device, vllm_source, status.update)
     except (SubjectError, VllmSourceError) as error:
         _fail(str(error), 2)
     for path, make in written.values():
@@ -335,22 +329,30 @@ def compat(
     raise typer.Exit(found.exit_code)
 
 
-def _tried_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
-    """Builders tried in a new process, whose CUDA is its own."""
+def _try(
+    names: Sequence[str],
+    plugin: bool,
+    device: str = "cuda",
+    vllm_source: Path | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run the suite in this process, which has imported no vLLM yet."""
+    from vllm_async_spec.compat.suite import open_device, prepare, run
+
+    source = prepare(vllm_source, plugin=plugin)
+    opened = open_device(device, source)
+    patches = _load_plugin() if plugin else None
+    elsewhere = functools.partial(_try_elsewhere, plugin=plugin)
+    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere)
+
+
+def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
+    """Run it on the GPU in a new process, whose CUDA is its own."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(_try_on_gpu, names, plugin).result()
-
-
-def _try_on_gpu(names: Sequence[str], plugin: bool) -> Sequence[BackendResult]:
-    from vllm_async_spec.compat.suite import open_device, prepare, run
-
-    source = prepare(None, plugin=plugin)
-    patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(_tried_elsewhere, plugin=plugin)
-    return run(names, open_device("cuda", source), patches=patches, elsewhere=elsewhere).results
+        return process.submit(_try, names, plugin).result().results
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

@@ -27,6 +27,11 @@ def gaps_between(trace: DeviceTrace, start: int, end: int) -> list[tuple[int, in
     return [*gaps, (cursor, end, -1)] if cursor < end else gaps
 
 
+def busy_share(trace: DeviceTrace, start: int, end: int) -> float:
+    """The share of the time between two moments in which anything ran."""
+    return 1 - sum(b - a for a, b, _ in gaps_between(trace, start, end)) / (end - start)
+
+
 def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
     """The shares of the device's time, and its longest gaps.
 
