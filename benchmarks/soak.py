@@ -229,7 +229,13 @@ def _no_positions(llm: Any) -> None:
     """What the runner of 0.14 to 0.18 sent as if every draft had been accepted is not corrected on the device."""
     from vllm_async_spec.spec_decode import DeviceProgress
 
-    DeviceProgress.correct = lambda *_: None  # type: ignore[method-assign]
+    correct = DeviceProgress.correct
+
+    def uncorrected(self: Any, *given: Any) -> None:
+        self._drafts.fill(0)  # as if no row of the last step had had drafts
+        correct(self, *given)
+
+    DeviceProgress.correct = uncorrected  # type: ignore[method-assign,assignment]
 
 
 def _never_exact(llm: Any) -> None:

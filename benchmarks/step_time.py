@@ -98,9 +98,15 @@ class _Step:
             slot_mapping=_buffer(tokens, dtype=torch.int64),
         )
         names = [f"request-{row}" for row in range(batch)]
+        self._schedule = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * DRAFTS for name in names})
         vars(runner).update(
             device=device,
             max_num_reqs=batch,
+            max_num_tokens=tokens,
+            num_spec_tokens=DRAFTS,
+            pin_memory=True,
+            enable_prompt_embeds=False,
+            _draft_token_ids=torch.zeros(batch, DRAFTS, dtype=torch.int64, device=device),
             supports_mm_inputs=False,
             uses_mrope=False,
             uses_xdrope_dim=0,
@@ -116,6 +122,7 @@ class _Step:
             drafter=SimpleNamespace(backup_next_token_ids=_buffer(batch, dtype=torch.int32)),
             input_batch=SimpleNamespace(
                 req_ids=names,
+                req_id_to_index={name: row for row, name in enumerate(names)},
                 num_reqs=batch,
                 prev_req_id_to_index={name: row for row, name in enumerate(names)},
                 prev_sampled_token_ids=self._next.unsqueeze(1),
@@ -138,11 +145,13 @@ class _Step:
         runner = self.runner
         parts: dict[str, Callable[[], Any]] = {
             "accepted counts of the last step": runner._get_valid_sampled_token_count,
+            "tokens of the last step": lambda: runner._prepare_input_ids(self._schedule, self._ends[-1], self._ends),
             "indices of drafts": lambda: runner._calc_spec_decode_metadata(self._drafts, self._ends),
             "after sampling": lambda: runner._copy_valid_sampled_token_count(self._next, self._counts),
         }
         if hasattr(runner, "_correct_inputs"):
-            parts["exact positions"] = runner._correct_inputs
+            metadata = SimpleNamespace(draft_token_ids=torch.zeros(self._drafts.sum(), dtype=torch.int32))
+            parts["what the device knows"] = lambda: runner._correct_inputs(metadata)
         found = {part: _microseconds(call) for part, call in parts.items()}
         return {_ALL: sum(found.values())} | found
 

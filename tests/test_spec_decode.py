@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.kernels import PagedGroup, PagedGroups
+from vllm_async_spec.kernels import PagedGroup, PagedGroups, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 
 ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
@@ -33,12 +33,18 @@ class Batches:
         self.last: dict[str, tuple[int, int]] = {}  # request: its row and drafts in the last step
         self.assumed: dict[str, int] = {}
         self.names = 0
-        self.starts, self.lengths = (torch.zeros(ROWS + 1, dtype=torch.int32, device=device) for _ in range(2))
-        self.positions, slots = (torch.zeros(LONGEST, dtype=torch.int64, device=device) for _ in range(2))
+        starts, lengths = (torch.zeros(ROWS + 1, dtype=torch.int32, device=device) for _ in range(2))
+        positions, slots = (torch.zeros(LONGEST, dtype=torch.int64, device=device) for _ in range(2))
+        tokens, verified = (torch.zeros(LONGEST, dtype=torch.int32, device=device) for _ in range(2))
         table = torch.arange(ROWS * 64, dtype=torch.int32, device=device).view(ROWS, 64)
-        self.paged = PagedGroups([PagedGroup(table, PAGE, slots)])
-        self.wanted: list[tuple[list[int], list[int]]] = []
-        self.got: list[tuple[torch.Tensor, torch.Tensor]] = []
+        paged = PagedGroups([PagedGroup(table, PAGE, slots)])
+        self.sent = StepInputs(starts, tokens, verified, positions, lengths, None, paged)
+        self.sampled = torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
+        self.drafted = torch.zeros(ROWS, DRAFTS, dtype=torch.int64, device=device)
+        self.numbers = iter(range(1, 10**9))  # no two tokens of a run are equal
+        self.tokens_of: dict[str, list[int]] = {}  # what the last step has sampled and drafted for a request
+        self.wanted: list[tuple[list[int], ...]] = []
+        self.got: list[tuple[torch.Tensor, ...]] = []
 
     def step(self) -> None:
         choose = self.choose
@@ -62,39 +68,61 @@ class Batches:
             tokens.append(1 + drafts[-1] if decoding else choose.randrange(1, self.prompt[name] - self.true[name] + 1))
             computed.append(self.assumed[name] if name in self.last else self.true[name])
         starts = [sum(tokens[:row]) for row in range(len(names) + 1)]
-        self._send(names, starts, tokens, computed)
-        self.progress.scheduled(np.array(drafts, dtype=np.int32) if any(drafts) else None)
+        host_tokens = [next(self.numbers) for _ in range(starts[-1])]
+        self._send(names, starts, tokens, computed, drafts, host_tokens)
         exact = [self.true[name] for name in names]
+        input_ids, verified = list(host_tokens), []
+        for row, name in enumerate(names):
+            if name in self.last:
+                input_ids[starts[row + 1] - drafts[row] - 1 : starts[row + 1]] = self.tokens_of[name][: drafts[row] + 1]
+            verified += input_ids[starts[row + 1] - drafts[row] : starts[row + 1]]
         self.wanted.append(
             (
                 [at + count for at, count in zip(exact, tokens, strict=True)],
                 [at + token for at, count in zip(exact, tokens, strict=True) for token in range(count)],
+                input_ids,
+                verified,
             )
         )
-        self.got.append((self.lengths[: len(names)].clone(), self.positions[: starts[-1]].clone()))
+        ends = {"seq_lens": len(names), "positions": starts[-1], "input_ids": starts[-1], "verified": sum(drafts)}
+        self.got.append(tuple(getattr(self.sent, name)[:end].clone() for name, end in ends.items()))
         counts = [choose.randrange(1, count + 2) for count in drafts]
         self.progress.sampled(self._on_device(counts))
+        self.tokens_of = {name: [next(self.numbers) for _ in range(1 + DRAFTS)] for name in names}
+        left = self._on_device([token for name in names for token in self.tokens_of[name]]).view(-1, 1 + DRAFTS)
+        self.sampled, self.drafted = left[:, :1], left[:, 1:].long()
         self.last = {name: (row, drafts[row]) for row, name in enumerate(names)}
         for row, name in enumerate(names):
             self.assumed[name] = exact[row] + tokens[row]
             self.true[name] = exact[row] + (counts[row] if drafts[row] else tokens[row])
 
-    def _send(self, names: list[str], starts: list[int], tokens: list[int], computed: list[int]) -> None:
+    def _send(
+        self,
+        names: list[str],
+        starts: list[int],
+        tokens: list[int],
+        computed: list[int],
+        drafts: list[int],
+        host_tokens: list[int],
+    ) -> None:
         """What the runner does of itself, and then the correction."""
         lengths = [at + count for at, count in zip(computed, tokens, strict=True)]
-        sent = [at + token for at, count in zip(computed, tokens, strict=True) for token in range(count)]
-        self.starts[: len(starts)] = self._on_device(starts)
-        self.lengths[: len(lengths)] = self._on_device(lengths)
-        self.positions[: len(sent)] = self._on_device(sent)
+        positions = [at + token for at, count in zip(computed, tokens, strict=True) for token in range(count)]
+        self.sent.query_start_loc[: len(starts)] = self._on_device(starts)
+        self.sent.seq_lens[: len(lengths)] = self._on_device(lengths)
+        self.sent.positions[: len(positions)] = self._on_device(positions)
+        self.sent.input_ids[: len(positions)] = self._on_device(host_tokens)
+        self.correct(names, computed, drafts)
+
+    def correct(self, names: list[str], computed: list[int], drafts: list[int]) -> None:
         self.progress.correct(
             names,
             {name: row for name, (row, _) in self.last.items()},
             np.array(computed, dtype=np.int32),
-            self.starts,
-            self.lengths,
-            self.positions,
-            None,
-            self.paged,
+            np.array(drafts, dtype=np.int32) if any(drafts) else None,
+            self.sampled,
+            self.drafted,
+            self.sent,
         )
 
     def _on_device(self, values: list[int]) -> torch.Tensor:
@@ -102,9 +130,9 @@ class Batches:
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     def check(self) -> None:
-        for step, ((lengths, positions), (got_lengths, got)) in enumerate(zip(self.wanted, self.got, strict=True)):
-            assert got_lengths.tolist() == lengths, step
-            assert got.tolist() == positions, step
+        for step, (wanted, got) in enumerate(zip(self.wanted, self.got, strict=True)):
+            for name, values, tensor in zip(("lengths", "positions", "tokens", "drafts"), wanted, got, strict=True):
+                assert tensor.tolist() == values, (step, name)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -120,10 +148,8 @@ def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pyte
     """A program of the kernel may write a row's carry before another has read what was there."""
     steps: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "vllm_async_spec.spec_decode.progress.correct_positions",
-        lambda carry, counts, previous, computed, starts, next_carry, *sent: steps.append(
-            (carry.data_ptr(), next_carry.data_ptr())
-        ),
+        "vllm_async_spec.spec_decode.progress.correct_inputs",
+        lambda last, rows, next_carry, sent: steps.append((last.carry.data_ptr(), next_carry.data_ptr())),
     )
     batches = Batches(1, "cpu")
     for _ in range(3):
@@ -134,13 +160,15 @@ def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pyte
 
 
 def test_most_counts_are_those_of_the_last_step() -> None:
-    progress = DeviceProgress(4, torch.device("cpu"))
-    assert not progress.drafted
-    progress.scheduled(np.array([3, 0, 2], dtype=np.int32))
-    assert progress.drafted
-    assert progress.most_counts(3) == [4, 1, 3]
-    progress.scheduled(None)
-    assert progress.most_counts(2) == [1, 1]
+    batches = Batches(1, "cpu")
+    assert not batches.progress.drafted
+    batches.sent.query_start_loc[:4] = torch.tensor([0, 4, 5, 8])
+    batches.correct(["a", "b", "c"], [9, 9, 9], [3, 0, 2])
+    assert batches.progress.drafted
+    assert batches.progress.most_counts(3) == [4, 1, 3]
+    batches.sent.query_start_loc[:3] = torch.tensor([0, 1, 2])
+    batches.correct(["a", "b"], [9, 9], [0, 0])
+    assert batches.progress.most_counts(2) == [1, 1]
 
 
 def test_what_is_fetched_is_where_the_rows_began() -> None:
@@ -149,8 +177,8 @@ def test_what_is_fetched_is_where_the_rows_began() -> None:
         batches.step()
         rows = len(batches.last)
         batches.progress.fetch(rows)
-        lengths, _ = batches.wanted[-1]
-        tokens = batches.starts.diff()[:rows]
+        lengths, *_ = batches.wanted[-1]
+        tokens = batches.sent.query_start_loc.diff()[:rows]
         assert batches.progress.fetched()[:rows] == (torch.tensor(lengths) - tokens).tolist()
 
 
@@ -238,7 +266,6 @@ def test_correcting_a_step_waits_for_nothing_on_a_late_device() -> None:
     batches = Batches(2, "cuda")
     for _ in range(3):
         batches.step()
-    progress = batches.progress
     names = list(batches.last)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
@@ -246,16 +273,7 @@ def test_correcting_a_step_waits_for_nothing_on_a_late_device() -> None:
     late.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        progress.correct(
-            names,
-            {name: row for name, (row, _) in batches.last.items()},
-            np.array([batches.assumed[name] for name in names], dtype=np.int32),
-            batches.starts,
-            batches.lengths,
-            batches.positions,
-            None,
-            batches.paged,
-        )
+        batches.correct(names, [batches.assumed[name] for name in names], [0] * len(names))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not late.query()

@@ -18,7 +18,7 @@ from vllm_async_spec.compat.backends import backend_subject
 from vllm_async_spec.compat.cases import CASES, Host
 from vllm_async_spec.compat.check import AbsentError, check
 from vllm_async_spec.compat.device import SimulatedDevice
-from vllm_async_spec.kernels import device_positions
+from vllm_async_spec.kernels import device_inputs
 from vllm_async_spec.vllm_plugin.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 
@@ -123,6 +123,8 @@ def runner(runner_class):
         device=CPU,
         max_num_reqs=ROWS,
         max_num_tokens=TOKENS,
+        num_spec_tokens=DRAFTS,
+        _draft_token_ids=None,
         cascade_attn_enabled=True,
         supports_mm_inputs=False,
         uses_mrope=False,
@@ -148,7 +150,7 @@ def runner(runner_class):
     return made
 
 
-def prepare(runner: Any, names: list[str], computed: list[int], tokens: list[int], drafts: list[int]) -> None:
+def prepare(runner: Any, names: list[str], computed: list[int], tokens: list[int], drafts: list[int]) -> Any:
     """What `_prepare_inputs` does of a step once vLLM has sent its values."""
     batch = runner.input_batch
     batch.req_ids, batch.num_reqs = names, len(names)
@@ -157,7 +159,9 @@ def prepare(runner: Any, names: list[str], computed: list[int], tokens: list[int
     runner.query_start_loc.gpu[1 : len(names) + 1] = torch.tensor(tokens).cumsum(0)
     runner.seq_lens.gpu[: len(names)] = torch.tensor(computed) + torch.tensor(tokens)
     runner._num_drafts = np.array(drafts, dtype=np.int32) if any(drafts) else None
-    runner._correct_inputs()
+    metadata = SimpleNamespace(draft_token_ids=torch.zeros(sum(drafts), dtype=torch.int32)) if any(drafts) else None
+    runner._correct_inputs(metadata)
+    return metadata
 
 
 def sample(runner: Any, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,9 +213,9 @@ def test_vllms_warm_up_compiles_the_kernel_and_changes_nothing(runner, upstream,
     assert runner._progress is None
     runner.attn_groups = groups
     launched = []
-    kernel = device_positions.correct_positions_reference
+    kernel = device_inputs.correct_inputs_reference
     monkeypatch.setattr(
-        device_positions, "correct_positions_reference", lambda *given: (launched.append(given), kernel(*given))
+        device_inputs, "correct_inputs_reference", lambda *given: (launched.append(given), kernel(*given))
     )
     runner._dummy_sampler_run("logits")
     assert len(launched) == 1
@@ -241,6 +245,48 @@ def test_the_next_step_is_corrected_on_the_device(runner, monkeypatch):
     assert runner.seq_lens.gpu[:2].tolist() == [17, 34 + 4]
     assert runner.positions.gpu[1:5].tolist() == [34, 35, 36, 37]
     assert table.slot_mapping.gpu[1:5].tolist() == [(16 + 2) * 16 + at for at in (2, 3, 4, 5)]
+
+
+TOKENS_OF_STEPS = {
+    "all go on": (["a", "b", "c"], [4, 4, 4], [3, 3, 3], False),
+    "rows move": (["c", "a", "b"], [4, 4, 4], [3, 3, 3], False),
+    "fewer drafts": (["a", "b"], [2, 1], [1, 0], False),
+    "one prefills": (["new", "b", "a"], [7, 4, 4], [0, 3, 3], True),
+    "one has drafts of the host's": (["b", "new"], [4, 4], [3, 3], True),
+    "all are new": (["x", "y"], [5, 9], [0, 0], True),
+}
+
+
+@pytest.mark.parametrize("step", TOKENS_OF_STEPS)
+def test_tokens_of_the_last_step_are_where_vllm_puts_them(runner, upstream, monkeypatch, step):
+    """And the host's tokens are sent where vLLM sends them."""
+    names, tokens, drafts, sent = TOKENS_OF_STEPS[step]
+    prepare(runner, ["a", "b", "c"], [32, 10, 50], [4, 4, 4], [3, 3, 3])
+    sample(runner, [2, 1, 4], monkeypatch)
+    runner._draft_token_ids = torch.arange(3 * DRAFTS).view(3, DRAFTS) + 700
+    vars(runner).update(enable_prompt_embeds=False, pin_memory=False)
+    runner.input_batch.req_ids = names
+    runner.input_batch.req_id_to_index = {name: row for row, name in enumerate(names)}
+    schedule = SimpleNamespace(
+        scheduled_spec_decode_tokens={name: [-1] * count for name, count in zip(names, drafts, strict=True) if count}
+    )
+    ends, copies = np.cumsum(tokens), []
+    copy_to_gpu = runner.input_ids.copy_to_gpu
+    runner.input_ids.copy_to_gpu = lambda count: (copies.append(count), copy_to_gpu(count))
+    runner.input_ids.cpu[:] = torch.arange(TOKENS)
+    found = {}
+    for way in ("wanted", "got"):
+        runner.input_ids.gpu.fill_(-5)
+        (upstream if way == "wanted" else type(runner))._prepare_input_ids(runner, schedule, int(ends[-1]), ends)
+        if way == "got":
+            metadata = prepare(runner, names, [40] * len(names), tokens, drafts)
+        found[way] = runner.input_ids.gpu.tolist()
+    assert found["got"] == found["wanted"]
+    assert -5 not in found["got"][: ends[-1]]
+    assert copies == [ends[-1]] * 2 * sent
+    if metadata is not None:
+        places = [at for end, count in zip(ends, drafts, strict=True) for at in range(end - count, end)]
+        assert metadata.draft_token_ids.tolist() == [found["wanted"][at] for at in places]
 
 
 def test_block_tables_that_are_made_anew_are_taken(runner, monkeypatch):
@@ -367,8 +413,7 @@ def test_indices_of_drafts_are_made_once_for_equal_batches(runner, upstream, mon
     monkeypatch.setattr(torch, "from_numpy", lambda array: copies.append(1) or from_numpy(array))
     batches = [([3, 0, 2], [4, 9, 12]), ([3, 0, 2], [4, 9, 12]), ([3, 1, 2], [4, 9, 12]), ([3, 1, 2], [4, 10, 13])]
     made_new = []
-    for seed, (drafts, ends) in enumerate(batches):
-        runner.input_ids.gpu[:] = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(seed))
+    for drafts, ends in batches:
         given = np.array(drafts, dtype=np.int32), np.array(ends)
         before = len(copies)
         got = runner._calc_spec_decode_metadata(*given)
@@ -377,7 +422,7 @@ def test_indices_of_drafts_are_made_once_for_equal_batches(runner, upstream, mon
         assert got.num_draft_tokens == wanted.num_draft_tokens
         assert got.max_spec_len == wanted.max_spec_len
         for name, value in vars(wanted).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name != "draft_token_ids":  # these are written later
                 assert getattr(got, name).tolist() == value.tolist(), name
         assert runner._num_drafts is given[0]
     assert made_new == [True, False, True, True]

@@ -1,10 +1,13 @@
 """The few device kernels: each a Triton kernel and a PyTorch reference of one signature."""
 
-from vllm_async_spec.kernels.device_positions import (
+from vllm_async_spec.kernels.device_inputs import (
+    ROW_FIELDS,
+    LastStep,
     PagedGroup,
     PagedGroups,
-    correct_positions,
-    correct_positions_reference,
+    StepInputs,
+    correct_inputs,
+    correct_inputs_reference,
 )
 from vllm_async_spec.kernels.paged_lengths import (
     compile_kernels,
@@ -24,11 +27,14 @@ from vllm_async_spec.kernels.virtual_batches import (
 )
 
 __all__ = [
+    "ROW_FIELDS",
+    "LastStep",
     "PagedGroup",
     "PagedGroups",
+    "StepInputs",
     "compile_kernels",
-    "correct_positions",
-    "correct_positions_reference",
+    "correct_inputs",
+    "correct_inputs_reference",
     "gather_pages",
     "gather_pages_reference",
     "set_chunks",

@@ -2,7 +2,8 @@
 
 The host never learns how many drafts of a step were accepted before it prepares the next one. It remembers which rows
 had drafts, and which row each request comes from; the device remembers how many tokens of each row were computed when
-the step began, and is given how many it got. `correct` adds the two where they are.
+the step began, and is given how many it got. `correct` adds the two where they are, and puts the tokens that only the
+device knows among the step's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
-from vllm_async_spec.kernels import PagedGroups, correct_positions
+from vllm_async_spec.kernels import ROW_FIELDS, LastStep, StepInputs, correct_inputs
 
 _IN_FLIGHT = 2
 """Steps that the engine has launched and not seen the result of."""
@@ -38,8 +39,8 @@ class DeviceProgress:
         self._carries = torch.zeros(2, pitch, dtype=torch.int32, device=device)
         self._last = 0
         self._counts = torch.ones(rows, dtype=torch.int32, device=device)
-        self._staged = torch.zeros(2, pitch, dtype=torch.int32, device=device)
-        self._staging = PinnedRing((2, pitch), torch.int32, depth=_IN_FLIGHT + 1, device=device)
+        self._staged = torch.zeros(ROW_FIELDS, pitch, dtype=torch.int32, device=device)
+        self._staging = PinnedRing((ROW_FIELDS, pitch), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetching = PinnedRing((rows,), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetched: torch.Tensor | None = None
         # One more, which is always zero: that of a request that comes from row -1, which is none.
@@ -68,13 +69,12 @@ class DeviceProgress:
         requests: Sequence[str],
         came_from: Mapping[str, int],
         computed: npt.NDArray[np.int32],
-        query_start_loc: torch.Tensor,
-        seq_lens: torch.Tensor,
-        positions: torch.Tensor,
-        axes: torch.Tensor | None,
-        paged: PagedGroups,
+        drafts: npt.NDArray[np.int32] | None,
+        sampled: torch.Tensor,
+        drafted: torch.Tensor,
+        sent: StepInputs,
     ) -> None:
-        """Write the exact progress of the step being prepared over what the host has sent to the device.
+        """Write the exact progress of the step being prepared, and its tokens, over what the host has sent.
 
         Args:
             requests: the request of each row.
@@ -82,44 +82,32 @@ class DeviceProgress:
                 batch since.
             computed: (rows,) int32, host: computed tokens of each row, as if all drafts of the last step had been
                 accepted.
-            query_start_loc: (rows + 1 or more,) int32, device.
-            seq_lens: written; this and what follows as of `correct_positions`.
-            positions: written.
-            axes: written, or None.
-            paged: the slot mappings of its groups are written.
+            drafts: (rows,) int32, host: drafts that this step verifies of each row; None if there are none.
+            sampled: (rows of the last step, 1 or more) int32, device: see `LastStep`.
+            drafted: (rows of the last step, K) int64, device: its drafts.
+            sent: written.
         """
         batch = len(requests)
         staging = self._staging.next()
-        sent: npt.NDArray[np.int32] = staging.numpy()
-        previous = sent[0, :batch]
-        previous[:] = np.fromiter(map(came_from.get, requests, repeat(-1)), np.int32, batch)
-        previous[self._drafts[previous] == 0] = -1
-        sent[1, :batch] = computed
+        told: npt.NDArray[np.int32] = staging.numpy()[:, :batch]
+        corrected_from, rows_before, assumed, verifies, draft_ends = told
+        rows_before[:] = np.fromiter(map(came_from.get, requests, repeat(-1)), np.int32, batch)
+        corrected_from[:] = np.where(self._drafts[rows_before], rows_before, -1)
+        assumed[:] = computed
+        self._drafts.fill(0)
+        if drafts is not None:
+            self._drafts[:batch] = drafts
+        verifies[:] = self._drafts[:batch]
+        np.cumsum(verifies, out=draft_ends)
         self._staged.copy_(staging, non_blocking=True)
         self._staging.fence()
         last, self._last = self._last, 1 - self._last
-        correct_positions(
-            self._carries[last],
-            self._counts,
-            self._staged[0, :batch],
-            self._staged[1, :batch],
-            query_start_loc[: batch + 1],
+        correct_inputs(
+            LastStep(self._carries[last], self._counts, sampled, drafted),
+            self._staged[:, :batch],
             self._carries[self._last],
-            seq_lens,
-            positions,
-            axes,
-            paged,
+            sent,
         )
-
-    def scheduled(self, drafts: npt.NDArray[np.int32] | None) -> None:
-        """Take note of what the step that has just been prepared will verify.
-
-        Args:
-            drafts: (rows,) int32, host: drafts of each row; None if there are none.
-        """
-        self._drafts.fill(0)
-        if drafts is not None:
-            self._drafts[: len(drafts)] = drafts
 
     def fetch(self, rows: int) -> None:
         """Start a copy of where each row of this step began, for somebody who is going to wait for its counts."""

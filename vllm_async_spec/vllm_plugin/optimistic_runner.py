@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_async_spec.kernels import PagedGroup, PagedGroups
+from vllm_async_spec.kernels import PagedGroup, PagedGroups, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
@@ -60,20 +60,10 @@ class _Indices:
     drafts: npt.NDArray[np.int32]
     ends: npt.NDArray[np.int32]
     metadata: Any
-    draft_indices: torch.Tensor | None = None
-    """(drafts,) int, device: where the drafts are among the input tokens; made for the first who asks."""
 
     def are_of(self, drafts: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> bool:
         """Whether they were made of these numbers."""
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
-
-    def of_drafts_in(self, input_ids: torch.Tensor) -> Any:
-        """The metadata of the step whose tokens these are."""
-        if self.draft_indices is None:
-            self.draft_indices = self.metadata.logits_indices[self.metadata.target_logits_indices + 1]
-        made = copy.copy(self.metadata)
-        made.draft_token_ids = input_ids[self.draft_indices]
-        return made
 
 
 def _paged_groups(block_table: Any) -> PagedGroups:
@@ -161,17 +151,32 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
         ) -> Any:
             self._num_drafts = num_draft_tokens
             if self._indices is not None and self._indices.are_of(num_draft_tokens, cu_num_scheduled_tokens):
-                return self._indices.of_drafts_in(self.input_ids.gpu)
+                return copy.copy(self._indices.metadata)
             made = super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
-            self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made)
+            if self._progress is not None:
+                self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made)
             return made
+
+        def _prepare_input_ids(
+            self, scheduler_output: Any, total_num_scheduled_tokens: int, cu_num_tokens: npt.NDArray[np.int32]
+        ) -> None:
+            batch = self.input_batch
+            if self._progress is None or batch.prev_sampled_token_ids is None:
+                super()._prepare_input_ids(scheduler_output, total_num_scheduled_tokens, cu_num_tokens)
+                return
+            # What the last step sampled and drafted is written by the correction. The host's tokens are sent only where
+            # there are any others.
+            carried = sum(map(batch.prev_req_id_to_index.__contains__, batch.req_ids))
+            drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+            if carried + drafts < total_num_scheduled_tokens:
+                self.input_ids.copy_to_gpu(total_num_scheduled_tokens)
 
         def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._num_drafts = None
             made = super()._prepare_inputs(scheduler_output, *args, **kwargs)
             self._settle()
             if self._progress is not None:
-                self._correct_inputs()
+                self._correct_inputs(made[1])
             return made
 
         def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,8 +185,8 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             if self.attn_groups:
                 self._settle()
             if self._progress is not None:
-                # A row that had no drafts: compiles the kernel, so that no request waits for it, and changes nothing.
-                self._correct(self._progress, ["warm-up"], {}, np.zeros(1, dtype=np.int32))
+                # A row that no step had: compiles the kernel, so that no request waits for it, and changes nothing.
+                self._correct(self._progress, ["warm-up"], {}, np.zeros(1, dtype=np.int32), None)
             return made
 
         def _settle(self) -> None:
@@ -198,18 +203,31 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
             masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
             self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
-            self._paged_of: Any = None
+            self._table: Any = None
+            self._verified = torch.empty(self.max_num_tokens, dtype=torch.int32, device=self.device)
+            # Of a step that left none.
+            rows = self.max_num_reqs
+            self._none_sampled = torch.zeros(1, 1, dtype=torch.int32, device=self.device).expand(rows, 1)
+            self._none_drafted = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(
+                rows, self.num_spec_tokens
+            )
             # The prefix that all rows share is taken from the host's number of computed tokens.
             self.cascade_attn_enabled = False
             self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
 
-        def _correct_inputs(self) -> None:
-            """Write the device's positions over the host's, and take note of what the next step has to know."""
+        def _correct_inputs(self, metadata: Any) -> None:
+            """Write what the device knows over what the host has sent, and take note of what the next step must know.
+
+            Args:
+                metadata: which tokens are drafts, whose tokens it is given; None if there are none.
+            """
             progress, batch = self._progress, self.input_batch
             assert progress is not None
             came_from = {} if batch.prev_sampled_token_ids is None else batch.prev_req_id_to_index
-            self._correct(progress, batch.req_ids, came_from, batch.num_computed_tokens_cpu[: batch.num_reqs])
-            progress.scheduled(self._num_drafts)
+            computed = batch.num_computed_tokens_cpu[: batch.num_reqs]
+            self._correct(progress, batch.req_ids, came_from, computed, self._num_drafts)
+            if metadata is not None:
+                metadata.draft_token_ids = self._verified[: metadata.draft_token_ids.shape[0]]
             self._exact = needed_by(batch)
             if self._exact is not None:
                 progress.fetch(batch.num_reqs)
@@ -220,17 +238,18 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             requests: Sequence[str],
             came_from: Mapping[str, int],
             computed: npt.NDArray[np.int32],
+            drafts: npt.NDArray[np.int32] | None,
         ) -> None:
-            """Have the device write exact values over what the host has sent of these requests."""
+            """Have the device write over what the host has sent of these requests."""
+            sampled, drafted = self.input_batch.prev_sampled_token_ids, self._draft_token_ids
             progress.correct(
                 requests,
                 came_from,
                 computed,
-                self.query_start_loc.gpu,
-                self.seq_lens.gpu,
-                self.positions.gpu,
-                self._position_axes(),
-                self._paged_groups(),
+                drafts,
+                self._none_sampled if sampled is None else sampled.int(),
+                drafted.long() if isinstance(drafted, torch.Tensor) else self._none_drafted,
+                self._step_inputs(),
             )
 
         def _position_axes(self) -> torch.Tensor | None:
@@ -242,11 +261,20 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
                 return None
             return axes
 
-        def _paged_groups(self) -> PagedGroups:
+        def _step_inputs(self) -> StepInputs:
             table = self.input_batch.block_table
-            if self._paged_of is not table:  # the first time, or vLLM has made its input batch anew
-                self._paged_of, self._paged = table, _paged_groups(table)
-            return self._paged
+            if self._table is not table:  # the first time, or vLLM has made its input batch anew
+                self._table = table
+                self._inputs = StepInputs(
+                    query_start_loc=self.query_start_loc.gpu,
+                    input_ids=self.input_ids.gpu,
+                    verified=self._verified,
+                    positions=self.positions.gpu,
+                    seq_lens=self.seq_lens.gpu,
+                    axes=self._position_axes(),
+                    paged=_paged_groups(table),
+                )
+            return self._inputs
 
         def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
             made = super()._gather_mm_embeddings(*args, **kwargs)

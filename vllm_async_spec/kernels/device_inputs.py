@@ -1,0 +1,184 @@
+"""What a step takes over from the one before, written on the device over what the host has sent.
+
+A host that did not wait for the last step prepares the next one as if every draft had been accepted. What it made is
+right for each request that had no draft in that step. For the others the device knows better: it carries how many
+tokens of each request were computed when the last step began, and has the step's counts. The tokens themselves, those
+that were sampled and the drafts that follow them, are on the device alone, for every request of the last step. One
+launch writes all of it.
+
+Importing this imports no Triton; the first call on a CUDA tensor does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
+
+
+@dataclass(frozen=True, slots=True)
+class PagedGroup:
+    """Where one KV cache group keeps its tokens."""
+
+    block_table: torch.Tensor
+    """(rows, width) int32, device, rows contiguous: the pages of each row's request."""
+    page_size: int
+    """Tokens in a page."""
+    slot_mapping: torch.Tensor
+    """(tokens,) int64, device: the slot of each token of a step."""
+
+
+class PagedGroups:
+    """All KV cache groups of a runner, with the addresses of their tensors where a kernel finds them.
+
+    The tensors must stay where they are: they are the runner's persistent buffers.
+
+    Args:
+        groups: at least one, all on one device.
+    """
+
+    def __init__(self, groups: Sequence[PagedGroup]) -> None:
+        self.groups = tuple(groups)
+        addresses = [
+            (group.block_table.data_ptr(), group.block_table.stride(0), group.page_size, group.slot_mapping.data_ptr())
+            for group in groups
+        ]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(groups[0].block_table.device)
+        """(groups, 4) int64, device: block table, its row stride, page size, slot mapping."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """What the last step has left on the device, by its own rows."""
+
+    carry: torch.Tensor
+    """(rows,) int32: computed tokens when that step began."""
+    counts: torch.Tensor
+    """(rows,) int32: tokens that the row got, 1 at least."""
+    sampled: torch.Tensor
+    """(rows, 1 or more) int32: the last of these tokens, in the first column."""
+    drafts: torch.Tensor
+    """(rows, K) int64: the drafts that follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The device buffers of a step, which hold what the host has sent and are written."""
+
+    query_start_loc: torch.Tensor
+    """(batch + 1 or more,) int32; only read."""
+    input_ids: torch.Tensor
+    """(tokens or more,) int32."""
+    verified: torch.Tensor
+    """(drafts or more,) int32: the drafts among the input tokens, row after row."""
+    positions: torch.Tensor
+    """(tokens or more,) int64."""
+    seq_lens: torch.Tensor
+    """(batch or more,) int32."""
+    axes: torch.Tensor | None
+    """(axes, tokens or more) int64, each axis contiguous, or None: positions of M-RoPE or XD-RoPE."""
+    paged: PagedGroups
+    """The KV cache groups, whose slot mappings are written."""
+
+
+ROW_FIELDS = 5
+"""int32 that the host tells of each row: `corrected_from`, `came_from`, `computed`, `drafts` and `draft_ends`."""
+
+
+def correct_inputs(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor, sent: StepInputs) -> None:
+    """Write what the device knows of the last step over what the host has assumed. Launches one kernel.
+
+    A row whose request had no draft in the last step keeps its position and length as the host has sent them. A request
+    never has more computed tokens than the host assumes, so a sum beyond that (the scheduler has taken tokens back) is
+    cut to it.
+
+    Args:
+        last: of the last step.
+        rows: (`ROW_FIELDS`, batch) int32, device, each field contiguous. `corrected_from`: the row that the request of
+            each row had in the last step if it had drafts there, else -1. `came_from`: the row that it had if it was
+            sampled there, else -1, and then its tokens stay as sent. `computed`: computed tokens that the host assumes.
+            `drafts`: drafts that this step verifies of each row, the last of its tokens. `draft_ends`: their running
+            sum.
+        next_carry: (rows,) int32, device, no part of `last.carry`; the first `batch` are written: computed tokens.
+        sent: of this step; written.
+    """
+    if not runs_as_triton(next_carry):
+        correct_inputs_reference(last, rows, next_carry, sent)
+        return
+    axes = sent.axes
+    kernels_of(__name__).correct_inputs[(rows.shape[1],)](
+        last.carry,
+        last.counts,
+        last.sampled,
+        last.sampled.stride(0),
+        last.drafts,
+        last.drafts.stride(0),
+        last.drafts.stride(1),
+        rows,
+        rows.stride(0),
+        sent.query_start_loc,
+        sent.input_ids,
+        sent.verified,
+        next_carry,
+        sent.seq_lens,
+        sent.positions,
+        sent.positions if axes is None else axes,
+        0 if axes is None else axes.stride(0),
+        sent.paged.addresses,
+        AXES=0 if axes is None else axes.shape[0],
+        GROUPS=len(sent.paged.groups),
+        BLOCK=_BLOCK,
+    )
+
+
+def correct_inputs_reference(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor, sent: StepInputs) -> None:
+    """`correct_inputs` in PyTorch."""
+    corrected_from, came_from, computed, drafts, draft_ends = rows.unbind(0)
+    batch = rows.shape[1]
+    starts = sent.query_start_loc[: batch + 1]
+    _correct_tokens(last, came_from, drafts, draft_ends, starts, sent)
+    corrected = corrected_from >= 0
+    source = corrected_from.clamp(min=0).long()
+    # The last step may have had fewer rows than this one, and none of the rows without drafts comes from them.
+    counts = last.counts
+    accepted = counts[source.clamp(max=counts.shape[0] - 1)] if counts.shape[0] else torch.zeros_like(computed)
+    exact = torch.where(corrected, (last.carry[source] + accepted).minimum(computed), computed).int()
+    next_carry[:batch] = exact
+    sent.seq_lens[:batch] = torch.where(corrected, exact + starts.diff(), sent.seq_lens[:batch])
+    token = torch.arange(int(starts[-1]), device=rows.device)
+    row = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+    token, row = token[corrected[row]], row[corrected[row]]
+    position = exact[row].long() + token - starts[row]
+    sent.positions[token] = position
+    if sent.axes is not None:
+        sent.axes[:, token] += (exact - computed)[row].long()
+    for group in sent.paged.groups:
+        page = group.block_table[row, position // group.page_size].long()
+        group.slot_mapping[token] = page * group.page_size + position % group.page_size
+
+
+def _correct_tokens(
+    last: LastStep,
+    came_from: torch.Tensor,
+    drafts: torch.Tensor,
+    draft_ends: torch.Tensor,
+    starts: torch.Tensor,
+    sent: StepInputs,
+) -> None:
+    carried = came_from >= 0
+    source = came_from[carried].long()
+    sent.input_ids[(starts[1:] - 1 - drafts)[carried].long()] = last.sampled[source, 0]
+    draft = torch.arange(int(draft_ends[-1]), device=starts.device)
+    row = torch.searchsorted(draft_ends.contiguous(), draft, right=True)
+    token = starts[1:][row] - draft_ends[row] + draft
+    known, source = carried[row], came_from[row].long()
+    number = draft - draft_ends[row] + drafts[row]
+    sent.input_ids[token[known]] = last.drafts[source[known], number[known]].int()
+    sent.verified[: len(draft)] = sent.input_ids[token]
+
+
+_BLOCK = 16
+"""Query tokens handled at once: a request with drafts has one more than those."""
