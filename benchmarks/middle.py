@@ -7,11 +7,9 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.audit.device_time import busy_share
-from vllm_async_spec.audit.device_trace import Runtime, read_calls
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
 from vllm_async_spec.audit.recording import How, Order, Recorder
 from vllm_async_spec.audit.report import Place
@@ -33,8 +31,6 @@ class Middle:
     """What was recorded of the steps in the middle."""
 
     recorded: Recorded
-    calls: tuple[Runtime, ...]
-    """Every call of the CUDA runtime or driver, by start; none where there is no device."""
 
     def waits_a_step(self, place: Place) -> float:
         """Waits in one place, a step; all but the hidden ones are the launching thread's."""
@@ -81,7 +77,7 @@ def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
             files = recorder.save("middle")
         except RuntimeError as error:
             raise MiddleError(f"of a run of {steps} steps, {error}") from error
-        return Middle(load(files), tuple(read_calls(Path(files["trace"]))) if "trace" in files else ())
+        return Middle(load(files))
 
 
 @contextlib.contextmanager

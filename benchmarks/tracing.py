@@ -26,6 +26,7 @@ from benchmarks.batching_models import make_drafter, make_model
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.shapes import SHAPES
 from vllm_async_spec.audit.device_trace import DeviceTrace, cupti_thread
+from vllm_async_spec.audit.recorded import Recorded
 from vllm_async_spec.audit.report import Place
 
 ARMS = ("synchronous", "asynchronous")
@@ -197,7 +198,7 @@ def _arm(middle: Middle, steps: int, join_us: float) -> dict[str, Any]:
         "gpu_busy": round(middle.busy(), 4),
         "critical_waits": round(middle.waits_a_step(Place.CRITICAL), 3),
         "overlapped_waits": round(middle.waits_a_step(Place.OVERLAPPED), 3),
-        "rows": [_host(middle, window), *_streams(recorded.trace, window)],
+        "rows": [_host(recorded, recorded.trace, window), *_streams(recorded.trace, window)],
     }
 
 
@@ -237,8 +238,8 @@ def joined(stretches: Iterable[Stretch], within: int) -> Iterator[Stretch]:
         yield begun
 
 
-def _host(middle: Middle, window: _Window) -> dict[str, Any]:
-    recorded, thread = middle.recorded, cupti_thread(middle.recorded.main)
+def _host(recorded: Recorded, trace: DeviceTrace, window: _Window) -> dict[str, Any]:
+    thread = cupti_thread(recorded.main)
     waits: dict[Place, list[Stretch]] = {Place.CRITICAL: [], Place.OVERLAPPED: []}
     for wait in recorded.waits:
         if wait.thread == recorded.main:
@@ -246,7 +247,7 @@ def _host(middle: Middle, window: _Window) -> dict[str, Any]:
     waiting = [*waits[Place.CRITICAL], *waits[Place.OVERLAPPED]]
     calls = [
         (call.start, call.end)
-        for call in middle.calls
+        for call in trace.calls
         if call.thread == thread and not any(a <= call.start < b for a, b in waiting)
     ]
     blocks = {

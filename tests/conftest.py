@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Where Python is told to keep no bytecode, each process that a test starts would compile all of vLLM's imports again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Fixed examples in CI, so that a red run is one that can be repeated.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=150)
@@ -13,10 +18,11 @@ settings.register_profile("default", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices of 16 rows don't need a second one."""
+    """Matrices of 16 rows don't need a second one, which costs most where the machine has other work to do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
     yield
     torch.set_num_threads(threads)

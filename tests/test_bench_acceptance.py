@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from bench_walk import as_steps, walk
@@ -62,9 +64,16 @@ def after_every_token(model: TinyLlama) -> tuple[Tensor, Tensor]:
         return model.lm_head(hidden).argmax(-1), hidden
 
 
+@functools.cache
+def target_after_every_token(share: float) -> tuple[TinyLlama, Tensor, Tensor]:
+    """The target, what it says, and its last hidden state."""
+    model = target(share)
+    return model, *after_every_token(model)
+
+
 @pytest.mark.parametrize("share", SHARES)
 def test_the_target_follows_the_orbit_whatever_came_before(share: float):
-    said, _ = after_every_token(target(share))
+    _, said, _ = target_after_every_token(share)
     assert torch.equal(said[:-1], make_orbit(VOCABULARY, share).successor)
 
 
@@ -89,11 +98,11 @@ def test_a_draft_model_is_wrong_after_the_marked_tokens_only(share: float):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_an_eagle_drafter_is_wrong_after_the_marked_tokens_only_draft_after_draft(share: float):
-    model, drafter = target(share), Eagle(TARGET)
+    (model, _, hidden), drafter = target_after_every_token(share), Eagle(TARGET)
     dummy(drafter)
     arrange(drafter, VOCABULARY, share)
     orbit = make_orbit(VOCABULARY, share)
-    tokens, hidden = torch.arange(orbit.stranger), after_every_token(model)[1][:-1]
+    tokens, hidden = torch.arange(orbit.stranger), hidden[:-1]
     for _ in range(4):
         with torch.no_grad():
             hidden = drafter(tokens[:, None], hidden[:, None])[:, 0]

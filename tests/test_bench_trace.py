@@ -21,7 +21,6 @@ from benchmarks.cli import app
 from benchmarks.middle import Middle, MiddleError, before_each, record_middle
 from benchmarks.results import FIGURES, RESULTS, figure_of, read_trace, trace_files
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent
-from vllm_async_spec.audit.device_trace import read_calls
 from vllm_async_spec.audit.report import Place
 
 ABOUT = {
@@ -65,8 +64,7 @@ def asynchronous() -> Recording:
 
 
 def middle(made: Recording, folder: Path, name: str, steps: int = 6) -> Middle:
-    recorded = made.load(folder, [STEP_US * step for step in range(steps + 1)], name)
-    return Middle(recorded, tuple(read_calls(folder / f"{name}.trace.json")))
+    return Middle(made.load(folder, [STEP_US * step for step in range(steps + 1)], name))
 
 
 @pytest.fixture

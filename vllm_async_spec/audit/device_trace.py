@@ -15,7 +15,7 @@ Times = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """One call of the CUDA runtime or driver that can block."""
+    """One call of the CUDA runtime or driver."""
 
     thread: int
     """The calling thread as CUPTI names it; `cupti_thread` of Python's identifier."""
@@ -38,8 +38,10 @@ class DeviceTrace:
     stream: Times
     is_copy: npt.NDArray[np.bool_]
     names: tuple[str, ...]
+    calls: tuple[Runtime, ...]
+    """Every call of the CUDA runtime or driver, by start; copies are not told."""
     blocking: tuple[Runtime, ...]
-    """Runtime calls that can block, by start."""
+    """Those that can block, by start, with their copies."""
 
 
 _WAITS = re.compile(r"^(cuda|cu)(Stream|Event|Device|Ctx)Synchronize|^cudaFree(Host)?$|^cudaMemcpy(2D)?$")
@@ -79,20 +81,9 @@ def read_trace(path: Path) -> DeviceTrace:
         stream=np.array([event["args"].get("stream", 0) for event in device], dtype=np.int64),
         is_copy=np.array([event["cat"] == "gpu_memcpy" for event in device], dtype=bool),
         names=tuple(event["name"] for event in device),
+        calls=tuple(sorted((_runtime(base, call) for call in calls), key=lambda call: call.start)),
         blocking=tuple(sorted(_blocking(base, calls, copies), key=lambda call: call.start)),
     )
-
-
-def read_calls(path: Path) -> list[Runtime]:
-    """Every call of the CUDA runtime or driver in what PyTorch's profiler exported, by start; copies are not told."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    base = int(data.get("baseTimeNanoseconds", 0))
-    found = []
-    for event in data["traceEvents"]:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            start = _ns(base, event["ts"])
-            found.append(Runtime(event["tid"], event["name"], start, start + round(event["dur"] * 1000)))
-    return sorted(found, key=lambda call: call.start)
 
 
 def _ns(base: int, microseconds: float) -> int:
@@ -113,6 +104,10 @@ def _blocking(base: int, calls: list[dict], copies: dict) -> list[Runtime]:  # t
                 continue
             kind = f"{direction} {'Pageable' if 'Pageable' in ends else 'Pinned'}"
             size = int(copy["args"].get("bytes", 0))
-        start = _ns(base, call["ts"])
-        found.append(Runtime(call["tid"], name, start, start + round(call["dur"] * 1000), kind, size))
+        found.append(_runtime(base, call, kind, size))
     return found
+
+
+def _runtime(base: int, call: dict, kind: str = "", size: int = 0) -> Runtime:  # type: ignore[type-arg]
+    start = _ns(base, call["ts"])
+    return Runtime(call["tid"], call["name"], start, start + round(call["dur"] * 1000), kind, size)
