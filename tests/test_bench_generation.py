@@ -53,7 +53,9 @@ def test_a_static_arm_has_a_static_cache_on_a_model_of_its_own():
     models = {name: generation.make_model("tiny", "cpu") for name in ("interleaved", "static")}
     made = generation.make_arms(models, "cpu", 1, 3)
     caches = []
-    models["static"].register_forward_hook(lambda module, args, kwargs, out: caches.append(out.past_key_values))
+    models["static"].register_forward_hook(
+        lambda module, args, kwargs, out: caches.append(out.past_key_values), with_kwargs=True
+    )
     made["static"]()
     made["static asynchronous"]()
     assert len(caches) == 6
