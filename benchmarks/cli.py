@@ -216,16 +216,18 @@ def generation(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Arms of torch.compile, on a GPU.")] = True,
+    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
 ) -> None:
     """transformers' generate: stop checks waited for and not, and a decode loop of our own."""
     import torch
 
-    from benchmarks.generation import GenerationError, measure, notes, table
+    from benchmarks.generation import ARMS, COMPILED, GenerationError, measure, notes, table
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    compiled = compiled and chosen.startswith("cuda")
+    every = [*ARMS, *(COMPILED if compiled and chosen.startswith("cuda") else [])]
+    names = [name.strip() for name in arms.split(",")] if arms else every
     try:
-        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, compiled=compiled)
+        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, arms=names)
     except GenerationError as error:
         _fail(str(error))
     _tell(found, table(found), notes(found), json_file)

@@ -1,7 +1,7 @@
 """Tokens a second of `generate` of transformers: the stop check waited for and not, and a decode loop of our own.
 
     python -m benchmarks generation [--json FILE] [--model tiny|gpt2|medium] [--device cuda] [--batch N]
-        [--new-tokens N] [--passes N] [--no-compile]
+        [--new-tokens N] [--passes N] [--no-compile] [--arms A,B]
 
 Arms take turns in one process, in the order ABC CBA, on a model with random weights:
 
@@ -11,7 +11,12 @@ Arms take turns in one process, in the order ABC CBA, on a model with random wei
 - `asynchronous`: `vllm_async_spec.generation.generate`, that loop with the stop check read late;
 - `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
 - `interleaved`: the same with two slots, and no wait;
-- `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well.
+- `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well;
+- `static` and `static asynchronous`: `synchronous` and `asynchronous` with a static cache, whose forward transformers
+  compiles on a CUDA device, so that it is launched as CUDA graphs. On a CPU it compiles nothing, and the cache is
+  all that is different.
+
+`--arms` names some of them; `synchronous` always runs, because its tokens are what the others are held to.
 
 The end-of-sequence id is one that the model can't produce, so that each arm checks for it at each token and generates
 as many. Tokens of the arms are compared; where they differ there is no ratio. The arms' kernels round differently, so
@@ -23,7 +28,7 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -44,9 +49,23 @@ SIZES: dict[str, dict[str, int]] = {
 A Llama has three matrices in each MLP, so the last one has 400 M parameters.
 """
 
-WITHOUT = {"asynchronous": "synchronous", "interleaved": "graphs", "whole": "compiled"}
+ARMS = ("synchronous", "transformers", "asynchronous", "graphs", "interleaved")
+COMPILED = ("compiled", "whole", "static", "static asynchronous")
+"""Arms that need `torch.compile`."""
+
+WITHOUT = {
+    "asynchronous": "synchronous",
+    "interleaved": "graphs",
+    "whole": "compiled",
+    "static asynchronous": "static",
+}
 """What an arm is the same as, but for the wait that it has not got."""
 
+_MODEL_OF = {"compiled": "whole", "whole": "whole", "static": "static", "static asynchronous": "static"}
+"""Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
+generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
+
+_OURS = ("graphs", "interleaved", "compiled", "whole")
 COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
 Arm = Callable[[], torch.Tensor]
 
@@ -56,12 +75,12 @@ class GenerationError(RuntimeError):
 
 
 def measure(
-    *, size: str, device: str, batch: int, new_tokens: int, passes: int, compiled: bool = False
+    *, size: str, device: str, batch: int, new_tokens: int, passes: int, arms: Sequence[str] = ARMS
 ) -> dict[str, Any]:
-    """The result file; `compiled` adds the arms that need `torch.compile`.
+    """The result file; `arms` are some of `ARMS` and `COMPILED`, and `synchronous` is always one.
 
     Raises:
-        GenerationError: the size is unknown, there is no such device, or arms differ in their tokens.
+        GenerationError: the size or an arm is unknown, there is no such device, or arms differ in their tokens.
     """
     import transformers
 
@@ -69,12 +88,15 @@ def measure(
 
     if size not in SIZES:
         raise GenerationError(f"the model is {size!r}; it must be one of {', '.join(SIZES)}")
+    if unknown := [name for name in arms if name not in (*ARMS, *COMPILED)]:
+        raise GenerationError(f"the arms have {unknown[0]!r}; they must be of {', '.join((*ARMS, *COMPILED))}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
-    # What is kept for a model is that of its last generation, so each kind of step has a model, of the same weights.
-    models = {name: make_model(size, device) for name in ("interleaved", *(["whole"] if compiled else []))}
-    arms = make_arms(models, device, batch, new_tokens)
-    tokens = {name: arm() for name, arm in arms.items()}  # the first run of each, which also warms up
+    chosen = [name for name in (*ARMS, *COMPILED) if name == "synchronous" or name in arms]
+    models = {kind: make_model(size, device) for kind in dict.fromkeys(map(_model_of, chosen))}
+    made = make_arms(models, device, batch, new_tokens)
+    runs = {name: made[name] for name in chosen}
+    tokens = {name: run() for name, run in runs.items()}  # the first run of each, which also warms up
     for name, found in tokens.items():
         if not torch.equal(found, tokens["synchronous"]):
             raise GenerationError(
@@ -82,7 +104,7 @@ def measure(
             )
     generated = batch * (tokens["synchronous"].shape[1] - PROMPT)
     speeds = by_turns(
-        arms, passes, lambda name: generated / _seconds(arms[name], device, expected=tokens["synchronous"])
+        runs, passes, lambda name: generated / _seconds(runs[name], device, expected=tokens["synchronous"])
     )
     return {
         "transformers": transformers.__version__,
@@ -92,8 +114,16 @@ def measure(
         "batch": batch,
         "new_tokens": new_tokens,
         "tokens_per_second": speeds,
-        "memory": {name: asdict(generation.memory_report(model)) for name, model in models.items()},
+        # Of our loop's arms alone: what transformers keeps is its own.
+        "memory": {
+            kind: asdict(generation.memory_report(models[kind]))
+            for kind in dict.fromkeys(_model_of(name) for name in chosen if name in _OURS)
+        },
     }
+
+
+def _model_of(arm: str) -> str:
+    return _MODEL_OF.get(arm, "interleaved")
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -114,7 +144,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for name, values in speeds.items():
         others = ["synchronous", "transformers", WITHOUT.get(name)]
         against = [other if other != name and name != "synchronous" else None for other in others]
-        ratios = ("-" if other is None else ratio_in_words(speeds[other], values) for other in against)
+        ratios = ("-" if other not in speeds else ratio_in_words(speeds[other], values) for other in against)
         yield (name, f"{statistics.median(values):.1f}", *ratios)
 
 
@@ -124,8 +154,9 @@ def notes(found: dict[str, Any]) -> list[str]:
     said = []
     if found["device"] == "cpu":
         said.append("nothing can be won on a CPU: no device is ahead or behind, and no arm has streams or graphs")
-    control = paired_ratio(speeds["synchronous"], speeds["transformers"])
-    if reason := refusal(control):
+    if "transformers" not in speeds:
+        said.append("`transformers`, which says how large the noise is, is not among the arms")
+    elif reason := refusal(paired_ratio(speeds["synchronous"], speeds["transformers"])):
         said.append(f"taking `transformers` for the sham arm, as where its stop check is not deferred: {reason}")
     return said
 
@@ -145,7 +176,7 @@ def make_model(size: str, device: str) -> Any:
 
 
 def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) -> dict[str, Arm]:
-    """The arms by name; `models` has `interleaved`, and `whole` where the compiled ones are wanted too."""
+    """The arms of these models by name; `models` has `interleaved`, and others of `_MODEL_OF` where they are wanted."""
     from vllm_async_spec import generation
 
     prompt = torch.randint(VOCABULARY, (batch, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
@@ -164,7 +195,7 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
         return lambda: run(custom_generate=generation.generate, **way)
 
     arms = {
-        "synchronous": ours(open_channel=lambda *_: None),
+        "synchronous": ours(open_channel=_no_channel),
         "transformers": run,
         "asynchronous": ours(),
         "graphs": ours(interleaved=False),
@@ -173,7 +204,15 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
     if "whole" in models:
         arms["compiled"] = ours(kind="whole", interleaved=False, torch_compile=True)
         arms["whole"] = ours(kind="whole", interleaved=True, torch_compile=True)
+    if "static" in models:
+        static = {"kind": "static", "cache_implementation": "static"}
+        arms["static"] = ours(**static, open_channel=_no_channel)
+        arms["static asynchronous"] = ours(**static)
     return arms
+
+
+def _no_channel(*_: Any) -> None:
+    """No way for flags beside the generating stream: the loop waits for them."""
 
 
 def _seconds(arm: Arm, device: str, expected: torch.Tensor) -> float:

@@ -145,3 +145,76 @@ def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padd
     finally:
         model.set_attn_implementation(attention)
         model.to("cpu")
+
+
+@pytest.fixture
+def compiled_model(request: pytest.FixtureRequest) -> Any:
+    """A model of its own, because transformers keeps what it compiles there."""
+    torch._dynamo.reset()
+    model = tiny_models.model.__wrapped__(request.param).to("cuda")
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.mark.parametrize("compiled_model", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: Any, do_sample: bool):
+    """Steps are CUDA graphs, whose outputs the next one overwrites; some are too many, and are undone in the cache."""
+    inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left").items()}
+    settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "output_scores": True}
+
+    def run(seed: int, **way: Any) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(seed)
+        late = [Delays(seed)], [DelaysMain(seed)]
+        output = compiled_model.generate(
+            **inputs,
+            **settings,
+            **way,
+            cache_implementation="static",
+            return_dict_in_generate=True,
+            stopping_criteria=transformers.StoppingCriteriaList(late[0]),
+            logits_processor=transformers.LogitsProcessorList(late[1]),
+        )
+        return output, torch.cuda.get_rng_state()
+
+    run(0)  # compiles
+    for seed in range(5):
+        (expected, state), (output, state_after) = run(seed), run(seed, custom_generate=generation.generate)
+        assert torch.equal(expected.sequences, output.sequences)
+        assert len(expected.scores) == len(output.scores)
+        for one, other in zip(expected.scores, output.scores, strict=True):
+            assert torch.equal(one, other)
+        assert int(expected.past_key_values.get_seq_length()) == int(output.past_key_values.get_seq_length())
+        assert torch.equal(state, state_after)
+    assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"
+
+
+@pytest.mark.parametrize("compiled_model", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_no_step_waits_where_transformers_compiles_the_step(compiled_model: Any, padded: bool, do_sample: bool):
+    """From the fourth step on, when what is recorded anew for another cache has been recorded."""
+    prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+    inputs = {name: each.cuda() for name, each in prompts.items()}
+    settings = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": tiny_models.VOCABULARY}
+
+    def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        try:
+            return compiled_model.generate(
+                **inputs,
+                **settings,
+                **way,
+                cache_implementation="static",
+                logits_processor=transformers.LogitsProcessorList(processors),
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    expected = run()
+    assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        run(RefusesSyncs(8, 22))
+    refusing = RefusesSyncs(8, 22)
+    assert torch.equal(run(refusing, custom_generate=generation.generate), expected)
+    assert refusing.seen == 14

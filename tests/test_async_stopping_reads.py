@@ -7,6 +7,7 @@ Runs with whichever transformers is installed; `make test-transformers` runs it 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,8 @@ from late_device import LateArrival, LateChannel
 from vllm_async_spec import generation
 from vllm_async_spec.audit.cuda_waits import CudaWaits
 from vllm_async_spec.compat.device import SimulatedDevice
-from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_of
-from vllm_async_spec.generation.known_inputs import with_known_inputs as known_inputs
+from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_inputs, known_of
+from vllm_async_spec.generation.plain_inputs import inputs_after
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
@@ -75,16 +76,21 @@ class ChannelOf(LateChannel):
 
 @contextlib.contextmanager
 def attending(kind: str, attention: str) -> Iterator[Any]:
-    """The model with another attention, and without a cache of an earlier call."""
+    """The model with another attention, and without what earlier calls left: a cache, a compiled forward."""
     model = tiny_models.model(kind)
-    model.__dict__.pop("_cache", None)
     before = model.config._attn_implementation
+    _forget(model)
     model.set_attn_implementation(attention)
     try:
         yield model
     finally:
         model.set_attn_implementation(before)
-        model.__dict__.pop("_cache", None)
+        _forget(model)
+
+
+def _forget(model: Any) -> None:
+    for name in ("_cache", "_compiled_call", "_last_compile_config"):
+        vars(model).pop(name, None)
 
 
 def waits_in_a_step(kind: str, attention: str, cache: str, *, padded: bool, ours: bool, **kwargs: Any) -> Counter[str]:
@@ -136,6 +142,128 @@ def test_windows_wait_for_nothing(kind: str, padded: bool):
 def test_inference_mode_waits_for_nothing():
     with torch.inference_mode():
         assert waits_in_a_step("llama", "sdpa", "dynamic", padded=True, ours=True) == Counter()
+
+
+# --- a forward that transformers compiles --------------------------------------------------------------------------
+
+
+class Replays:
+    """A backend of `torch.compile` whose graphs give their outputs the same memory each time, as CUDA graphs do."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: Any, example: Any, **options: Any) -> Any:
+        self.compiled += 1
+        kept: list[torch.Tensor] = []
+
+        def replay(*inputs: Any) -> Any:
+            found = graph(*inputs)
+            if not kept:
+                kept.extend(each.clone() for each in found)
+            for place, each in zip(kept, found, strict=True):
+                place.copy_(each)
+            return tuple(kept)
+
+        return replay
+
+    def __deepcopy__(self, memo: Any) -> Replays:
+        return self  # transformers hands a copy of the configuration on
+
+    def config(self) -> Any:
+        """What transformers compiles with it, on any device."""
+        config = transformers.CompileConfig(backend=self, mode="default")
+        config._compile_all_devices = True
+        return config
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_step_whose_forward_transformers_compiles_waits_for_nothing(kind: str, padded: bool):
+    """While memory passes for a device's PyTorch compiles nothing, so the forward is looked at too."""
+    settings = {"attention": "sdpa", "cache": "static", "padded": padded, "compile_config": Replays().config()}
+    assert waits_in_a_step(kind, ours=False, **settings) == Counter([STOP, *[POSITIONS] * HAS_POSITIONS])
+    assert waits_in_a_step(kind, ours=True, **settings) == Counter()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sample: bool, padded: bool):
+    """Outputs, the cache and its cropping are those of the loop that waits, and of the one that is not compiled."""
+    torch._dynamo.reset()
+    replays = Replays()
+    channel = LateChannel(2)
+    late = {"custom_generate": generation.generate, "open_channel": channel.open, "max_in_flight": 3}
+    settings = {"max_new_tokens": 12, "do_sample": do_sample, "cache_implementation": "static", "output_scores": True,
+                "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
+
+    def stopping() -> Any:
+        return transformers.StoppingCriteriaList([RowsStopAt([8, 7, 8])])
+
+    with attending(kind, "sdpa") as model, given_to_compiled(model) as given:
+        run = functools.partial(seeded, model, prompts("left" if padded else "full"), stopping_criteria=stopping)
+        found = [
+            run(way, compile_config=replays.config(), **settings) if compiled else run(way, **settings)
+            for way, compiled in (({}, False), ({}, True), (late, True), ({}, True), (late, True))
+        ]
+    assert replays.compiled == 1
+    # One step of each run is its prompt's, which is not compiled.
+    assert [len(steps) for steps in given] == [3, 5, 3, 5], "no overshoot ran"
+    assert all(type(each) is torch.Tensor for steps in given for step in steps for each in step.values())
+    for tokens, state in found[1:]:
+        assert_same(found[0][0], tokens)
+        assert torch.equal(found[0][1], state)
+
+
+@contextlib.contextmanager
+def given_to_compiled(model: Any) -> Iterator[list[list[dict[str, Any]]]]:
+    """The tensors that what transformers compiles is given, run for run and step for step."""
+    runs: list[list[dict[str, Any]]] = []
+    compiled_call = type(model).get_compiled_call
+
+    def watched(self: Any, config: Any) -> Any:
+        call = compiled_call(self, config)
+        steps: list[dict[str, Any]] = []
+        runs.append(steps)
+
+        def step(**inputs: Any) -> Any:
+            steps.append({name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)})
+            return call(**inputs)
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "get_compiled_call", watched)
+        yield runs
+
+
+def test_inputs_are_changed_as_long_as_anybody_generates():
+    model = tiny_models.model("llama")
+    step = {"input_ids": torch.ones(1, 3, dtype=torch.long), "use_cache": True}
+    if HAS_POSITIONS:
+        step["cache_position"] = torch.arange(3)
+
+    def doubled(each: Any) -> Any:
+        return each * 2 if isinstance(each, torch.Tensor) else each
+
+    def prepared() -> int:
+        return int(model.prepare_inputs_for_generation(**step)["input_ids"].max())
+
+    first, second = inputs_after(model, doubled), inputs_after(model, doubled)
+    first.__enter__()
+    second.__enter__()
+    assert prepared() == 2
+    first.__exit__(None, None, None)
+    assert prepared() == 2
+    second.__exit__(None, None, None)
+    assert prepared() == 1
+    assert "prepare_inputs_for_generation" not in vars(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "prepare_inputs_for_generation", own := lambda **kwargs: {"input_ids": torch.tensor(5)})
+        with inputs_after(model, doubled):
+            assert prepared() == 10
+        assert model.prepare_inputs_for_generation is own
 
 
 # --- nothing but the reads is different ----------------------------------------------------------------------------
@@ -240,6 +368,10 @@ def test_other_ways_to_give_a_prompt(kind: str, call: Any):
 # --- what is left alone --------------------------------------------------------------------------------------------
 
 
+def known_of_loop(model: Any, given: dict[str, Any]) -> Any:
+    return known_inputs(model, torch.ones(2, 4), transformers.GenerationConfig(), given)
+
+
 @pytest.mark.parametrize(
     "mask",
     [torch.ones(2, 1, 4, 4), torch.tensor([[1, 2], [0, 1]]), torch.tensor([[0.5, 1.0]]), {"full_attention": None}],
@@ -247,8 +379,8 @@ def test_other_ways_to_give_a_prompt(kind: str, call: Any):
 )
 def test_a_mask_of_another_kind_is_left_alone(mask: Any):
     given = {"attention_mask": mask}
-    known = known_inputs(tiny_models.model("llama"), torch.ones(2, 4), transformers.GenerationConfig(), given)
-    assert known["attention_mask"] is mask
+    with known_of_loop(tiny_models.model("llama"), given) as known:
+        assert known["attention_mask"] is mask
 
 
 def by_module(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,12 +403,26 @@ def by_transformers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
 
 
-@pytest.mark.parametrize("compiled", [by_module, by_forward, by_wrapper, by_flex_attention, by_transformers])
-def test_inputs_of_what_is_compiled_are_left_alone(compiled: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("compiled", [by_module, by_forward, by_wrapper, by_transformers])
+def test_what_is_compiled_is_given_plain_tensors(compiled: Any, monkeypatch: pytest.MonkeyPatch):
     model = tiny_models.model("llama")
     compiled(model, monkeypatch)
     given = {"attention_mask": torch.ones(2, 4)}
-    assert known_inputs(model, torch.ones(2, 4), transformers.GenerationConfig(), given) is given
+    with known_of_loop(model, given) as known:
+        assert known["attention_mask"] is given["attention_mask"]
+        assert isinstance(known.get("cache_position"), KnownTensor) is HAS_POSITIONS
+        prepared = model.prepare_inputs_for_generation(torch.ones(2, 4, dtype=torch.long), **known)
+    tensors = {name: each for name, each in prepared.items() if isinstance(each, torch.Tensor)}
+    assert {"input_ids", "attention_mask"} <= set(tensors)
+    assert {type(each) for each in tensors.values()} == {torch.Tensor}
+
+
+def test_inputs_of_flex_attention_are_left_alone(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_models.model("llama")
+    by_flex_attention(model, monkeypatch)
+    given = {"attention_mask": torch.ones(2, 4)}
+    with known_of_loop(model, given) as known:
+        assert known is given
 
 
 # --- what is known -------------------------------------------------------------------------------------------------
@@ -361,6 +507,6 @@ def test_a_count_answers_for_all_of_it_only():
 
 @pytest.mark.skipif(not HAS_POSITIONS, reason="this transformers gives a step no cache_position")
 def test_known_positions_are_those_of_the_device():
-    known = known_inputs(tiny_models.model("llama"), torch.ones(2, 4), transformers.GenerationConfig(), {})
-    positions = known["cache_position"]
+    with known_of_loop(tiny_models.model("llama"), {}) as known:
+        positions = known["cache_position"]
     assert positions.tolist() == positions.clone().tolist() == [0, 1, 2, 3]

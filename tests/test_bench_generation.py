@@ -39,6 +39,34 @@ def test_every_arm_is_measured_and_compared_with_what_it_changes(capsys: pytest.
     assert "-" not in cells["interleaved"]
 
 
+def test_the_static_arms_are_paired_and_run_alone():
+    found = measure(arms=["static", "static asynchronous"])
+    assert list(found["tokens_per_second"]) == ["synchronous", "static", "static asynchronous"]
+    assert found["memory"] == {}
+    cells = {row[0]: row[2:] for row in generation.rows(found)}
+    assert [each == "-" for each in cells["static"]] == [False, True, True]
+    assert [each == "-" for each in cells["static asynchronous"]] == [False, True, False]
+    assert "how large the noise is, is not among the arms" in generation.notes(found)[-1]
+
+
+def test_a_static_arm_has_a_static_cache_on_a_model_of_its_own():
+    models = {name: generation.make_model("tiny", "cpu") for name in ("interleaved", "static")}
+    made = generation.make_arms(models, "cpu", 1, 3)
+    caches = []
+    models["static"].register_forward_hook(
+        lambda module, args, kwargs, out: caches.append(out.past_key_values), with_kwargs=True
+    )
+    made["static"]()
+    made["static asynchronous"]()
+    assert len(caches) == 6
+    assert {type(cache).__name__ for cache in caches} == {"StaticCache"}
+
+
+def test_an_arm_that_is_not_there_is_named():
+    with pytest.raises(generation.GenerationError, match="the arms have 'statik'; they must be of synchronous, "):
+        measure(arms=["statik"])
+
+
 def test_the_next_token_is_never_close():
     model = generation.make_model("tiny", "cpu")
     ids = torch.arange(generation.VOCABULARY)[None]

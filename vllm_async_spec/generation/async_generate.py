@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
 from vllm_async_spec.generation.interleaved import decode_interleaved
-from vllm_async_spec.generation.known_inputs import with_known_inputs
+from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.once import say_once
 from vllm_async_spec.generation.overshoot import crop_cache, crop_output, why_not_croppable
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
@@ -189,8 +189,8 @@ def _decode(
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = bool(generation_config.do_sample or model.training)
     criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, **options)
-    known = with_known_inputs(model, input_ids, generation_config, kwargs)
-    output = run(stopping_criteria=criteria, **known)
+    with known_inputs(model, input_ids, generation_config, kwargs) as known:
+        output = run(stopping_criteria=criteria, **known)
     if steps := criteria.finish():
         output = crop_output(output, steps)
         if _cache_outlives(generation_config, kwargs):

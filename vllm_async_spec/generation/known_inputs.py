@@ -14,21 +14,29 @@ a tensor of which nothing is known: reading it waits, and is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from vllm_async_spec.generation.plain_inputs import inputs_after
+
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-def with_known_inputs(model: Any, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]) -> Any:
-    """The arguments of `_sample`, those that a step looks at known to the host; reads the device, once.
+@contextlib.contextmanager
+def known_inputs(
+    model: Any, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The arguments of `_sample`, those that a step looks at known to the host, while it runs; reads the device, once.
 
-    Left alone are 4-D masks, masks of anything but ones and zeros, and all inputs of a forward that is compiled: it
-    would be compiled anew for each value that is known.
+    Left alone are 4-D masks and masks of anything but ones and zeros. A forward that is compiled is given plain
+    tensors, because it would be compiled anew for each value that is known. It reads no mask, so masks are left alone
+    there too; positions are known until the inputs of a step are prepared. Flex attention compiles its masks while
+    they are prepared, and there all is left alone.
 
     Args:
         model: a `GenerationMixin`.
@@ -36,17 +44,22 @@ def with_known_inputs(model: Any, input_ids: torch.Tensor, generation_config: An
         generation_config: the prepared configuration.
         kwargs: what `_sample` is given for the model.
     """
-    if _compiles(model, generation_config, kwargs):
-        return kwargs
+    if model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention":
+        yield kwargs
+        return
     known = dict(kwargs)
-    for name in _MASKS:
-        if known.get(name) is not None:
-            known[name] = _known_mask(known[name])
-    if hasattr(model, "_get_initial_cache_position"):  # as `_sample` begins where there are such positions
+    compiled = _compiles(model, generation_config, kwargs)
+    if not compiled:
+        for name in _MASKS:
+            if known.get(name) is not None:
+                known[name] = _known_mask(known[name])
+    has_positions = hasattr(model, "_get_initial_cache_position")
+    if has_positions:  # as `_sample` begins where there are such positions
         known = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, known)
         positions = known["cache_position"]
         known["cache_position"] = carry(positions, Value(positions.cpu()))
-    return known
+    with inputs_after(model, plain) if compiled and has_positions else contextlib.nullcontext():
+        yield known
 
 
 class Known(Protocol):
@@ -118,6 +131,7 @@ class KnownTensor(torch.Tensor):
 
     _known: Known | None = None
     _version_known: int | None = None
+    _plain: torch.Tensor
 
     @classmethod
     def __torch_function__(
@@ -148,7 +162,13 @@ def carry(tensor: torch.Tensor, known: Known) -> KnownTensor:
     carrier = tensor.as_subclass(KnownTensor)
     with torch._C.DisableTorchFunctionSubclass():
         carrier._known, carrier._version_known = known, _version(carrier)
+        carrier._plain = plain(tensor)
     return carrier
+
+
+def plain(each: Any) -> Any:
+    """The tensor that was made a carrier; anything else as it is."""
+    return each._plain if isinstance(each, KnownTensor) else each
 
 
 def known_of(tensor: Any) -> Known | None:
@@ -172,12 +192,8 @@ def _known_mask(mask: Any) -> Any:
 
 
 def _compiles(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether transformers or the user compiles the forward, or some of it; flex attention compiles its masks."""
-    return (
-        model._valid_auto_compile_criteria(kwargs, generation_config)
-        or model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
-        or any(map(_is_compiled, model.modules()))
-    )
+    """Whether transformers or the user compiles the forward, or some of it."""
+    return model._valid_auto_compile_criteria(kwargs, generation_config) or any(map(_is_compiled, model.modules()))
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
