@@ -28,8 +28,6 @@ from vllm_async_spec.generation import once
 from vllm_async_spec.generation.stop_flags import StopFlags
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch):

@@ -31,7 +31,6 @@ from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_inputs, known_of
 from vllm_async_spec.generation.plain_inputs import inputs_after
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
 READS_ALL_MASKS = Version(transformers.__version__) < Version("5.18")
 POSITIONS, MASK, EAGER = "_cache_dependant_input_preparation", "_ignore_causal_mask_sdpa", "eager_mask"

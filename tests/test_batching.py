@@ -31,7 +31,6 @@ from vllm_async_spec.generation.batching import (
 )
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 EOS = [2, 5]
 LENGTH = 64
 

@@ -23,7 +23,6 @@ from vllm_async_spec import sync_policy
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import AttentionChoiceError, ModelError, RequestError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 NOISE = {"the same": 0.0, "noisy": 0.15, "other": 5.0}
 """What a drafter's weights differ from the target's by, in standard deviations of each weight."""
 

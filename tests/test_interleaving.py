@@ -31,10 +31,7 @@ from vllm_async_spec.generation import decode, decode_tail, interleaved, once, w
 from vllm_async_spec.generation.memory import MemoryReport, reserved
 from vllm_async_spec.generation.switches import DecodeSwitches
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
 IS_4 = transformers.__version__.startswith("4.")
 
 

@@ -20,10 +20,7 @@ from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
 from vllm_async_spec.generation.stop_watch import StopWatch
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
 SEEDS = range(12)
 PROMPTS = 54
 """A seed of prompts: from these the model comes to token 5 late, though it comes to it."""
