@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import statistics
 import tempfile
@@ -305,8 +306,9 @@ def _transformers(
     settings = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=model.config.vocab_size, pad_token_id=0
     )
+    page = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
     cache = ContinuousBatchingConfig(
-        page_size=_PAGE,
+        **{page: _PAGE},
         num_blocks=batch * -(-length // _PAGE) + batch,
         max_batch_tokens=max(2048, batch),
         max_requests_per_batch=batch,
