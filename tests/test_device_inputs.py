@@ -17,7 +17,6 @@ from interpreted import compare_on_a_gpu_or_interpreted
 from vllm_async_spec.kernels import (
     LastStep,
     PagedGroup,
-    PagedGroups,
     StepInputs,
     correct_inputs,
     correct_inputs_reference,
@@ -74,11 +73,12 @@ class Given:
 
     last: LastStep
     rows: torch.Tensor
+    batch: int
     next_carry: torch.Tensor
     sent: StepInputs
 
     def correct(self, how: Callable[..., None] = correct_inputs) -> None:
-        how(self.last, self.rows, self.next_carry, self.sent)
+        how(self.last, self.rows, self.batch, self.next_carry, self.sent)
 
 
 def tensors(rows: list[Row], pages: tuple[int, ...], axes: int, device: str = "cpu") -> Given:
@@ -122,7 +122,8 @@ def tensors(rows: list[Row], pages: tuple[int, ...], axes: int, device: str = "c
             (torch.arange(len(counts), dtype=torch.int32)[:, None] + torch.tensor([5000, 0])).int().to(device),
             drafted.to(device),
         ),
-        staged.to(device)[:, : len(rows)],
+        staged.to(device),
+        len(rows),
         torch.full((ROWS,), UNWRITTEN, dtype=torch.int32, device=device),
         StepInputs(
             query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -131,7 +132,7 @@ def tensors(rows: list[Row], pages: tuple[int, ...], axes: int, device: str = "c
             positions=positions.to(device),
             seq_lens=lengths.to(device),
             axes=rope.to(device) if axes else None,
-            paged=PagedGroups(groups),
+            paged=groups,
         ),
     )
 
@@ -150,7 +151,7 @@ def check(rows: list[Row], given: Given) -> None:
         for token in range(row.query):
             at, position = start + token, row.exact + token
             assert int(sent.positions[at]) == position
-            for group in sent.paged.groups:
+            for group in sent.paged:
                 assert int(group.slot_mapping[at]) == slot(group, number, position), (number, token, group.page_size)
             if sent.axes is not None:
                 assert sent.axes[:, at].tolist() == [position + 10 * axis for axis in range(len(sent.axes))]
@@ -161,7 +162,7 @@ def check(rows: list[Row], given: Given) -> None:
         verified += input_ids[start - row.drafts : start]
     assert sent.input_ids.tolist() == input_ids
     assert sent.verified.tolist() == verified + [UNWRITTEN] * (TOKENS - len(verified))
-    for tensor in (sent.positions, *(group.slot_mapping for group in sent.paged.groups)):
+    for tensor in (sent.positions, *(group.slot_mapping for group in sent.paged)):
         assert (tensor[start:] == UNWRITTEN).all()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.kernels import PagedGroup, PagedGroups, StepInputs
+from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 
 ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
@@ -37,7 +37,7 @@ class Batches:
         positions, slots = (torch.zeros(LONGEST, dtype=torch.int64, device=device) for _ in range(2))
         tokens, verified = (torch.zeros(LONGEST, dtype=torch.int32, device=device) for _ in range(2))
         table = torch.arange(ROWS * 64, dtype=torch.int32, device=device).view(ROWS, 64)
-        paged = PagedGroups([PagedGroup(table, PAGE, slots)])
+        paged = [PagedGroup(table, PAGE, slots)]
         self.sent = StepInputs(starts, tokens, verified, positions, lengths, None, paged)
         self.sampled = torch.zeros(ROWS, 1, dtype=torch.int32, device=device)
         self.drafted = torch.zeros(ROWS, DRAFTS, dtype=torch.int64, device=device)
@@ -149,7 +149,7 @@ def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pyte
     steps: list[tuple[int, int]] = []
     monkeypatch.setattr(
         "vllm_async_spec.spec_decode.progress.correct_inputs",
-        lambda last, rows, next_carry, sent: steps.append((last.carry.data_ptr(), next_carry.data_ptr())),
+        lambda last, rows, batch, next_carry, sent: steps.append((last.carry.data_ptr(), next_carry.data_ptr())),
     )
     batches = Batches(1, "cpu")
     for _ in range(3):

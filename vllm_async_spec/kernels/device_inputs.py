@@ -11,6 +11,7 @@ Importing this imports no Triton; the first call on a CUDA tensor does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,25 +32,6 @@ class PagedGroup:
     """(tokens,) int64, device: the slot of each token of a step."""
 
 
-class PagedGroups:
-    """All KV cache groups of a runner, with the addresses of their tensors where a kernel finds them.
-
-    The tensors must stay where they are: they are the runner's persistent buffers.
-
-    Args:
-        groups: at least one, all on one device.
-    """
-
-    def __init__(self, groups: Sequence[PagedGroup]) -> None:
-        self.groups = tuple(groups)
-        addresses = [
-            (group.block_table.data_ptr(), group.block_table.stride(0), group.page_size, group.slot_mapping.data_ptr())
-            for group in groups
-        ]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64).to(groups[0].block_table.device)
-        """(groups, 4) int64, device: block table, its row stride, page size, slot mapping."""
-
-
 @dataclass(frozen=True, slots=True)
 class LastStep:
     """What the last step has left on the device, by its own rows."""
@@ -64,9 +46,13 @@ class LastStep:
     """(rows, K) int64: the drafts that follow it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepInputs:
-    """The device buffers of a step, which hold what the host has sent and are written."""
+    """The device buffers of a step, which hold what the host has sent and are written.
+
+    They must stay where they are: a kernel finds them by their addresses, which is quicker to launch than one that is
+    given each of them.
+    """
 
     query_start_loc: torch.Tensor
     """(batch + 1 or more,) int32; only read."""
@@ -80,15 +66,28 @@ class StepInputs:
     """(batch or more,) int32."""
     axes: torch.Tensor | None
     """(axes, tokens or more) int64, each axis contiguous, or None: positions of M-RoPE or XD-RoPE."""
-    paged: PagedGroups
+    paged: Sequence[PagedGroup]
     """The KV cache groups, whose slot mappings are written."""
+
+    @functools.cached_property
+    def addresses(self) -> torch.Tensor:
+        """(7 + 4 a group,) int64, device: the fields in order, with the stride of the axes; of each group its block
+        table, that one's row stride, its page size, its slot mapping.
+        """
+        axes = (0, 0) if self.axes is None else (self.axes.data_ptr(), self.axes.stride(0))
+        buffers = (self.query_start_loc, self.input_ids, self.verified, self.positions, self.seq_lens)
+        values = [*(buffer.data_ptr() for buffer in buffers), *axes]
+        for group in self.paged:
+            table = group.block_table
+            values += [table.data_ptr(), table.stride(0), group.page_size, group.slot_mapping.data_ptr()]
+        return torch.tensor(values, dtype=torch.int64).to(self.seq_lens.device)
 
 
 ROW_FIELDS = 5
 """int32 that the host tells of each row: `corrected_from`, `came_from`, `computed`, `drafts` and `draft_ends`."""
 
 
-def correct_inputs(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor, sent: StepInputs) -> None:
+def correct_inputs(last: LastStep, rows: torch.Tensor, batch: int, next_carry: torch.Tensor, sent: StepInputs) -> None:
     """Write what the device knows of the last step over what the host has assumed. Launches one kernel.
 
     A row whose request had no draft in the last step keeps its position and length as the host has sent them. A request
@@ -97,19 +96,19 @@ def correct_inputs(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor,
 
     Args:
         last: of the last step.
-        rows: (`ROW_FIELDS`, batch) int32, device, each field contiguous. `corrected_from`: the row that the request of
-            each row had in the last step if it had drafts there, else -1. `came_from`: the row that it had if it was
-            sampled there, else -1, and then its tokens stay as sent. `computed`: computed tokens that the host assumes.
-            `drafts`: drafts that this step verifies of each row, the last of its tokens. `draft_ends`: their running
-            sum.
+        rows: (`ROW_FIELDS`, batch or more) int32, device, each field contiguous. `corrected_from`: the row that the
+            request of each row had in the last step if it had drafts there, else -1. `came_from`: the row that it had
+            if it was sampled there, else -1, and then its tokens stay as sent. `computed`: computed tokens that the
+            host assumes. `drafts`: drafts that this step verifies of each row, the last of its tokens. `draft_ends`:
+            their running sum.
+        batch: rows of this step.
         next_carry: (rows,) int32, device, no part of `last.carry`; the first `batch` are written: computed tokens.
         sent: of this step; written.
     """
     if not runs_as_triton(next_carry):
-        correct_inputs_reference(last, rows, next_carry, sent)
+        correct_inputs_reference(last, rows, batch, next_carry, sent)
         return
-    axes = sent.axes
-    kernels_of(__name__).correct_inputs[(rows.shape[1],)](
+    kernels_of(__name__).correct_inputs[(batch,)](
         last.carry,
         last.counts,
         last.sampled,
@@ -119,25 +118,19 @@ def correct_inputs(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor,
         last.drafts.stride(1),
         rows,
         rows.stride(0),
-        sent.query_start_loc,
-        sent.input_ids,
-        sent.verified,
         next_carry,
-        sent.seq_lens,
-        sent.positions,
-        sent.positions if axes is None else axes,
-        0 if axes is None else axes.stride(0),
-        sent.paged.addresses,
-        AXES=0 if axes is None else axes.shape[0],
-        GROUPS=len(sent.paged.groups),
+        sent.addresses,
+        AXES=0 if sent.axes is None else sent.axes.shape[0],
+        GROUPS=len(sent.paged),
         BLOCK=_BLOCK,
     )
 
 
-def correct_inputs_reference(last: LastStep, rows: torch.Tensor, next_carry: torch.Tensor, sent: StepInputs) -> None:
+def correct_inputs_reference(
+    last: LastStep, rows: torch.Tensor, batch: int, next_carry: torch.Tensor, sent: StepInputs
+) -> None:
     """`correct_inputs` in PyTorch."""
-    corrected_from, came_from, computed, drafts, draft_ends = rows.unbind(0)
-    batch = rows.shape[1]
+    corrected_from, came_from, computed, drafts, draft_ends = rows[:, :batch].unbind(0)
     starts = sent.query_start_loc[: batch + 1]
     _correct_tokens(last, came_from, drafts, draft_ends, starts, sent)
     corrected = corrected_from >= 0
@@ -155,7 +148,7 @@ def correct_inputs_reference(last: LastStep, rows: torch.Tensor, next_carry: tor
     sent.positions[token] = position
     if sent.axes is not None:
         sent.axes[:, token] += (exact - computed)[row].long()
-    for group in sent.paged.groups:
+    for group in sent.paged:
         page = group.block_table[row, position // group.page_size].long()
         group.slot_mapping[token] = page * group.page_size + position % group.page_size
 

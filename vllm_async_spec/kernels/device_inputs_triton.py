@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-_STRIDES = ["sampled_stride", "draft_row_stride", "draft_stride", "row_stride", "axis_stride"]
+_STRIDES = ["sampled_stride", "draft_row_stride", "draft_stride", "row_stride"]
 
 
 @triton.jit(do_not_specialize=_STRIDES)  # type: ignore[untyped-decorator]
@@ -18,20 +18,16 @@ def correct_inputs(  # type: ignore[no-untyped-def]
     draft_stride,
     rows,
     row_stride,
-    query_start_loc,
-    input_ids,
-    verified,
     next_carry,
-    seq_lens,
-    positions,
-    axes,
-    axis_stride,
     addresses,
     AXES: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program for each row."""
+    query_start_loc = tl.load(addresses).to(tl.pointer_type(tl.int32))
+    input_ids = tl.load(addresses + 1).to(tl.pointer_type(tl.int32))
+    verified = tl.load(addresses + 2).to(tl.pointer_type(tl.int32))
     row = tl.program_id(0)
     corrected_from = tl.load(rows + row)
     came_from = tl.load(rows + row_stride + row)
@@ -54,6 +50,10 @@ def correct_inputs(  # type: ignore[no-untyped-def]
             token = tl.load(place, mask=here, other=0)
         tl.store(verified + draft_end - verifies + number, token, mask=here)
     if corrected_from >= 0:
+        positions = tl.load(addresses + 3).to(tl.pointer_type(tl.int64))
+        seq_lens = tl.load(addresses + 4).to(tl.pointer_type(tl.int32))
+        axes = tl.load(addresses + 5).to(tl.pointer_type(tl.int64))
+        axis_stride = tl.load(addresses + 6)
         assumed = exact
         exact = tl.minimum(tl.load(carry + corrected_from) + tl.load(counts + corrected_from).to(tl.int32), assumed)
         tokens = end - start
@@ -65,10 +65,11 @@ def correct_inputs(  # type: ignore[no-untyped-def]
             position = (exact + within).to(tl.int64)
             tl.store(positions + at, position, mask=mask)
             for group in tl.static_range(GROUPS):
-                table = tl.load(addresses + group * 4).to(tl.pointer_type(tl.int32))
-                stride = tl.load(addresses + group * 4 + 1)
-                size = tl.load(addresses + group * 4 + 2)
-                slots = tl.load(addresses + group * 4 + 3).to(tl.pointer_type(tl.int64))
+                paged = addresses + 7 + group * 4
+                table = tl.load(paged).to(tl.pointer_type(tl.int32))
+                stride = tl.load(paged + 1)
+                size = tl.load(paged + 2)
+                slots = tl.load(paged + 3).to(tl.pointer_type(tl.int64))
                 page = tl.load(table + row * stride + position // size, mask=mask, other=0).to(tl.int64)
                 tl.store(slots + at, page * size + position % size, mask=mask)
             for axis in tl.static_range(AXES):

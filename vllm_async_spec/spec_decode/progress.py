@@ -36,8 +36,7 @@ class DeviceProgress:
     def __init__(self, rows: int, device: torch.device) -> None:
         pitch = -(-rows // _ALIGNED) * _ALIGNED
         # Two, because a request may come from a row that another request's progress is written to.
-        self._carries = torch.zeros(2, pitch, dtype=torch.int32, device=device)
-        self._last = 0
+        self._carry, self._next_carry = torch.zeros(2, pitch, dtype=torch.int32, device=device).unbind(0)
         self._counts = torch.ones(rows, dtype=torch.int32, device=device)
         self._staged = torch.zeros(ROW_FIELDS, pitch, dtype=torch.int32, device=device)
         self._staging = PinnedRing((ROW_FIELDS, pitch), torch.int32, depth=_IN_FLIGHT + 1, device=device)
@@ -101,18 +100,14 @@ class DeviceProgress:
         np.cumsum(verifies, out=draft_ends)
         self._staged.copy_(staging, non_blocking=True)
         self._staging.fence()
-        last, self._last = self._last, 1 - self._last
-        correct_inputs(
-            LastStep(self._carries[last], self._counts, sampled, drafted),
-            self._staged[:, :batch],
-            self._carries[self._last],
-            sent,
-        )
+        last = LastStep(self._carry, self._counts, sampled, drafted)
+        correct_inputs(last, self._staged, batch, self._next_carry, sent)
+        self._carry, self._next_carry = self._next_carry, self._carry
 
     def fetch(self, rows: int) -> None:
         """Start a copy of where each row of this step began, for somebody who is going to wait for its counts."""
         host = self._fetching.next()
-        host[:rows].copy_(self._carries[self._last, :rows], non_blocking=True)
+        host[:rows].copy_(self._carry[:rows], non_blocking=True)
         self._fetching.fence()
         self._fetched = host
 

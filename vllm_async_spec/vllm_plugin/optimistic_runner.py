@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_async_spec.kernels import PagedGroup, PagedGroups, StepInputs
+from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
@@ -66,14 +66,12 @@ class _Indices:
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
 
 
-def _paged_groups(block_table: Any) -> PagedGroups:
+def _paged_groups(block_table: Any) -> list[PagedGroup]:
     """The KV cache groups of a `MultiGroupBlockTable`."""
-    return PagedGroups(
-        [
-            PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
-            for table in block_table.block_tables
-        ]
-    )
+    return [
+        PagedGroup(table.block_table.gpu, table.block_size, table.slot_mapping.gpu)
+        for table in block_table.block_tables
+    ]
 
 
 def _optimistic(upstream: type[Any]) -> type[Any]:
