@@ -20,7 +20,7 @@ from vllm_async_spec.audit import host_reads
 from vllm_async_spec.compat import check as checking
 from vllm_async_spec.compat import compare, device
 from vllm_async_spec.compat.cases import CASES, Host, our_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, check
+from vllm_async_spec.compat.check import Subject, SubjectError, check, failure_sentence
 from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice, SimulatedDevice
 from vllm_async_spec.compat.host_device import HostDevice
@@ -238,6 +238,12 @@ def test_a_builder_that_can_not_be_made_is_a_result():
     found = check(subject(breaks), SimulatedDevice())
     assert str(found.failure).startswith("can't be made: KeyError: 'heads' at ")
     assert "test_compat_check.py:" in str(found.failure)
+
+
+def test_the_stack_of_pytorchs_own_code_is_no_part_of_what_an_exception_says():
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError("no such size\nException raised from check at TensorImpl.cpp:289\nframe #0: c10::Error")
+    assert failure_sentence(raised.value).startswith("RuntimeError: no such size at ")
 
 
 def test_a_batch_that_fails_with_exact_lengths_is_not_run_and_says_why():

@@ -132,7 +132,8 @@ def failure_sentence(error: BaseException) -> str:
     ]
     theirs = [frame for frame in readable(tuple(frames)) if not frame.file.startswith("vllm_async_spec/compat")]
     where = f" at {theirs[0].file}:{theirs[0].line}" if theirs else ""
-    said = " ".join(str(error).split())[:300]
+    # What PyTorch's C++ adds to a message is its own stack.
+    said = " ".join(str(error).partition("Exception raised from")[0].split())[:300]
     return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
 
 
