@@ -259,11 +259,11 @@ def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(models: Any):
 
 def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(models: Any, tmp_path: Path):
     """Blocks are freed by lengths in which drafts in flight count. It is the scheduler's, and asks nothing of a GPU."""
-    request: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager.allocate_slots
-    if "num_in_flight_tokens" in request.__code__.co_names:
+    allocate: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager.allocate_slots
+    if "num_in_flight_tokens" in allocate.__code__.co_names:
         pytest.skip("this release is not concerned: its scheduler frees blocks by the tokens that it has processed")
-    ways = sliding(models, tmp_path)
-    sync, asynchronous = (found("window", ways, way) for way in ("sync", "async"))
+    given = sliding(models, tmp_path)
+    sync, asynchronous = (found("window", given, way) for way in ("sync", "async"))
     assert max(sync["missing"]) == 0
     worst, steps = max(asynchronous["missing"]), sum(map(bool, asynchronous["missing"]))
     print(f"{steps} of {len(asynchronous['missing'])} steps of requests miss keys, up to {worst} in one")
