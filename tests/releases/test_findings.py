@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scheduled import Scheduled
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.vllm_source import VllmSource
@@ -78,3 +79,33 @@ def test_flashinfer_with_context_parallelism_writes_into_lengths_that_all_layers
     assert exact["decode"] == []
     name = "seq_lens_cpu" if release == "0.12.0" else "_seq_lens_cpu"
     assert exact["prefill with context"] == ([] if release == "0.32.0" else [name])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_scheduler_frees_a_windows_blocks_by_drafts_in_flight(release: str, seed: int):
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    engine = Scheduled(seed)
+    engine.serve()
+    assert engine.gaps == []
+    assert len(engine.missing) > 50
+    counts_in_flight = "num_in_flight_tokens" in KVCacheManager.allocate_slots.__code__.co_names
+    assert (max(engine.missing) > 0) is not counts_in_flight
+
+
+def test_the_scheduler_counts_wrong_what_is_in_flight_when_the_prefix_cache_is_reset(release: str):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    drops_what_is_stale = "drop_stale_output" in Scheduler._preempt_request.__code__.co_varnames
+    wrong = [each for each in map(reset, range(4)) if each is not None]
+    assert (wrong == []) is drops_what_is_stale, wrong
+
+
+def reset(seed: int) -> str | None:
+    """What is wrong when the prefix cache is reset twice; some loads go right by luck."""
+    engine = Scheduled(seed)
+    try:
+        engine.serve(reset_at=(6, 12))
+    except (AssertionError, RuntimeError) as error:
+        return repr(error)
+    return f"tokens are lost of requests {engine.gaps}" if engine.gaps else None

@@ -1,0 +1,134 @@
+"""A release's asynchronous scheduler with two batches in flight, and a device that only counts.
+
+Its model says the number of each token's place, so that a token that is lost, or comes twice, is seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+from simulation.engine import BLOCK, Shape, configuration, kv_cache, one_process
+from simulation.grammar import manager
+from simulation.model import WINDOW
+
+PROMPTS = (3, 20, 41, 50)
+TOKENS = 40
+
+
+class Scheduled:
+    """The scheduler's loop, as the engine core's.
+
+    Args:
+        seed: Of what is rejected.
+
+    Attributes:
+        tokens: What each request was given, by its name.
+        missing: Keys of the window that the first token of a step sees, and that had been freed: one number for each
+            request and step.
+    """
+
+    def __init__(self, seed: int) -> None:
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import init_none_hash
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.request import Request
+
+        self._random = random.Random(seed)
+        shape = Shape(rows=len(PROMPTS), tokens=64, kept=0)
+        init_none_hash(sha256)
+        with one_process():
+            config = configuration(shape)
+            self.scheduler: Any = AsyncScheduler(
+                vllm_config=config,
+                kv_cache_config=kv_cache(shape),
+                structured_output_manager=manager(config),
+                block_size=BLOCK,
+                log_stats=False,
+            )
+        self.tokens: dict[str, list[int]] = {}
+        self.missing: list[int] = []
+        self._computed: dict[str, int] = {}
+        self._queue: deque[tuple[Any, Any]] = deque()
+        for length in PROMPTS:
+            params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            name = f"of {length}"
+            wanted = {"request_id": name, "prompt_token_ids": list(range(length)), "sampling_params": params}
+            self.tokens[name] = []
+            self.scheduler.add_request(_made(Request, wanted | {"pooling_params": None, "eos_token_id": None}))
+
+    def serve(self, reset_at: Collection[int] = ()) -> None:
+        """To the end; after these steps the prefix cache is reset, with all that runs preempted.
+
+        Raises:
+            RuntimeError: It does not come to an end.
+        """
+        for step in range(1, 400):
+            if not self.scheduler.has_requests() and not self._queue:
+                return
+            if self.scheduler.has_requests():
+                scheduled = self.scheduler.schedule()
+                self._queue.appendleft((scheduled, self._run(scheduled)))
+            if len(self._queue) == 2 or not self.scheduler.has_requests():
+                self._process(*self._queue.pop())
+            if step in reset_at:
+                self.scheduler.reset_prefix_cache(reset_running_requests=True)
+        raise RuntimeError("the scheduler does not come to an end")
+
+    def _run(self, scheduled: Any) -> dict[str, list[int]]:
+        cached = scheduled.scheduled_cached_reqs
+        for new in scheduled.scheduled_new_reqs:
+            self._computed[new.req_id] = new.num_computed_tokens
+        for name, sent in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                self._computed[name] = sent
+        sampled = {}
+        for name, count in scheduled.num_scheduled_tokens.items():
+            self._look_for_keys(name)
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            end = self._computed[name] + count - drafts
+            accepted = self._random.randint(0, drafts)
+            chunk = end < self.scheduler.requests[name].num_tokens
+            sampled[name] = [] if chunk else list(range(end, end + accepted + 1))
+            self._computed[name] = end + accepted
+        return sampled
+
+    def _look_for_keys(self, name: str) -> None:
+        full, window = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert not any(block.is_null for block in full.req_to_blocks[name])
+        freed = sum(block.is_null for block in window.req_to_blocks[name]) * BLOCK
+        self.missing.append(max(0, freed - max(0, self._computed[name] - WINDOW + 1)))
+
+    def _process(self, scheduled: Any, sampled: dict[str, list[int]]) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output = {
+            "req_ids": list(sampled),
+            "req_id_to_index": {name: row for row, name in enumerate(sampled)},
+            "sampled_token_ids": list(sampled.values()),
+            "logprobs": None,
+            "prompt_logprobs_dict": {},
+            "pooler_output": [],
+        }
+        for made in self.scheduler.update_from_output(scheduled, _made(ModelRunnerOutput, output)).values():
+            for each in made.outputs:
+                self.tokens[each.request_id] += each.new_token_ids
+
+    @property
+    def gaps(self) -> list[str]:
+        """Requests that were not given the tokens of their places, one after another."""
+        return [
+            name
+            for name, tokens in self.tokens.items()
+            if tokens != [int(name.split()[1]) + number for number in range(TOKENS)]
+        ]
+
+
+def _made(kind: Any, wanted: dict[str, Any]) -> Any:
+    """One of these, of what this release's knows."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in wanted.items() if name in known})
