@@ -415,9 +415,10 @@ def test_flags_inside_of_another_argument_are_computed_too():
     channel = LateChannel(5)
     criteria = AsyncStoppingCriteriaList([Says([True, False])], open_channel=channel.open)
     finished = criteria(torch.ones(2, 4, dtype=torch.long), None)
-    assert torch.stack([finished, finished]).tolist() == [[True, False]] * 2
+    assert torch.stack([~finished, ~finished]).tolist() == [[0, 1]] * 2
+    assert channel.joins == 1
     assert torch.where(condition=finished, input=torch.zeros(2), other=torch.ones(2)).tolist() == [0, 1]
-    assert (~finished).dtype == torch.long
+    assert torch.add(torch.zeros(2), other=~finished).tolist() == [0, 1]
     assert channel.joins == 1
 
 
