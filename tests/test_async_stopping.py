@@ -419,6 +419,7 @@ def test_flags_inside_of_another_argument_are_computed_too():
     assert channel.joins == 1
     assert torch.where(condition=finished, input=torch.zeros(2), other=torch.ones(2)).tolist() == [0, 1]
     assert torch.add(torch.zeros(2), other=~finished).tolist() == [0, 1]
+    assert (~finished)[(~finished,)].tolist() == [0, 1]
     assert channel.joins == 1
 
 

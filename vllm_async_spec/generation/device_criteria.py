@@ -25,6 +25,7 @@ class DeviceCriteria:
         self._others = [each for each in self._every if type(each) is not EosTokenCriteria]
         ends = [each.eos_token_id.to(device).flatten() for each in self._every if type(each) is EosTokenCriteria]
         self._ends = torch.cat(ends) if ends else None
+        self._has_one_end = self._ends is not None and len(self._ends) == 1
         self.beside = bool(self._others)
         """Whether they are worth a stream of their own: to change streams costs the host more than a comparison."""
 
@@ -47,7 +48,7 @@ class DeviceCriteria:
             called = self._every  # they may say how many tokens are new
         elif self._ends is not None:
             newest = input_ids.select(1, -1)
-            ended = newest == self._ends if len(self._ends) == 1 else torch.isin(newest, self._ends)
+            ended = newest == self._ends if self._has_one_end else torch.isin(newest, self._ends)
             finished = ended if finished is None else finished | ended
         if finished is None:
             finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)

@@ -45,10 +45,8 @@ class StopFlags(torch.Tensor):
             if answer is not None:
                 return answer
         with torch._C.DisableTorchFunctionSubclass():
-            if kwargs or not any(isinstance(arg, StopFlags) for arg in args):  # somewhere in them
-                args, kwargs = tree_map_only(StopFlags, _rows, (args, kwargs or {}))
-                return func(*args, **kwargs)
-            return func(*[_rows(arg) if isinstance(arg, StopFlags) else arg for arg in args])
+            named = {name: _computed(each) for name, each in kwargs.items()} if kwargs else {}
+            return func(*map(_computed, args), **named)
 
 
 @dataclass(slots=True)
@@ -104,6 +102,13 @@ class StepFlags:
         flags = self.finished.as_subclass(StopFlags)
         flags._step, flags._are_unfinished = self, are_unfinished
         return flags
+
+
+def _computed(argument: Any) -> Any:
+    """What is asked for instead of flags; they may be inside of an argument."""
+    if isinstance(argument, StopFlags):
+        return _rows(argument)
+    return tree_map_only(StopFlags, _rows, argument) if isinstance(argument, tuple | list) else argument
 
 
 def _rows(flags: StopFlags) -> torch.Tensor:

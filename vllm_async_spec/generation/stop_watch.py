@@ -37,6 +37,7 @@ class StopWatch:
         self._in_flight = in_flight
         self._flags = torch.zeros(width, dtype=torch.bool, device=device)
         self._places = self._flags.unbind()
+        self._width = width
         self._inputs: list[Any] = []
         self._sent: deque[_Sent] = deque()
         self._last_length = 0
@@ -55,13 +56,13 @@ class StopWatch:
             Whether flags were sent: only then can there be something new to `poll`.
         """
         self._last_length = length
-        if len(self._places) == len(finished) == 1:
+        if self._width == finished.numel() == 1:
             self._inputs.append((finished, *inputs))
             self._send(finished)  # one row of one step: there is nothing to put together
             return True
         torch.all(finished, dim=0, out=self._places[len(self._inputs)])
         self._inputs.append((finished, *inputs))
-        full = len(self._inputs) == len(self._places)
+        full = len(self._inputs) == self._width
         if full:
             self._send(self._flags)
         return full
