@@ -19,6 +19,7 @@ class LateChannel:
     sent: int = 0
     waits: int = 0
     joins: int = 0
+    besides: int = 0
     _random: random.Random = field(init=False)
 
     def __post_init__(self):
@@ -30,6 +31,7 @@ class LateChannel:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
+        self.besides += 1
         yield
 
     def join(self) -> None:

@@ -409,3 +409,24 @@ def test_rows_of_another_origin_are_not_taken_for_those_of_the_step_before():
     for length in (4, 5):
         unfinished = torch.tensor([0, 1]) & ~criteria(torch.ones(2, length, dtype=torch.long), None)
     assert unfinished.tolist() == [0, 1]
+
+
+def test_flags_inside_of_another_argument_are_computed_too():
+    channel = LateChannel(5)
+    criteria = AsyncStoppingCriteriaList([Says([True, False])], open_channel=channel.open)
+    finished = criteria(torch.ones(2, 4, dtype=torch.long), None)
+    assert torch.stack([~finished, ~finished]).tolist() == [[0, 1]] * 2
+    assert channel.joins == 1
+    assert torch.where(condition=finished, input=torch.zeros(2), other=torch.ones(2)).tolist() == [0, 1]
+    assert torch.add(torch.zeros(2), other=~finished).tolist() == [0, 1]
+    assert (~finished)[(~finished,)].tolist() == [0, 1]
+    assert channel.joins == 1
+
+
+def test_rows_of_a_step_are_not_taken_for_those_of_the_step_before():
+    says = Says([False, False])
+    criteria = AsyncStoppingCriteriaList([says], open_channel=LateChannel(5).open)
+    earlier = ~criteria(torch.ones(2, 4, dtype=torch.long), None)
+    says.finished = torch.tensor([True, False])
+    later = ~criteria(torch.ones(2, 5, dtype=torch.long), None)
+    assert (earlier & later).tolist() == (later & earlier).tolist() == [0, 1]

@@ -78,6 +78,30 @@ def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: 
         model.to("cpu")
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("poll_every", [1, 3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("ends", [[2], [2, 5]])
+def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int, poll_every: int, seed: int):
+    """They are judged on the generating stream, so nothing but the copy is late."""
+    model = tiny_models.model("llama").to("cuda")
+    try:
+        inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2][:batch], "left", seed).items()}
+        settings = {"max_new_tokens": 40, "do_sample": True, "eos_token_id": ends}
+        late = {"custom_generate": generation.generate, "poll_every": poll_every, "max_in_flight": 1 + seed % 3}
+        outputs = []
+        for way in ({}, late):
+            torch.manual_seed(seed)
+            delays = transformers.LogitsProcessorList([DelaysMain(seed)])
+            outputs.append(model.generate(**inputs, **settings, **way, logits_processor=delays))
+            outputs.append(torch.cuda.get_rng_state())
+        expected, state, output, state_after = outputs
+        assert torch.equal(expected, output)
+        assert torch.equal(state, state_after)
+    finally:
+        model.to("cpu")
+
+
 def test_no_step_makes_the_host_wait_for_the_device():
     """PyTorch itself refuses a copy that blocks, while the steps of a loop like transformers' run."""
     eos = transformers.generation.EosTokenCriteria(torch.tensor([7], device="cuda"))

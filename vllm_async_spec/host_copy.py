@@ -214,6 +214,7 @@ class PinnedRing:
         pinned = self.device.type == "cuda"
         self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(depth)]
         self._fences: list[torch.cuda.Event | None] = [None] * depth
+        self._events: list[torch.cuda.Event | None] = [None] * depth
         self._turn = -1
 
     def next(self) -> torch.Tensor:
@@ -231,11 +232,14 @@ class PinnedRing:
         """Record, on the current stream, that the copy just launched with the last `next` buffer ends here.
 
         Returns:
-            The event, for those who wait for the buffer's value; None on the CPU.
+            The event, for those who wait for the buffer's value; None on the CPU. The buffer's next turn records it
+            again, because to make one costs more than to record it.
         """
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = self._events[self._turn]
+        if event is None:
+            event = self._events[self._turn] = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         self._fences[self._turn] = event
         return event

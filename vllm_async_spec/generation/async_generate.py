@@ -188,7 +188,7 @@ def _decode(
         say_once(reason)
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = bool(generation_config.do_sample or model.training)
-    criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, **options)
+    criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)
     with known_inputs(model, input_ids, generation_config, kwargs) as known:
         output = run(stopping_criteria=criteria, **known)
     if steps := criteria.finish():

@@ -1,4 +1,4 @@
-"""The way of stop flags from the device to the host, beside the stream that generates."""
+"""The way of stop flags from the device to the host, and the stream beside the one that generates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ class FlagChannel(Protocol):
         ...
 
     def send(self, flags: torch.Tensor) -> Arrival:
-        """Start copying `flags`, bool (width,), to the host; called inside `beside`."""
+        """Start copying `flags`, bool (width,), to the host, behind what was launched on the current stream.
+
+        That is the side stream inside `beside`, and outside of it the one that generates.
+        """
         ...
 
 
@@ -86,7 +89,7 @@ class CudaFlagChannel:
         return _CudaArrival(buffer, event)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _CudaArrival:
     buffer: torch.Tensor
     event: torch.cuda.Event

@@ -26,7 +26,13 @@ class HostCriteria:
 
     def stopped(self, length: int) -> bool:
         """Whether the length or the clock stops all rows now. A criterion sees ids of that length, all zero."""
-        ids = _ZERO.expand(1, length)
         # No short cut: each is asked at each step, as in the synchronous loop.
-        verdicts = [bool(criterion(ids, None)) for criterion in self._own]
+        verdicts = [bool(each(_ZERO.expand(1, length), None)) for each in self._own if not _is_silent(each, length)]
         return any(verdicts)
+
+
+def _is_silent(criterion: Any, length: int) -> bool:
+    """Whether it neither stops nor warns at that length. To ask it would make a tensor, at each step."""
+    if type(criterion) is not MaxLengthCriteria or length >= criterion.max_length:
+        return False
+    return criterion.max_position_embeddings is None or length <= criterion.max_position_embeddings

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MethodWrapperType
 from typing import Any, Protocol
 
 import torch
@@ -78,11 +79,7 @@ class Value:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """See `Known`."""
-        if (
-            func in _COMPUTED
-            and not kwargs
-            and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[1:]))
-        ):
+        if func in _COMPUTED and not kwargs and not _has_tensor(args[1:]):
             return Value(func(self.host, *args[1:]))
         return None
 
@@ -139,12 +136,14 @@ class KnownTensor(torch.Tensor):
     ) -> Any:
         """Answer a read of what is known; compute all else, and carry along what follows from what is known."""
         kwargs = kwargs or {}
-        func, asked = getattr(func, "__wrapped__", func), func  # by whoever watches calls of PyTorch, as our audit does
         with torch._C.DisableTorchFunctionSubclass():
+            if type(func) is MethodWrapperType:
+                return func(*args)  # a shape, a device: most of what is asked, and nothing follows from what is known
+            func, asked = getattr(func, "__wrapped__", func), func  # by whoever watches calls, as our audit does
             subject = args[0] if args else None
             if func is torch.cat and subject:
                 subject = subject[0]
-            known = known_of(subject)
+            known = _known_now(subject) if isinstance(subject, KnownTensor) else None
             if func in _READ and isinstance(known, Value):
                 return func(known.host, *args[1:], **kwargs)
             out = asked(*args, **kwargs)
@@ -176,11 +175,22 @@ def known_of(tensor: Any) -> Known | None:
     if not isinstance(tensor, KnownTensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor._known if tensor._version_known == _version(tensor) else None
+        return _known_now(tensor)
+
+
+def _known_now(tensor: KnownTensor) -> Known | None:
+    """See `known_of`; where no operation comes back to the class."""
+    return tensor._known if tensor._version_known == _version(tensor) else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+def _has_tensor(args: tuple[Any, ...]) -> bool:
+    if all(type(each) in (int, slice) for each in args):
+        return False  # as in a step, where to look at leaves costs more than to compute
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args))
 
 
 def _known_mask(mask: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from vllm_async_spec.generation.flag_channel import Arrival, FlagChannel
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sent:
     arrival: Arrival
     first_length: int
@@ -36,6 +36,8 @@ class StopWatch:
         self._channel = channel
         self._in_flight = in_flight
         self._flags = torch.zeros(width, dtype=torch.bool, device=device)
+        self._places = self._flags.unbind()
+        self._width = width
         self._inputs: list[Any] = []
         self._sent: deque[_Sent] = deque()
         self._last_length = 0
@@ -43,22 +45,26 @@ class StopWatch:
         """Length of the sequences when the last row stopped, as far as the host knows."""
 
     def record(self, finished: torch.Tensor, length: int, *inputs: Any) -> bool:
-        """Note the flag of one step; called inside the channel's `beside`.
+        """Note the flag of one step, on the current stream.
 
         Args:
             finished: bool (batch,), rows that have stopped at this step or before.
             length: of the sequences at this step.
-            inputs: the tensors that `finished` was computed from.
+            inputs: the tensors that `finished` was computed from, where that is beside the stream that frees them.
 
         Returns:
             Whether flags were sent: only then can there be something new to `poll`.
         """
-        torch.all(finished, dim=0, out=self._flags[len(self._inputs)])
-        self._inputs.append((finished, *inputs))
         self._last_length = length
-        full = len(self._inputs) == len(self._flags)
+        if self._width == finished.numel() == 1:
+            self._inputs.append((finished, *inputs))
+            self._send(finished)  # one row of one step: there is nothing to put together
+            return True
+        torch.all(finished, dim=0, out=self._places[len(self._inputs)])
+        self._inputs.append((finished, *inputs))
+        full = len(self._inputs) == self._width
         if full:
-            self._send()
+            self._send(self._flags)
         return full
 
     def poll(self) -> None:
@@ -70,15 +76,15 @@ class StopWatch:
         """Wait for everything that was recorded, until a set flag is found."""
         if self.finished_at is None and self._inputs:
             with self._channel.beside():
-                self._send()
+                self._send(self._flags)
         while self.finished_at is None and self._sent:
             self._read()
 
-    def _send(self) -> None:
+    def _send(self, flags: torch.Tensor) -> None:
         if len(self._sent) == self._in_flight:
             self._read()
         first = self._last_length - len(self._inputs) + 1
-        self._sent.append(_Sent(self._channel.send(self._flags), first, self._inputs))
+        self._sent.append(_Sent(self._channel.send(flags), first, self._inputs))
         self._inputs = []
 
     def _read(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteriaList
 
+from vllm_async_spec.generation.device_criteria import DeviceCriteria
 from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.generator_trail import GeneratorTrail
 from vllm_async_spec.generation.host_criteria import HostCriteria
@@ -17,7 +18,10 @@ from vllm_async_spec.generation.stop_watch import StopWatch
 
 
 class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here
-    """Any stopping criteria, evaluated on a stream of their own; serves one generation.
+    """Any stopping criteria, evaluated without waiting for the verdict; serves one generation.
+
+    Criteria run on a stream of their own, beside the one that generates; where all but those of the host are
+    `EosTokenCriteria`, which are a comparison of the newest token, they run on that one itself.
 
     The host goes on launching steps until the flags of an earlier one arrive. `finish` tells how long the sequences
     were when the last row stopped; what is longer is overshoot, which the caller crops. `max_length` and `max_time` are
@@ -32,6 +36,9 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         max_in_flight: copies of flags that may be under way, at least 1. One more is waited for, so that the host is
             never more than `poll_every * (max_in_flight + 1) - 1` steps ahead of what it knows.
         rewind_generator: whether `finish` undoes what the overshoot drew from the device's default generator.
+        pads: whether who looks for an `eos_token_id` in the list finds it. transformers' loop does so to learn whether
+            rows that have stopped get pads. For one row it is as well without them, and launches less: what follows
+            its end does not count.
         open_channel: how flags reach the host; the default uses a CUDA stream and pinned memory.
 
     Raises:
@@ -45,12 +52,14 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         poll_every: int = 1,
         max_in_flight: int = 1,
         rewind_generator: bool = True,
+        pads: bool = True,
         open_channel: OpenChannel = open_channel,
     ) -> None:
         for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        super().__init__(criteria)
+        self._every = StoppingCriteriaList(criteria)
+        super().__init__(each for each in self._every if pads or not hasattr(each, "eos_token_id"))
         self.poll_every = poll_every
         self.max_in_flight = max_in_flight
         self._rewind = rewind_generator
@@ -80,7 +89,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         if self._run is None and not self._synchronous:
             self._start(input_ids.device)
         if self._run is None:
-            verdict: torch.Tensor = super().__call__(input_ids, scores, **kwargs)
+            verdict: torch.Tensor = self._every(input_ids, scores, **kwargs)
             return verdict
         return self._run_step(self._run, input_ids, scores, kwargs)
 
@@ -113,26 +122,34 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
             channel,
             StopWatch(channel, device, width=self.poll_every, in_flight=self.max_in_flight),
             GeneratorTrail(device, furthest) if self._rewind else None,
-            HostCriteria(self),
+            host := HostCriteria(self._every),
+            DeviceCriteria(host.rest, device),
         )
 
     def _run_step(self, run: _Run, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        self._length = input_ids.shape[1]
-        is_first = run.finished is None
-        with run.channel.beside():
-            finished = run.device_criteria(input_ids, scores, **kwargs)
-            if run.finished is not None:
-                finished = finished | run.finished
-            run.finished = finished
-            unfinished = (~finished).long()
-            sent = run.watch.record(finished, self._length, input_ids, scores)
+        length = self._length = input_ids.shape[1]
+        before = run.finished
+        if run.device_criteria.beside:
+            with run.channel.beside():
+                run.finished = run.device_criteria.finished(before, input_ids, scores, kwargs)
+                sent = run.watch.record(run.finished, length, input_ids, scores)
+        else:
+            run.finished = run.device_criteria.finished(before, input_ids, scores, kwargs)
+            sent = run.watch.record(run.finished, length)
         if run.trail is not None:
-            run.trail.mark(self._length)
-        if run.host_criteria.stopped(self._length):
-            self._stopped_by_host = self._length
+            run.trail.mark(length)
+        if run.host_criteria.stopped(length):
+            self._stopped_by_host = length
         elif sent:
             run.watch.poll()
-        return StepFlags(finished, unfinished, run.channel, is_first=is_first, stopped=self.stopped).verdict()
+        return StepFlags(
+            run.finished,
+            run.channel,
+            beside=run.device_criteria.beside,
+            length=length,
+            is_first=before is None,
+            stopped=self.stopped,
+        ).verdict()
 
 
 class _Run:
@@ -146,10 +163,11 @@ class _Run:
         watch: StopWatch,
         trail: GeneratorTrail | None,
         host_criteria: HostCriteria,
+        device_criteria: DeviceCriteria,
     ) -> None:
         self.channel = channel
         self.watch = watch
         self.trail = trail
         self.host_criteria = host_criteria
-        self.device_criteria = StoppingCriteriaList(host_criteria.rest)
+        self.device_criteria = device_criteria
         self.finished: torch.Tensor | None = None
