@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import (
+    asked_outputs,
     async_scheduling,
     draft_lengths,
     fast_prefill,
@@ -29,6 +30,7 @@ from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
 from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 
 IMPLEMENTATIONS = {
+    **asked_outputs.IMPLEMENTATIONS,
     **async_scheduling.IMPLEMENTATIONS,
     **draft_lengths.IMPLEMENTATIONS,
     **fast_prefill.IMPLEMENTATIONS,
