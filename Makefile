@@ -54,7 +54,7 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 
 test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
 	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
-	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping.py tests/test_async_stopping_reads.py tests/test_interleaving*.py tests/test_batching.py tests/test_batching_drafts.py tests/test_batching_kernels.py
+	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping*.py tests/test_interleaving*.py tests/test_batching.py tests/test_batching_drafts.py tests/test_batching_kernels.py
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
