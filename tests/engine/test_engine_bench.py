@@ -24,17 +24,18 @@ LOAD = Load("decode", requests=16, running=16, prompt=(8, 8), output=(160, 160))
 VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("shape", "method", "share", "draft_tokens", "plugin"),
     [
         ("tiny", Method.EAGLE, 0.7, 3, Plugin.ON),
-        pytest.param("tiny", Method.DRAFT_MODEL, 0.0, 2, Plugin.SHAM, marks=pytest.mark.slow),
-        pytest.param("tiny", Method.DRAFT_MODEL, 0.5, 1, Plugin.STOCK, marks=pytest.mark.slow),
-        pytest.param("tiny", Method.DRAFT_MODEL, 0.9, 5, Plugin.ON, marks=pytest.mark.slow),
-        pytest.param("tiny", Method.EAGLE, 1.0, 3, Plugin.SHAM, marks=pytest.mark.slow),
-        pytest.param("tiny-moe", Method.EAGLE, 0.7, 3, Plugin.ON, marks=pytest.mark.slow),
-        pytest.param("tiny-mla", Method.MTP, 0.7, 3, Plugin.ON, marks=pytest.mark.slow),
+        ("tiny", Method.DRAFT_MODEL, 0.0, 2, Plugin.SHAM),
+        ("tiny", Method.DRAFT_MODEL, 0.5, 1, Plugin.STOCK),
+        ("tiny", Method.DRAFT_MODEL, 0.9, 5, Plugin.ON),
+        ("tiny", Method.EAGLE, 1.0, 3, Plugin.SHAM),
+        ("tiny-moe", Method.EAGLE, 0.7, 3, Plugin.ON),
+        ("tiny-mla", Method.MTP, 0.7, 3, Plugin.ON),
     ],
 )
 def test_drafts_are_accepted_as_often_as_asked(
