@@ -225,7 +225,7 @@ def generation(
 
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     every = [*ARMS, *(COMPILED if compiled and chosen.startswith("cuda") else [])]
-    names = [name.strip() for name in arms.split(",")] if arms else every
+    names = _named(arms, every)
     try:
         found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, arms=names)
     except GenerationError as error:
@@ -263,7 +263,7 @@ def batching(
             new_tokens=new_tokens,
             passes=passes,
             attention=attention,
-            arms=[name.strip() for name in arms.split(",")] if arms else [*ARMS, *(DRAFTED if drafts else ())],
+            arms=_named(arms, [*ARMS, *(DRAFTED if drafts else ())]),
             drafts=drafts,
         )
     except (AttentionChoiceError, BatchingError) as error:
@@ -419,6 +419,11 @@ def _show(document: dict[str, Any]) -> None:
     for row in found.rows:
         table.add_row(*map(escape, row))
     _tell(document, table, notes(document))
+
+
+def _named(arms: str, otherwise: Sequence[str]) -> list[str]:
+    """The arms that `--arms` names; the others if it is unset."""
+    return [name.strip() for name in arms.split(",")] if arms else list(otherwise)
 
 
 def _tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:

@@ -138,6 +138,29 @@ class RefusesSyncs(transformers.LogitsProcessor):
         return scores
 
 
+def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any) -> None:
+    """The tokens are stock's, and from that length on no step waits, which stock's does and is refused for."""
+    prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+    inputs = {name: each.cuda() for name, each in prompts.items()}
+    settings |= {"max_new_tokens": 20, "eos_token_id": tiny_models.VOCABULARY}
+
+    def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        try:
+            return model.generate(
+                **inputs, **settings, **way, logits_processor=transformers.LogitsProcessorList(processors)
+            )
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    expected = run()
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        run(RefusesSyncs(first, 22))
+    refusing = RefusesSyncs(first, 22)
+    assert torch.equal(run(refusing, custom_generate=generation.generate), expected)
+    assert refusing.seen == 22 - first
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -147,25 +170,7 @@ def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padd
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
-        prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
-        inputs = {name: each.cuda() for name, each in prompts.items()}
-        settings = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": tiny_models.VOCABULARY}
-
-        def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
-            torch.manual_seed(0)
-            try:
-                return model.generate(
-                    **inputs, **settings, **way, logits_processor=transformers.LogitsProcessorList(processors)
-                )
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        expected = run()
-        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-            run(RefusesSyncs(6, 22))
-        refusing = RefusesSyncs(6, 22)
-        assert torch.equal(run(refusing, custom_generate=generation.generate), expected)
-        assert refusing.seen == 16
+        check_no_step_waits(model, 6, padded=padded, do_sample=do_sample)
     finally:
         model.set_attn_implementation(attention)
         model.to("cpu")
@@ -218,27 +223,5 @@ def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: An
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_waits_where_transformers_compiles_the_step(compiled_model: Any, padded: bool, do_sample: bool):
     """From the fourth step on, when what is recorded anew for another cache has been recorded."""
-    prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
-    inputs = {name: each.cuda() for name, each in prompts.items()}
-    settings = {"max_new_tokens": 20, "do_sample": do_sample, "eos_token_id": tiny_models.VOCABULARY}
-
-    def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
-        torch.manual_seed(0)
-        try:
-            return compiled_model.generate(
-                **inputs,
-                **settings,
-                **way,
-                cache_implementation="static",
-                logits_processor=transformers.LogitsProcessorList(processors),
-            )
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    expected = run()
+    check_no_step_waits(compiled_model, 8, padded=padded, do_sample=do_sample, cache_implementation="static")
     assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"
-    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-        run(RefusesSyncs(8, 22))
-    refusing = RefusesSyncs(8, 22)
-    assert torch.equal(run(refusing, custom_generate=generation.generate), expected)
-    assert refusing.seen == 14

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from interpreted import compare_on_a_gpu_or_interpreted
 
 from vllm_async_spec.kernels import (
+    ROW_FIELDS,
     LastStep,
     PagedGroup,
     StepInputs,
@@ -111,9 +112,8 @@ def tensors(rows: list[Row], pages: tuple[int, ...], axes: int, device: str = "c
         drafts,
         drafts.cumsum(0),
     ]
-    staged = torch.zeros(5, ROWS, dtype=torch.int32)  # wider than the batch, as the runner's
+    staged = torch.zeros(ROW_FIELDS, ROWS, dtype=torch.int32)  # wider than the batch, as the runner's
     staged[:, : len(rows)] = torch.stack(fields)
-    # What vLLM gives where it did not draft: one zero, expanded. Elsewhere drafts of their own, in a wider tensor.
     drafted = torch.stack([torch.arange(DRAFTS) + 9000 + 100 * row for row in range(len(counts))])
     return Given(
         LastStep(
