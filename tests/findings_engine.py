@@ -104,7 +104,8 @@ class Engine:
             seed=0,
             # Else a request that comes again has other steps than before.
             enable_prefix_caching=False,
-            **({"gpu_memory_utilization": 0.3} if cuda else {}),
+            # Told its cache's size, it does not mind what else the GPU's memory is used for.
+            **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if cuda else {}),
             **options,
         )
         self._engine = self._llm.llm_engine

@@ -128,7 +128,7 @@ def test_there_are_no_delays_without_a_device():
         (
             ("0.32.0-V2-FLASHINFER", "--control", "positions"),
             "benchmarks: --control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, and nothing of soak "
-            "0.32.0-V2-FLASHINFER; give one of 0.18.1-V1-FLASH_ATTN\n",
+            "0.32.0-V2-FLASHINFER; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
         ),
         (
             ("0.18.1-V1-FLASH_ATTN", "--control", "fence"),
@@ -157,7 +157,7 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
         "lengths": flashinfer,
         "fence": flashinfer,
         "short": SOAKS.keys(),
-        "positions": {"0.18.1-V1-FLASH_ATTN"},
+        "positions": {"0.18.1-V1-FLASH_ATTN", "0.18.1-V1-FLASH_ATTN-8b"},
     }
 
 

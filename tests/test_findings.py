@@ -170,7 +170,7 @@ from vllm_async_spec.demo.train import PROMPTS
 model, draft, asynchronous = sys.argv[1], sys.argv[2], sys.argv[3] == "async"
 drafts = {"method": "draft_model", "model": draft, "num_speculative_tokens": 3}
 llm = LLM(model=model, speculative_config=drafts, async_scheduling=asynchronous, max_model_len=256,
-          dtype="float16", gpu_memory_utilization=0.3, enforce_eager=True)
+          dtype="float16", gpu_memory_utilization=0.1, kv_cache_memory_bytes=1 << 30, enforce_eager=True)
 free = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
 # The commonest, so that the model, kept from each of them for long, takes one as soon as it may.
 usual = [token for token, _ in Counter(token for out in free for token in out.outputs[0].token_ids).most_common(9)]
