@@ -33,10 +33,11 @@ from vllm_async_spec.vllm_plugin.transaction import Transaction
 _CLASS = "GPUModelRunner"
 
 
-def _unneeded(update_states: Any) -> str | None:
+def unneeded(method: Any) -> str | None:
+    """Why the runner that this method is of is left as it is, or None."""
     from vllm.platforms import current_platform
 
-    runner = inspect.unwrap(update_states).__globals__[_CLASS]
+    runner = inspect.unwrap(method).__globals__[_CLASS]
     if not current_platform.is_cuda():
         return "the platform is not CUDA"
     if hasattr(runner, "_compute_prev_positions"):
@@ -295,4 +296,4 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
     return GPUModelRunner
 
 
-IMPLEMENTATIONS = {"optimistic-runner": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"optimistic-runner": Implementation(unneeded, _apply)}

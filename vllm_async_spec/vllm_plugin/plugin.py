@@ -12,6 +12,7 @@ from vllm_async_spec.sync_policy import set_sync_policy
 from vllm_async_spec.vllm_plugin import (
     asked_outputs,
     async_scheduling,
+    draft_graphs,
     draft_lengths,
     fast_prefill,
     flashinfer_builder,
@@ -32,6 +33,7 @@ from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError
 IMPLEMENTATIONS = {
     **asked_outputs.IMPLEMENTATIONS,
     **async_scheduling.IMPLEMENTATIONS,
+    **draft_graphs.IMPLEMENTATIONS,
     **draft_lengths.IMPLEMENTATIONS,
     **fast_prefill.IMPLEMENTATIONS,
     **flashinfer_builder.IMPLEMENTATIONS,

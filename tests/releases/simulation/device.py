@@ -394,6 +394,7 @@ class _Sides(TorchFunctionMode):
             torch.Tensor.tolist: lambda tensor: self._to(tensor, "cpu").tolist(),
             torch.Tensor.pin_memory: lambda tensor, *args: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args: not isinstance(tensor, DeviceTensor),
+            torch._foreach_copy_: self._copy_each,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -409,6 +410,12 @@ class _Sides(TorchFunctionMode):
         if device.type == "cuda" and isinstance(made, torch.Tensor) and not isinstance(made, DeviceTensor):
             return DeviceTensor(made.fill_(_garbage(made.dtype)) if func is torch.empty else made, self._gpu)
         return made
+
+    @staticmethod
+    def _copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> None:
+        """`torch._foreach_copy_`, one after the other."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=non_blocking)
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.to`, in any of its forms: `(device, dtype, non_blocking)`, `(dtype, non_blocking)`, `(other)`."""

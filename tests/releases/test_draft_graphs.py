@@ -1,0 +1,135 @@
+"""The real proposers of 0.14 to 0.18, drafting by replays for batches that all have drafts, in simulated engines.
+
+There are no graphs on that device, so a replay launches again; all that graphs are given and all that they leave is as
+on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation.engine import Engine
+from simulation.judge import differences, mistakes
+from simulation.schedule import Schedule, play, random_schedule
+from undone import ledger_of, undone
+
+from vllm_async_spec.vllm_plugin import draft_graphs
+from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
+
+SPEC = next(spec for spec in load_ledger() if spec.name == "draft-graphs")
+SEEDS = [seed for seed in range(20) if not random_schedule(seed).shape.axes][:5]
+"""Of loads with plain positions; with several axes drafting is left as it is."""
+
+
+@pytest.fixture(scope="module")
+def stock(release: str) -> Any:
+    """The release's own runner class."""
+    if release not in SPEC.releases:
+        pytest.skip(f"drafting is left as it is in {release}")
+    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+
+
+@pytest.fixture(scope="module")
+def subject(stock: Any) -> Iterator[Any]:
+    """The class with all patches of the runner, whose drafter replays from its first batch on."""
+    with undone():
+        names = ["optimistic-runner", SPEC.name]
+        ledger = ledger_of(names)
+        ledger.install()
+        for name in names:
+            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+        yield replaying(importlib.import_module(stock.__module__).GPUModelRunner)
+
+
+def replaying(runner_class: Any) -> Any:
+    """A subclass that makes its drafter's replays when it drafts for the first time, and counts batches."""
+
+    class Replaying(runner_class):  # type: ignore[misc]
+        replayed = launched = 0
+
+        def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
+            if "propose" not in vars(self.drafter):
+                self._replay()
+            return super().propose_draft_token_ids(*args, **kwargs)
+
+        def _replay(self) -> None:
+            self.compilation_config.max_cudagraph_capture_size = 512
+            saw, launch, model = self.drafter.model.saw, self.drafter.propose, self.drafter.model
+            model.saw = lambda seen: None  # of what runs once before it is captured
+            drafter = draft_graphs.Drafter(self, lambda run: run)
+            model.saw = saw
+            draft = drafter._graphs.draft
+
+            def launched(**given: Any) -> Any:
+                self.launched += 1
+                return launch(**given)
+
+            def replayed(*given: Any) -> Any:
+                self.replayed += 1
+                return draft(*given)
+
+            drafter._propose, drafter._graphs.draft = launched, replayed  # type: ignore[method-assign]
+            self.drafter.propose = drafter.propose
+
+    return Replaying
+
+
+def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
+    engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
+    play(schedule, engine)
+    return engine
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drafts_and_all_that_models_are_given_are_stock_s(
+    stock: Any, subject: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: range(1, most + 1))
+    schedule = random_schedule(seed)
+    engine = run(subject, schedule, late=True)
+    assert engine.runner.replayed > 3
+    assert engine.runner.launched > 0
+    assert list(islice(mistakes(engine, schedule), 3)) == []
+    if schedule.stock_is_right and schedule.shape.long_drafter:
+        assert list(islice(differences(run(stock, schedule, late=False), engine, schedule), 3)) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS[:3])
+def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: int, monkeypatch: pytest.MonkeyPatch):
+    """Each batch is filled up to the largest."""
+    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
+    schedule = random_schedule(seed)
+    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    assert engine.runner.replayed > 3
+    assert engine.outputs == reference.outputs
+    filled = 0
+    for step, other in zip(engine.steps, reference.steps, strict=True):
+        assert np.array_equal(step.drafts, other.drafts)
+        calls = zip(step.calls, other.calls, strict=True)
+        filled += any(one.host["num_reqs"] != two.host["num_reqs"] for one, two in calls)
+    assert filled > 0
+
+
+@pytest.mark.parametrize("fault", ["pages", "slots", "lengths"])
+def test_inputs_that_are_not_the_batch_s_are_found(
+    stock: Any, subject: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the tests above say nothing."""
+    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
+    fill = draft_graphs.DraftInputs.fill
+
+    def faulty(self: Any, rows: int, given: Any) -> None:
+        name = {"pages": "block_table", "slots": "slot_mapping", "lengths": "seq_lens"}[fault]
+        fill(self, rows, {**given, name: given[name].clone().fill_(1)})
+
+    monkeypatch.setattr(draft_graphs.DraftInputs, "fill", faulty)
+    schedule = random_schedule(SEEDS[0])
+    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    pairs = zip(engine.steps, reference.steps, strict=False)
+    assert not all(np.array_equal(one.drafts, two.drafts) for one, two in pairs)

@@ -1,0 +1,253 @@
+"""Drafting of vLLM's V1 runner up to 0.18 as CUDA graphs: there it launches each draft step kernel by kernel.
+
+A step that drafts runs the drafter once for each draft. With a small target that is most of what the host does in a
+step, three milliseconds in four, and the device waits for it. vLLM captures the target, and of the drafter at most the
+pieces between attention. Here all of `propose` is captured, as it is, on a batch whose requests all have drafts to be
+verified; any other batch is drafted for as before. Drafts decide how fast tokens come, and never which ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes, captured
+from vllm_async_spec.vllm_plugin import optimistic_runner
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.log import inform
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
+"""Classes that build for drafting by nothing but launches, from nothing but what is on the device and bounds."""
+
+_LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
+"""What `propose` calls the index of each request's last accepted token, by release."""
+
+
+def refused(runner: Any) -> str | None:
+    """Why the drafter of this runner is not captured, or None.
+
+    Args:
+        runner: a runner whose KV cache has been initialised.
+    """
+    drafter, parallel, compilation = runner.drafter, runner.parallel_config, runner.compilation_config
+    builders = {type(builder).__name__ for builder in _builders(drafter)}
+    tokens = drafter.num_speculative_tokens + 1
+    reasons = {
+        "the engine captures no whole forward": not compilation.cudagraph_mode.has_full_cudagraphs(),
+        "the drafter is to run eagerly": bool(getattr(runner.speculative_config, "enforce_eager", False)),
+        "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "experts are rebalanced": parallel.enable_eplb,
+        "the model takes other inputs than text": bool(drafter.supports_mm_inputs),
+        "positions have several axes": runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0) > 0,
+        "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
+        "drafts are a tree": drafter.tree_choices[-1] != (0,) * len(drafter.tree_choices),
+        "the engine serves LoRA adapters": runner.lora_config is not None,
+        "keys go to another engine": runner.vllm_config.kv_transfer_config is not None,
+        "scales of the KV cache are computed": bool(getattr(runner.cache_config, "calculate_kv_scales", False)),
+        f"attention metadata is built by {', '.join(sorted(builders - BUILDERS))}": not builders <= BUILDERS,
+        "the drafter's layers are in one of several groups": not hasattr(drafter, "kv_cache_gid")
+        and len(runner.kv_cache_config.kv_cache_groups) > 1,
+        "graphs are smaller than the tokens of one request": (compilation.max_cudagraph_capture_size or 0) < tokens,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _builders(drafter: Any) -> list[Any]:
+    """The metadata builders of the drafter's layers."""
+    if hasattr(drafter, "draft_attn_groups"):
+        return [builder for group in drafter.draft_attn_groups for builder in group.metadata_builders]
+    indexer = drafter.draft_indexer_metadata_builder
+    first = drafter.attn_metadata_builder or drafter._get_attention_metadata_builder()
+    return [first, *([] if indexer is None else [indexer])]
+
+
+class _Plainly:
+    """Takes the place of the drafter's dispatcher: no piece of it is replayed from a graph of its own."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._dispatcher = dispatcher
+
+    def dispatch(self, num_tokens: int, *_: Any, **__: Any) -> Any:
+        """What vLLM answers where it has captured nothing."""
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import BatchDescriptor
+
+        return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatcher, name)
+
+
+@contextlib.contextmanager
+def _launched_plainly(drafter: Any) -> Iterator[None]:
+    """Within, the drafter launches its kernels one by one, without padding and without pieces of graphs."""
+    other: dict[str, Any] = {"use_cuda_graph": False} if hasattr(drafter, "use_cuda_graph") else {}
+    if hasattr(drafter, "cudagraph_dispatcher"):
+        other["cudagraph_dispatcher"] = _Plainly(drafter.cudagraph_dispatcher)
+    kept = {name: getattr(drafter, name) for name in other}
+    try:
+        for name, value in other.items():
+            setattr(drafter, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(drafter, name, value)
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """A collection before each capture would go through all that vLLM has made."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+class Drafter:
+    """vLLM's `propose` of one drafter, captured.
+
+    Args:
+        runner: whose drafter it is.
+        capture: makes a replay of a function.
+    """
+
+    def __init__(self, runner: Any, capture: Any) -> None:
+        drafter = runner.drafter
+        self._propose = propose = drafter.propose
+        signature = inspect.signature(propose)
+        self._last_indices = next(name for name in _LAST_INDICES if name in signature.parameters)
+        self._tokens = drafter.num_speculative_tokens + 1
+        metadata_class = inspect.unwrap(type(drafter).propose).__globals__["CommonAttentionMetadata"]
+        # A drafter that is a model of its own takes one token more of each request.
+        room = drafter.max_num_tokens // (self._tokens + getattr(drafter, "net_num_new_slots_per_request", 0))
+        captured_rows = runner.compilation_config.max_cudagraph_capture_size // self._tokens
+        most = min(runner.max_num_reqs, room, captured_rows)
+        table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
+        shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype)
+        inputs = DraftInputs(shape, runner.device)
+
+        def drafting(given: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
+            metadata = metadata_class(
+                query_start_loc=given["query_start_loc"],
+                query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32) * self._tokens,
+                seq_lens=given["seq_lens"],
+                num_reqs=rows,
+                num_actual_tokens=rows * self._tokens,
+                max_query_len=self._tokens,
+                # A bound for whatever comes.
+                max_seq_len=drafter.max_model_len,
+                block_table_tensor=given["block_table"],
+                slot_mapping=given["slot_mapping"],
+                causal=True,
+            )
+            with _launched_plainly(drafter):
+                drafts: torch.Tensor = propose(
+                    target_token_ids=given["token_ids"],
+                    target_positions=given["positions"],
+                    target_hidden_states=given["hidden_states"],
+                    next_token_ids=given["next_token_ids"],
+                    common_attn_metadata=metadata,
+                    sampling_metadata=None,
+                    num_rejected_tokens_gpu=given["rejected"],
+                    **{self._last_indices: given["last_indices"]},
+                )
+            return drafts
+
+        self._graphs = DraftGraphs(drafting, inputs, batch_sizes(most), capture)
+        self.sizes = self._graphs.sizes
+
+    def propose(self, **given: Any) -> torch.Tensor:
+        """As vLLM's; replayed, where each request has its drafts to be verified."""
+        metadata = given["common_attn_metadata"]
+        rows = metadata.num_reqs
+        if (
+            given["num_rejected_tokens_gpu"] is None
+            or metadata.max_query_len != self._tokens
+            or metadata.num_actual_tokens != rows * self._tokens
+            or rows > self.sizes[-1]
+        ):
+            drafts: torch.Tensor = self._propose(**given)
+            return drafts
+        tensors = {
+            "token_ids": given["target_token_ids"],
+            "positions": given["target_positions"],
+            "hidden_states": given["target_hidden_states"],
+            "slot_mapping": metadata.slot_mapping[: rows * self._tokens],
+            "next_token_ids": given["next_token_ids"],
+            "last_indices": given[self._last_indices],
+            "rejected": given["num_rejected_tokens_gpu"],
+            "seq_lens": metadata.seq_lens[:rows],
+            "block_table": metadata.block_table_tensor[:rows],
+        }
+        return self._graphs.draft(rows, tensors)
+
+
+def _hidden(drafter: Any, runner: Any) -> int:
+    """The width of the hidden states that `propose` is given."""
+    if getattr(runner, "use_aux_hidden_state_outputs", False):
+        # Those of several layers, side by side, as wide as the drafter's first matrix takes them.
+        width: int = drafter.model.model.fc.weight.shape[-1]
+    else:
+        width = runner.model_config.get_hidden_size()
+    return width
+
+
+def _capture(runner: Any) -> None:
+    """Have the drafter of this runner replay graphs, and tell the operator; or say why it does not."""
+    drafter = getattr(runner, "drafter", None)
+    if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
+        return  # nothing that drafts with a model's kernels
+    reason = refused(runner)
+    if reason is None:
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            with _no_garbage_collected(), torch.inference_mode():
+                drafting = Drafter(runner, functools.partial(captured, pool=pool))
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        else:
+            drafter.propose = drafting.propose
+            taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
+            inform(
+                "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
+                len(drafting.sizes),
+                drafting.sizes[-1],
+                time.perf_counter() - start,
+                taken,
+            )
+            return
+    inform("vllm-async-spec leaves drafting to be launched kernel by kernel: %s", reason)
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    runner = module.GPUModelRunner
+    dummy_sampler_run = runner._dummy_sampler_run
+    done = weakref.WeakSet[Any]()
+
+    @functools.wraps(dummy_sampler_run)
+    def _dummy_sampler_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = dummy_sampler_run(self, *args, **kwargs)
+        # The end of vLLM's warm-up, when it has captured the target; and before that of its memory profile.
+        if self.attn_groups and self not in done:
+            done.add(self)
+            _capture(self)
+        return made
+
+    transaction.set(runner, "_dummy_sampler_run", _dummy_sampler_run)
+
+
+IMPLEMENTATIONS = {"draft-graphs": Implementation(optimistic_runner.unneeded, _apply)}
