@@ -158,6 +158,7 @@ def optimistic_peers(shape: str) -> Plan:
         about=f"vLLM 0.18.1 with the plugin beside later releases without it, {shape} shape",
         arms=(
             _flash_arm("0.18.1, plugin", shape, Plugin.ON, "0.18.1", "V1"),
+            _flash_arm("0.20.2", shape, Plugin.STOCK, "0.20.2", "V1"),
             _flash_arm("0.26.0", shape, Plugin.STOCK, "0.26.0", "V2"),
             _flash_arm("0.32.0", shape, Plugin.STOCK, "0.32.0", "V2"),
         ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -153,6 +155,17 @@ def test_rows_that_are_nobody_s_stay_as_they_are_however_often_they_are_replayed
     assert set(rest["slot_mapping"].tolist()) == {NO_SLOT}
     assert set(rest["seq_lens"].tolist()) == {TOKENS}
     assert not rest["block_table"].any()
+
+
+def test_what_is_captured_is_kept():
+    """A graph knows addresses, and holds no tensor that was there before it."""
+    drafter = Drafter("cpu")
+    keys = weakref.ref(drafter.keys)
+    made = graphs(drafter, "cpu", [1])
+    made._replays.clear()  # a graph has no reference to what made it
+    del drafter
+    gc.collect()
+    assert keys() is not None
 
 
 def test_each_size_is_captured_once_the_largest_first_after_it_has_run():

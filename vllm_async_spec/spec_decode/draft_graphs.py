@@ -124,7 +124,8 @@ class DraftGraphs:
     """Replays what `drafting` launches.
 
     Args:
-        drafting: what is captured. It may change `seq_lens` in place, and nothing else that it is given.
+        drafting: what is captured; kept, with all the tensors that it reads and writes. It may change `seq_lens` in
+            place, and nothing else that it is given.
         inputs: the tensors that it is given.
         sizes: numbers of rows that are captured.
         capture: makes a replay of a function; `captured`, but for tests.
@@ -137,7 +138,7 @@ class DraftGraphs:
         sizes: Iterable[int],
         capture: Callable[[Callable[[], torch.Tensor]], Replay],
     ) -> None:
-        self._inputs = inputs
+        self._inputs, self._drafting = inputs, drafting
 
         def run(rows: int) -> torch.Tensor:
             given = inputs.of(rows)

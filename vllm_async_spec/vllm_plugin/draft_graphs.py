@@ -211,7 +211,7 @@ def _capture(runner: Any) -> None:
         return  # nothing that drafts with a model's kernels
     reason = refused(runner)
     if reason is None:
-        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
         pool = torch.cuda.graph_pool_handle()
         try:
             with _no_garbage_collected(), torch.inference_mode():
@@ -221,7 +221,7 @@ def _capture(runner: Any) -> None:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         else:
             drafter.propose = drafting.propose
-            taken = (free - torch.cuda.mem_get_info()[0]) / 2**20
+            taken = (torch.cuda.memory_reserved() - reserved) / 2**20
             inform(
                 "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
                 len(drafting.sizes),
