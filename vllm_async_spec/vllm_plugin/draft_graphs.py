@@ -41,8 +41,8 @@ def refused(runner: Any) -> str | None:
     """
     drafter, parallel, compilation = runner.drafter, runner.parallel_config, runner.compilation_config
     builders = {type(builder).__name__ for builder in _builders(drafter)}
-    tokens = drafter.num_speculative_tokens + 1
     reasons = {
+        "scheduling is synchronous": not runner.use_async_scheduling,
         "the engine captures no whole forward": not compilation.cudagraph_mode.has_full_cudagraphs(),
         "the drafter is to run eagerly": bool(getattr(runner.speculative_config, "enforce_eager", False)),
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
@@ -57,7 +57,7 @@ def refused(runner: Any) -> str | None:
         f"attention metadata is built by {', '.join(sorted(builders - BUILDERS))}": not builders <= BUILDERS,
         "the drafter's layers are in one of several groups": not hasattr(drafter, "kv_cache_gid")
         and len(runner.kv_cache_config.kv_cache_groups) > 1,
-        "graphs are smaller than the tokens of one request": (compilation.max_cudagraph_capture_size or 0) < tokens,
+        "graphs are smaller than the tokens of one request": _most_rows(runner) < 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -69,6 +69,16 @@ def _builders(drafter: Any) -> list[Any]:
     indexer = drafter.draft_indexer_metadata_builder
     first = drafter.attn_metadata_builder or drafter._get_attention_metadata_builder()
     return [first, *([] if indexer is None else [indexer])]
+
+
+def _most_rows(runner: Any) -> int:
+    """Requests of the largest batch that is captured."""
+    drafter, largest = runner.drafter, runner.compilation_config.max_cudagraph_capture_size or 0
+    tokens = drafter.num_speculative_tokens + 1
+    # A drafter that is a model of its own takes one token more of each request.
+    room = drafter.max_num_tokens // (tokens + getattr(drafter, "net_num_new_slots_per_request", 0))
+    most: int = min(runner.max_num_reqs, room, largest // tokens)
+    return most
 
 
 class _Plainly:
@@ -130,10 +140,7 @@ class Drafter:
         self._last_indices = next(name for name in _LAST_INDICES if name in signature.parameters)
         self._tokens = drafter.num_speculative_tokens + 1
         metadata_class = inspect.unwrap(type(drafter).propose).__globals__["CommonAttentionMetadata"]
-        # A drafter that is a model of its own takes one token more of each request.
-        room = drafter.max_num_tokens // (self._tokens + getattr(drafter, "net_num_new_slots_per_request", 0))
-        captured_rows = runner.compilation_config.max_cudagraph_capture_size // self._tokens
-        most = min(runner.max_num_reqs, room, captured_rows)
+        most = _most_rows(runner)
         table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
         shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype)
         inputs = DraftInputs(shape, runner.device)
@@ -204,32 +211,36 @@ def _hidden(drafter: Any, runner: Any) -> int:
     return width
 
 
+def _replay(runner: Any) -> None:
+    """Have the drafter of this runner replay graphs from now on, and tell the operator."""
+    start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
+    capture = functools.partial(captured, pool=torch.cuda.graph_pool_handle())
+    with _no_garbage_collected(), torch.inference_mode():
+        drafting = Drafter(runner, capture)
+    runner.drafter.propose = drafting.propose
+    inform(
+        "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
+        len(drafting.sizes),
+        drafting.sizes[-1],
+        time.perf_counter() - start,
+        (torch.cuda.memory_reserved() - reserved) / 2**20,
+    )
+
+
 def _capture(runner: Any) -> None:
-    """Have the drafter of this runner replay graphs, and tell the operator; or say why it does not."""
+    """Have the drafter of this runner replay graphs, or say why it does not."""
     drafter = getattr(runner, "drafter", None)
     if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
         return  # nothing that drafts with a model's kernels
-    reason = refused(runner)
-    if reason is None:
-        start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
-        pool = torch.cuda.graph_pool_handle()
-        try:
-            with _no_garbage_collected(), torch.inference_mode():
-                drafting = Drafter(runner, functools.partial(captured, pool=pool))
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        else:
-            drafter.propose = drafting.propose
-            taken = (torch.cuda.memory_reserved() - reserved) / 2**20
-            inform(
-                "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
-                len(drafting.sizes),
-                drafting.sizes[-1],
-                time.perf_counter() - start,
-                taken,
-            )
+    try:
+        reason = refused(runner)
+        if reason is None:
+            _replay(runner)
             return
+    except Exception as error:  # whatever it is, vLLM's own way of drafting is still there
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
     inform("vllm-async-spec leaves drafting to be launched kernel by kernel: %s", reason)
 
 

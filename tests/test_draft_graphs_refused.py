@@ -1,0 +1,156 @@
+"""Where drafting is left as it is, and that the operator is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_async_spec.vllm_plugin import draft_graphs
+
+
+class FlashAttentionMetadataBuilder:
+    """Of this name is vLLM's."""
+
+
+class FlashInferMetadataBuilder:
+    """Another of vLLM's."""
+
+
+def make_runner() -> Any:
+    """As much of a runner as is asked, of an engine whose drafter can be captured."""
+    drafter = SimpleNamespace(
+        num_speculative_tokens=3,
+        max_num_tokens=512,
+        supports_mm_inputs=False,
+        tree_choices=[(0,), (0, 0), (0, 0, 0)],
+        draft_attn_groups=[SimpleNamespace(metadata_builders=[FlashAttentionMetadataBuilder()])],
+        kv_cache_gid=0,
+        propose=lambda token_indices_to_sample=None, **given: "launched",
+    )
+    return SimpleNamespace(
+        drafter=drafter,
+        use_async_scheduling=True,
+        max_num_reqs=64,
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, enable_eplb=False),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=128
+        ),
+        speculative_config=SimpleNamespace(enforce_eager=None),
+        cache_config=SimpleNamespace(calculate_kv_scales=False),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]),
+        vllm_config=SimpleNamespace(kv_transfer_config=None),
+        lora_config=None,
+        uses_mrope=False,
+        uses_xdrope_dim=0,
+    )
+
+
+def test_nothing_speaks_against_a_plain_engine():
+    assert draft_graphs.refused(make_runner()) is None
+
+
+def set_to(path: str, value: Any) -> Callable[[Any], None]:
+    *owners, name = path.split(".")
+
+    def change(runner: Any) -> None:
+        for owner in owners:
+            runner = getattr(runner, owner)
+        setattr(runner, name, value)
+
+    return change
+
+
+def several_groups(runner: Any) -> None:
+    del runner.drafter.kv_cache_gid
+    runner.kv_cache_config.kv_cache_groups.append(None)
+
+
+GROUPS = [SimpleNamespace(metadata_builders=[FlashAttentionMetadataBuilder(), FlashInferMetadataBuilder()])]
+REFUSED: dict[str, list[Callable[[Any], None]]] = {
+    "scheduling is synchronous": [set_to("use_async_scheduling", False)],
+    "the engine captures no whole forward": [
+        set_to("compilation_config.cudagraph_mode.has_full_cudagraphs", lambda: False)
+    ],
+    "the drafter is to run eagerly": [set_to("speculative_config.enforce_eager", True)],
+    "there are several ranks": [
+        set_to("parallel_config.world_size", 2),
+        set_to("parallel_config.data_parallel_size", 2),
+    ],
+    "experts are rebalanced": [set_to("parallel_config.enable_eplb", True)],
+    "the model takes other inputs than text": [set_to("drafter.supports_mm_inputs", True)],
+    "positions have several axes": [set_to("uses_mrope", True), set_to("uses_xdrope_dim", 3)],
+    "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
+    "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
+    "the engine serves LoRA adapters": [set_to("lora_config", object())],
+    "keys go to another engine": [set_to("vllm_config.kv_transfer_config", object())],
+    "scales of the KV cache are computed": [set_to("cache_config.calculate_kv_scales", True)],
+    "attention metadata is built by FlashInferMetadataBuilder": [set_to("drafter.draft_attn_groups", GROUPS)],
+    "the drafter's layers are in one of several groups": [several_groups],
+    "graphs are smaller than the tokens of one request": [
+        set_to("compilation_config.max_cudagraph_capture_size", 3),
+        set_to("compilation_config.max_cudagraph_capture_size", None),
+        set_to("drafter.max_num_tokens", 3),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "change"), [(reason, change) for reason, changes in REFUSED.items() for change in changes]
+)
+def test_it_is_left_as_it_is_and_the_operator_is_told_why(
+    reason: str, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+):
+    runner = make_runner()
+    change(runner)
+    assert draft_graphs.refused(runner) == reason
+    propose = runner.drafter.propose
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner)
+    assert runner.drafter.propose is propose
+    assert [record.getMessage() for record in caplog.records] == [
+        f"vllm-async-spec leaves drafting to be launched kernel by kernel: {reason}"
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory\nand more"), AttributeError("no such thing"), KeyError()]
+)
+def test_whatever_fails_leaves_vllms_own_drafting(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(runner: Any, capture: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(draft_graphs, "Drafter", fail)
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    runner = make_runner()
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner)
+    assert runner.drafter.propose() == "launched"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert type(error).__name__ in line
+    assert "and more" not in line
+
+
+def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
+    runner = make_runner()
+    runner.drafter.propose = lambda sampled_token_ids: None
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner)
+        draft_graphs._capture(SimpleNamespace())
+    assert not caplog.records
+
+
+def test_the_largest_batch_fits_into_what_vllm_captures_and_into_the_drafters_buffers():
+    runner = make_runner()
+    assert draft_graphs._most_rows(runner) == 32  # of 128 tokens
+    runner.max_num_reqs = 20
+    assert draft_graphs._most_rows(runner) == 20
+    runner.drafter.max_num_tokens = 39
+    assert draft_graphs._most_rows(runner) == 9
+    runner.drafter.net_num_new_slots_per_request = 1
+    assert draft_graphs._most_rows(runner) == 7
