@@ -26,7 +26,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
-BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
+BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
 """Classes that build for drafting by nothing but launches, from nothing but what is on the device and bounds."""
 
 _LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
