@@ -241,16 +241,34 @@ class Warns(Right):
             return super().forward(*arguments, output=output)
 
 
+class Tunes:
+    """Waits when it is given a size for the first time, as what is compiled or tuned for it does."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def __call__(self, built: Built) -> None:
+        if built.arguments.max_seq_len not in self._known:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        self._known.add(built.arguments.max_seq_len)
+
+
 class Compiles(Right):
-    """Waits in its very first forward only, as what is compiled or tuned then does."""
+    """Its kernels are tuned for a size when they are first given it: in a forward, and to build."""
+
+    class builder(Builder):
+        tune = Tunes()
+
+        def build(self, *arguments: Any, **more: Any) -> Built:
+            built = super().build(*arguments, **more)
+            Compiles.builder.tune(built)
+            return built
 
     class impl(Impl):
-        compiled = False
+        tune = Tunes()
 
         def forward(self, *arguments: Any, output: Any) -> Any:
-            if not Compiles.impl.compiled:
-                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-            Compiles.impl.compiled = True
+            Compiles.impl.tune(arguments[5])
             return super().forward(*arguments, output=output)
 
 

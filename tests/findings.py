@@ -52,6 +52,65 @@ def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[
     return given.dcp_local_seq_lens.tolist(), right.tolist()
 
 
+def lengths_of_a_late_device(*, asynchronous: bool) -> tuple[list[int], list[int]]:
+    """Run the lines of the V1 runner from 0.19 on that send computed tokens, and that of a draft step which adds one.
+
+    The batch has no drafts, and the device copies what it is sent after the draft step.
+
+    Returns:
+        What the runner sends, and what the device gets.
+    """
+    module: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    runner, draft = module.GPUModelRunner, importlib.import_module("vllm.v1.spec_decode.eagle").EagleProposer
+    device, host = _LateTensor(), torch.tensor(EXACT, dtype=torch.int32)
+    stand_in = SimpleNamespace(
+        input_batch=SimpleNamespace(num_computed_tokens_cpu_tensor=host),
+        num_computed_tokens=device,
+        use_async_spec_decode=asynchronous,
+        valid_sampled_token_count_gpu=None,
+    )
+    count = len(EXACT)
+    scope: dict[str, Any] = {"self": stand_in, "num_reqs": count, "num_reqs_padded": count}
+    _run(_only(runner._prepare_inputs, ast.If, "self.num_computed_tokens[:num_reqs].copy_("), scope)
+    _run(_only(runner._build_attention_metadata, ast.Assign, "num_computed_tokens_cpu = self.input_batch"), scope)
+    _run(_only(runner._build_attention_metadata, ast.If, "num_computed_tokens_cpu = None"), scope)
+    given = SimpleNamespace(_num_computed_tokens_cpu=scope["num_computed_tokens_cpu"])
+    adds = "_num_computed_tokens_cpu += 1"
+    owner = next(each for each in draft.__mro__ if adds in inspect.getsource(each))
+    _run(_only(owner, ast.If, adds), {"common_attn_metadata": given})
+    return EXACT, device.arrived()
+
+
+class _LateTensor:
+    """Takes copies that were asked for without waiting when it is looked at, and not before."""
+
+    def __init__(self) -> None:
+        self._sent: torch.Tensor | None = None
+
+    def __getitem__(self, rows: slice) -> _LateTensor:
+        return self
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
+        self._sent = source if non_blocking else source.clone()
+
+    def arrived(self) -> list[int]:
+        assert self._sent is not None
+        return self._sent.tolist()
+
+
+def _only(owner: Any, kind: type[ast.stmt], text: str) -> ast.stmt:
+    """The innermost statement of this kind in the source of `owner` that has this text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    found = [node for node in ast.walk(tree) if isinstance(node, kind) and text in ast.unparse(node)]
+    inner = [node for node in found if not any(other is not node and other in ast.walk(node) for other in found)]
+    assert len(inner) == 1, f"{len(inner)} statements of {owner.__qualname__} have {text!r}"
+    return inner[0]
+
+
+def _run(statement: ast.stmt, scope: dict[str, Any]) -> None:
+    exec(compile(ast.Module(body=[statement], type_ignores=[]), "", "exec"), scope)
+
+
 def _statement(function: Any, test: str, target: str) -> ast.Module:
     """The `if` of `function` whose condition has `test` and whose body has `target`, where it stands in its file."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

@@ -291,13 +291,28 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
     """Warmed up, and then watched for what PyTorch warns of."""
     without_cuda(monkeypatch)
-    monkeypatch.setattr(planted.Compiles.impl, "compiled", False)
+    for part in (planted.Compiles.builder, planted.Compiles.impl):
+        monkeypatch.setattr(part, "tune", planted.Tunes())
     found = attended(kind, "mixed", "padded rows", device=PassesForCuda())
     assert found.not_attended is None
     assert found.passed is (kind.fault is None), found.explain()
     assert all(str(kind.fault) in faults[0] for faults in found.faults.values())
     assert len(found.faults) == 2 * (kind.fault is not None)
     assert any(case.notes for case in found.cases) is (kind.fault is not None)
+
+
+def test_what_is_compiled_while_it_is_watched_is_compiled_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    """For one size, then for any, and no more; memory that a compiler only thinks of is left as it is."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    without_cuda(monkeypatch)
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda tensor: torch.empty_like(tensor).copy_(tensor) * 2, backend=compiler)
+    for size in (5, 7, 9, 11):
+        with PassesForCuda().watching() as waits:
+            assert compiled(torch.ones(size, 3)).tolist() == [[2.0] * 3] * size
+        assert waits == []
+    assert compiler.frame_count == 2
 
 
 def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monkeypatch: pytest.MonkeyPatch):

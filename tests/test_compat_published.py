@@ -18,7 +18,7 @@ from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.compat.fetch import RELEASES
 from vllm_async_spec.compat.html import badge
 from vllm_async_spec.compat.publish import documents, main
-from vllm_async_spec.compat.published import CLASSES, PublishedError, Run, read_runs
+from vllm_async_spec.compat.published import CLASSES, PublishedError, Run, command_line, read_runs
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import Need
 
@@ -138,6 +138,15 @@ def test_the_documents_are_those_of_the_published_runs():
     assert {path.stem for path in (DOCS / "compat").glob("*.md")} == {path.stem for path in PUBLISHED}
 
 
+def test_a_command_is_told_as_anybody_would_give_it():
+    given = "/opt/bin/vllm-async-spec compat --device cuda --json /root/w0/found.json --html=/root/page.html"
+    _, *words = given.split()
+    told = "vllm-async-spec compat --device cuda --json found.json --html=page.html"
+    assert command_line(given.split()) == command_line(["-c", *words]) == told
+    kept = "vllm-async-spec compat --vllm-source .cache/releases/0.32.0 --backend my_backend:Builder"
+    assert command_line(kept.split()) == kept
+
+
 def test_every_release_is_published_stock_and_with_the_plugin():
     names = {path.stem for path in PUBLISHED}
     assert {f"{release}-{way}" for release in RELEASES for way in ("stock", "plugin")} <= names
@@ -156,4 +165,6 @@ def test_a_published_run_is_of_todays_suite(path: Path):
     assert command[:2] == ["vllm-async-spec", "compat"]
     assert command[command.index(where[0]) + 1] == where[1]
     assert ("--plugin" in command) is (run.way == "plugin")
+    assert not [word for word in command if word.startswith("/")]
+    assert json.loads(path.read_text())["command"] == run.command
     assert path.stat().st_size < 100_000

@@ -18,7 +18,7 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.vllm_source import VllmSource
 
 sys.path.append(str(Path(__file__).parents[1]))
-from findings import BOUND, EXACT, context_parallel_lengths
+from findings import BOUND, EXACT, context_parallel_lengths, lengths_of_a_late_device
 
 HAS_BOUND = ("0.26.0", "0.32.0")
 KEEPS_REJECTED = ("0.12.0", "0.13.0")
@@ -60,6 +60,20 @@ def test_draft_steps_keep_rejected_tokens_in_their_lengths(release: str, loaded:
     assert drafted.seq_lens.tolist() == [36, 103]  # the requests have 33 and 100 tokens
     # Nothing that follows can know better.
     assert "reject" not in inspect.getsource(step)
+
+
+def test_draft_steps_of_a_synchronous_engine_write_lengths_that_are_yet_to_be_copied():
+    from vllm.v1.attention.backends.utils import CommonAttentionMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if "optimistic_seq_lens_cpu" not in inspect.getsource(GPUModelRunner):
+        pytest.skip("its runner sends lengths; tests/releases/test_simulation.py shows it")
+    if "_num_computed_tokens_cpu" not in CommonAttentionMetadata.__dataclass_fields__:
+        pytest.skip("its draft steps are given nothing of the host's")
+    sent, got = lengths_of_a_late_device(asynchronous=False)
+    assert got == [each + 1 for each in sent]
+    sent, got = lengths_of_a_late_device(asynchronous=True)
+    assert got == sent
 
 
 def test_flashinfer_with_context_parallelism_writes_into_lengths_that_all_layers_share(

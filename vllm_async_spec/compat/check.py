@@ -156,8 +156,6 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
             reason = f"asking whether it can be captured fails: {failure_sentence(error)}"
     if reason is not None:
         return replace(result, not_run=reason)
-    if device.validates_kernels:
-        build_batch(subject, case, Host.EXACT, device, watched=False)  # what is compiled or tuned waits, once
     exact, reference = _build(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
@@ -197,7 +195,10 @@ def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
 
 
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
-    """Build once; no snapshot where that failed."""
+    """Build once, where kernels run after what they compile; no snapshot where that failed."""
+    if device.validates_kernels:
+        # What is compiled or tuned waits, once; and for sizes that another host does not know.
+        build_batch(subject, case, host, device, watched=False)
     made = build_batch(subject, case, host, device)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None

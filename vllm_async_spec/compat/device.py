@@ -163,6 +163,8 @@ def _zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     def zeroed(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = function(*args, **kwargs)
+        if out.is_meta or type(out) is not torch.Tensor or torch.compiler.is_compiling():
+            return out  # a compiler's: it has no memory, and perhaps no size
         return out.zero_() if out.nbytes <= _MAPPED else out
 
     return zeroed

@@ -99,7 +99,7 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
             elif until is not None and time.monotonic() > until:
                 done[host] = Attended(host, "the time for the forwards of this builder was used up")
             else:
-                done[host] = _attend(subject, case, host, device, warm=bool(done) or not device.validates_kernels)
+                done[host] = _attend(subject, case, host, device)
         return done[host]
 
     def serves(host: Host) -> bool:
@@ -120,10 +120,11 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
     return replace(found, need=need, attended=tuple(done.values()))
 
 
-def _attend(subject: Subject, case: Case, host: Host, device: Device, *, warm: bool) -> Attended:
+def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
     try:
-        if not warm:
-            _run(subject, case, host, device, watched=False)  # what is compiled or tuned waits, once
+        if device.validates_kernels:
+            # What is compiled or tuned waits, once; and for sizes that another host does not know.
+            _run(subject, case, host, device, watched=False)
         return _run(subject, case, host, device)
     except NoForwardError as error:
         return Attended(host, str(error))

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_async_spec.compat.cases import Host
 
-__all__ = ["CLASSES", "PublishedError", "Row", "Run", "read_runs"]
+__all__ = ["CLASSES", "PublishedError", "Row", "Run", "command_line", "read_runs"]
 
 SCHEMA = 1
 """Of the files of both kinds. Raised by one whenever a reader of older files would misunderstand a newer one."""
@@ -163,6 +163,7 @@ class Run:
         """
         if data.get("schema") != SCHEMA or not ("rows" in data or "backends" in data):
             raise PublishedError(f"it is no result of `vllm-async-spec compat --json` with schema {SCHEMA}; run that")
+        data = dict(data) | {"command": command_line(data["command"].split())}
         if "rows" in data:
             return cls(**dict(data) | {"rows": [Row(**row) for row in data["rows"]]})
         patches = data["plugin"]
@@ -170,6 +171,18 @@ class Run:
         kept = ("version", "vllm", "torch", "device", "date", "command", "summary")
         rows = [_row(backend) for backend in data["backends"]]
         return cls(**{name: data[name] for name in kept}, plugin=applied, rows=rows, absent=data.get("absent", {}))
+
+
+def command_line(words: Sequence[str]) -> str:
+    """The command as anybody would give it: by its own name, and without directories of the machine that it ran on."""
+    program, *arguments = words
+    name = Path(program).name
+    named = [option + sign + _relative(value) for option, sign, value in (each.rpartition("=") for each in arguments)]
+    return " ".join(["vllm-async-spec" if name == "-c" else name, *named])
+
+
+def _relative(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:

@@ -20,6 +20,7 @@ from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice, i
 from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.machine import stand_on
+from vllm_async_spec.compat.published import command_line
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
@@ -149,7 +150,7 @@ def run(
         device=device_name,
         patches=None if patches is None else patches(),
         date=datetime.date.today().isoformat(),
-        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        command=command_line(sys.argv),
         stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
         results=tuple(results.values()),
         absent=absent,
