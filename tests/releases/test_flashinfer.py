@@ -144,6 +144,76 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
     assert len(set(addresses)) == len(addresses)
 
 
+@pytest.fixture
+def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each source in pinned memory that a copy to the device was started from, or a plan made from, and its contents.
+
+    Nothing is pinned without a GPU, so what asks for it is told that it is. The device may read a source at any time.
+    """
+    pinned: dict[int, torch.Tensor] = {}
+    sources: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copy, plan, is_pinned = torch.Tensor.copy_, fake_flashinfer.Wrapper.plan, torch.Tensor.is_pinned
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def known(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in pinned
+
+    def pinning(make: Any) -> Any:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return pin(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
+        return made
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking and known(source):
+            sources.append((source, source.clone()))
+        return copy(self, source)
+
+    def planned(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and known(each)]
+        sources.extend((each, each.clone()) for each in given)
+        plan(self, *args, **kwargs)
+
+    for name in ("zeros", "zeros_like"):
+        monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pin(self.clone()))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: known(self) or is_pinned(self))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "plan", planned)
+    monkeypatch.setattr(module, "PIN_MEMORY", True, raising=False)
+    monkeypatch.setattr(module, "is_pin_memory_available", lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    return sources
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_no_build_writes_what_a_copy_may_not_have_read(
+    module: Any, setting: tuple[Any, ...], kind: str, batch: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    builder = module.FlashInferBackend.get_builder_cls()(*setting)
+    query, exact = BATCHES[batch]
+    builder.build(0, metadata(query, exact, DRAFTS))
+    builder.build(0, metadata(query, [length + 3 * PAGE - 1 for length in exact], 17))
+    for source, contents in copies:
+        assert torch.equal(source, contents)
+
+
+def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner(
+    module: Any, release: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """What the buffers are made pageable for; in stock the wait for exact lengths stands between two builds."""
+    with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=False) as setting:
+        builder = module.FlashInferMetadataBuilder(*setting)
+        for more in (0, 3 * PAGE - 1):
+            given = builders.common_metadata([1, 1, 1], [33 + more, 1 + more, 48 + more], host=True)
+            builder.build(0, given)
+    overtaken = [source for source, contents in copies if not torch.equal(source, contents)]
+    assert bool(overtaken) is (tuple(map(int, release.split("."))) < (0, 29))
+
+
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
 def test_without_counting_chunks_again_they_would_be_the_bounds(
     builder: Any, kind: str, batch: str, monkeypatch: pytest.MonkeyPatch

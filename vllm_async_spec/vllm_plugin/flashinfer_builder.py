@@ -64,6 +64,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             self._graph_wrappers: GraphWrappers | None = None
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
+                _unpin(self)
                 compile_kernels(self.device)
             if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
                 self._graph_wrappers = GraphWrappers(self)
@@ -164,6 +165,23 @@ def _bounded(metadata: Any) -> Any:
     bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
     bounded.seq_lens.bound = bounded._seq_lens_cpu = bound
     return bounded
+
+
+def _unpin(builder: Any) -> None:
+    """Make pageable what upstream fills at each build and copies to the device, so that no build overtakes a copy.
+
+    Up to 0.28 these buffers are pinned under the V1 runner, and nothing but the wait for exact lengths stood between
+    one draft step's copy and the next one's numbers. From pageable memory a copy has read its source when it returns,
+    which is upstream's own remedy for the V2 runner, and for both from 0.29 on.
+    """
+    with torch.inference_mode(False):
+        for name, value in list(vars(builder).items()):
+            if isinstance(value, torch.Tensor):
+                if value.is_pinned():
+                    setattr(builder, name, torch.zeros_like(value))
+            elif isinstance(host := getattr(value, "cpu", None), torch.Tensor) and host.is_pinned():
+                value.cpu = torch.zeros_like(host)
+                value.np = value.cpu.numpy()
 
 
 def _decodes_with_xqa(builder: Any) -> bool:
