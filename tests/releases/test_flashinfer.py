@@ -15,6 +15,7 @@ import torch
 from undone import ledger_of, undone
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
@@ -299,6 +300,41 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
         assert asked == {(1,), (4,), (4, True)}
     else:
         assert sorted(tokens) == [(count,) for count in range(1, 1 + rebuilt.reorder_batch_threshold)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes .* --kv-cache-dtype auto"),
+        ({"num_qo_heads": 129, "num_kv_heads": 1}, "129 in a group; xqa takes at most 128 of head size 64, so use"),
+        ({"head_dim": 72}, "head_size is 72; xqa takes multiples of 16 up to 256, so use"),
+        ({"page_size": 48}, "page_size is 48; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
+        ({"q_data_type_decode": torch.float8_e4m3fn}, "query_dtype is torch.float8_e4m3fn; xqa takes"),
+        ({"is_kvcache_nvfp4": True, "kv_cache_dtype": torch.uint8}, None),
+    ],
+)
+def test_what_xqa_does_not_take_is_refused_by_name_before_it_is_compiled(
+    builder: Any,
+    setting: tuple[Any, ...],
+    changes: dict[str, Any],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    upstream = type(builder).__bases__[0]
+    made = upstream.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        vars(self).update(changes)
+
+    monkeypatch.setattr(upstream, "__init__", changed)
+    fake_flashinfer.compiled.clear()
+    if message is None or not flashinfer_builder._decodes_with_xqa(builder):
+        type(builder)(*setting)
+        return
+    with pytest.raises(UnsupportedShapeError, match=message):
+        type(builder)(*setting)
+    assert fake_flashinfer.compiled == []
 
 
 def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:
