@@ -145,6 +145,41 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
     assert len(set(addresses)) == len(addresses)
 
 
+def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
+    builder: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, happened = builder._plan_buffers._ring, []
+    lend, fence, plan, fast_plan = ring.next, ring.fence, fake_flashinfer.Wrapper.plan, module.fast_decode_plan
+
+    def lent() -> torch.Tensor:
+        buffer: torch.Tensor = lend()
+        happened.append(("lent", buffer.data_ptr()))
+        return buffer
+
+    def fenced() -> None:
+        happened.append(("fenced", ring._buffers[ring._turn].data_ptr()))
+        fence()
+
+    def planning(original: Any) -> Any:
+        def planned(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            happened.append(("planned", wrapper._pin_memory_int_workspace_buffer.data_ptr()))
+            original(wrapper, *args, **kwargs)
+
+        return planned
+
+    monkeypatch.setattr(ring, "next", lent)
+    monkeypatch.setattr(ring, "fence", fenced)
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "plan", planning(plan))
+    monkeypatch.setattr(module, "fast_decode_plan", planning(fast_plan))
+    for batch in ("ragged and a prefill", "one token each", "one token each", "drafts"):
+        built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+        assert len(happened) % 3 == 0, "a build ends with a buffer that is not fenced"
+        assert bool(happened) or built_on_device(built)
+    for at in range(0, len(happened), 3):
+        assert [what for what, _ in happened[at : at + 3]] == ["lent", "planned", "fenced"]
+        assert len({buffer for _, buffer in happened[at : at + 3]}) == 1
+
+
 @pytest.fixture
 def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each source in pinned memory that a copy to the device was started from, or a plan made from, and its contents.
