@@ -282,6 +282,35 @@ def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) 
     assert same >= 30
 
 
+EDGES = [
+    # Query lengths, exact lengths, bounds: beside a page's end, and bounds that end in another page.
+    ([1, 1, 1, 1], [15, 16, 17, 1], [18, 19, 20, 4]),
+    ([1, 1, 1], [31, 32, 33], [31, 32, 33]),
+    ([1, 1], [6400, 6401], [6403, 6433]),
+    ([4, 4, 4, 4], [15, 16, 17, 4], [18, 19, 20, 7]),
+    ([4, 70, 4], [31, 96, 33], [34, 96, 36]),
+    # Requests without query tokens, in between and as padding; drafts, prefills with and without context.
+    ([4, 0, 4], [33, 0, 17], [36, 0, 20]),
+    ([4, 2, 0, 0], [33, 17, 0, 0], [36, 20, 0, 0]),
+    ([4, 70, 40, 0], [6000, 1000, 40, 0], [6020, 1000, 40, 0]),
+]
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
+@pytest.mark.parametrize("lengths", EDGES)
+def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
+    kind: str, lengths: tuple[list[int], list[int], list[int]]
+) -> None:
+    if kind == "decode" and set(lengths[0]) != {1}:
+        pytest.skip("the wrapper for decodes takes one token of each request")
+    case, wrapper = Case(*lengths), make_wrapper(kind)
+    case.plan(wrapper, case.bound)
+    carry_lengths(wrapper, case.seq_lens, PAGE)
+    assert close(case.run(wrapper), case.oracle())
+
+
 @gpu
 @on_a_gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])

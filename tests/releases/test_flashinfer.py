@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -318,6 +319,25 @@ def test_what_is_not_captured(
         monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
     ours, upstream = type(builder), type(builder).__bases__[0]
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
+
+
+def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
+    module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = importlib.import_module("vllm.utils.flashinfer")
+    asked: list[bool] = []
+    monkeypatch.setattr(utils, "has_nvidia_artifactory", lambda: asked.append(True))
+    supports = utils.supports_trtllm_attention
+    found = []
+    for source in ("nvcc", None):
+        supports.cache_clear()
+        inspect.unwrap(supports, stop=lambda each: hasattr(each, "cache_clear") and each is not supports).cache_clear()
+        monkeypatch.setattr(flashinfer_xqa, "xqa_source", lambda source=source: source)
+        made = module.FlashInferBackend.get_builder_cls()(*setting)
+        found.append((flashinfer_builder._decodes_with_xqa(made), bool(asked)))
+    supports.cache_clear()
+    xqa = setting[2].attention_config.use_trtllm_attention is None
+    assert found == [(xqa, False), (False, xqa)]
 
 
 def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:
