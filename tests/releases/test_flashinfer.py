@@ -426,3 +426,25 @@ def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeyp
     assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == given.seq_lens.tolist()[
         built_on_device(built) :
     ]
+
+
+@pytest.mark.parametrize(
+    ("context_parallel", "common_prefix", "reason"),
+    [(True, 0, "decode context parallelism"), (False, PAGE, "cascade attention")],
+)
+def test_so_is_what_vllm_builds_from_exact_lengths(
+    builder: Any, context_parallel: bool, common_prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_to_vllm = []
+
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        given_to_vllm.append(common_attn_metadata)
+        return types.SimpleNamespace(num_decodes=0, decode=None, prefill=None)
+
+    monkeypatch.setattr(type(builder).__bases__[0], "build", build)
+    monkeypatch.setattr(builder, "use_dcp", context_parallel)
+    given = metadata(*BATCHES["mixed"], DRAFTS)
+    reset_sync_report()
+    builder.build(common_prefix, given)
+    assert sync_report().fallbacks == {reason: 1}
+    assert given_to_vllm[0] is given
