@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.attention import ReferenceArguments, paged_attention
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths
@@ -126,6 +127,39 @@ def test_a_plan_of_an_unknown_kind_is_refused() -> None:
 
     with pytest.raises(PlanError, match="a plan of Wrapper with backend 'cudnn' can't be corrected on the device"):
         carry_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)
+
+
+def test_a_plan_more_than_there_are_buffers_waits_for_the_oldest_copy_and_is_counted() -> None:
+    class Copy:
+        ran = False
+
+        def query(self) -> bool:
+            return self.ran
+
+        def synchronize(self) -> None:
+            self.ran = True
+
+    class Wrapper:
+        _pin_memory_int_workspace_buffer = torch.zeros(16, dtype=torch.uint8)
+
+    buffers, wrapper, copies = PlanBuffers(2, 16, torch.device("cpu")), Wrapper(), [Copy(), Copy()]
+    reset_sync_report()
+    for copy_of in copies:
+        buffers.lend(wrapper)
+        buffers._ring._fences[buffers._ring._turn] = copy_of  # type: ignore[call-overload]
+    first = buffers._ring._buffers[0].data_ptr()
+    assert (sync_report().count, wrapper._pin_memory_int_workspace_buffer.data_ptr() != first) == (0, True)
+    buffers.lend(wrapper)
+    assert (copies[0].ran, copies[1].ran, sync_report().count) == (True, False, 1)
+    assert wrapper._pin_memory_int_workspace_buffer.data_ptr() == first
+
+
+def test_a_wrapper_that_plans_more_than_a_buffer_holds_is_refused() -> None:
+    class Wrapper:
+        _pin_memory_int_workspace_buffer = torch.zeros(17, dtype=torch.uint8)
+
+    with pytest.raises(PlanError, match="Wrapper plans in 17 bytes, and the buffers have 16"):
+        PlanBuffers(2, 16, torch.device("cpu")).lend(Wrapper())
 
 
 @dataclass
@@ -246,6 +280,35 @@ def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) 
             assert torch.equal(got, exactly), (seed, case.exact, case.bound)
             same += 1
     assert same >= 30
+
+
+EDGES = [
+    # Query lengths, exact lengths, bounds: beside a page's end, and bounds that end in another page.
+    ([1, 1, 1, 1], [15, 16, 17, 1], [18, 19, 20, 4]),
+    ([1, 1, 1], [31, 32, 33], [31, 32, 33]),
+    ([1, 1], [6400, 6401], [6403, 6433]),
+    ([4, 4, 4, 4], [15, 16, 17, 4], [18, 19, 20, 7]),
+    ([4, 70, 4], [31, 96, 33], [34, 96, 36]),
+    # Requests without query tokens, in between and as padding; drafts, prefills with and without context.
+    ([4, 0, 4], [33, 0, 17], [36, 0, 20]),
+    ([4, 2, 0, 0], [33, 17, 0, 0], [36, 20, 0, 0]),
+    ([4, 70, 40, 0], [6000, 1000, 40, 0], [6020, 1000, 40, 0]),
+]
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
+@pytest.mark.parametrize("lengths", EDGES)
+def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
+    kind: str, lengths: tuple[list[int], list[int], list[int]]
+) -> None:
+    if kind == "decode" and set(lengths[0]) != {1}:
+        pytest.skip("the wrapper for decodes takes one token of each request")
+    case, wrapper = Case(*lengths), make_wrapper(kind)
+    case.plan(wrapper, case.bound)
+    carry_lengths(wrapper, case.seq_lens, PAGE)
+    assert close(case.run(wrapper), case.oracle())
 
 
 @gpu

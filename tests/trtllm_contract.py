@@ -151,11 +151,13 @@ def trtllm_batch_context_with_kv_cache(
     _check_integer(max_q_len, least=1)
     assert all(b - a <= max_q_len for a, b in pairwise(starts)), "the grid has too few rows"
     _check_batch(query, block_tables, seq_lens, max_kv_len, batch_size)
+    page_size = kv_cache[0].shape[1 if kv_layout == "NHD" else 2]
     ends = [0]
     for length in seq_lens.tolist():
-        ends.append(ends[-1] + length)
+        ends.append(ends[-1] + -(-length // page_size))
     _check_int32(cum_seq_lens_kv, query, (batch_size + 1,))
-    assert cum_seq_lens_kv.tolist() == ends, "cumulative sequence length for kv_cache"
+    # "cumulative sequence length for kv_cache", which is pages in flashinfer's tests and benchmarks, and in vLLM.
+    assert cum_seq_lens_kv.tolist() == ends, "cumulative pages"
     scales = bmm1_scale, bmm2_scale
     return _attend(query, kv_cache, block_tables, seq_lens, starts, scales, window_left, kv_layout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from undone import ledger_of, undone
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
+from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
@@ -144,6 +146,111 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
     assert len(set(addresses)) == len(addresses)
 
 
+def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
+    builder: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, happened = builder._plan_buffers._ring, []
+    lend, fence, plan, fast_plan = ring.next, ring.fence, fake_flashinfer.Wrapper.plan, module.fast_decode_plan
+
+    def lent() -> torch.Tensor:
+        buffer: torch.Tensor = lend()
+        happened.append(("lent", buffer.data_ptr()))
+        return buffer
+
+    def fenced() -> None:
+        happened.append(("fenced", ring._buffers[ring._turn].data_ptr()))
+        fence()
+
+    def planning(original: Any) -> Any:
+        def planned(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            happened.append(("planned", wrapper._pin_memory_int_workspace_buffer.data_ptr()))
+            original(wrapper, *args, **kwargs)
+
+        return planned
+
+    monkeypatch.setattr(ring, "next", lent)
+    monkeypatch.setattr(ring, "fence", fenced)
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "plan", planning(plan))
+    monkeypatch.setattr(module, "fast_decode_plan", planning(fast_plan))
+    for batch in ("ragged and a prefill", "one token each", "one token each", "drafts"):
+        built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+        assert len(happened) % 3 == 0, "a build ends with a buffer that is not fenced"
+        assert bool(happened) or built_on_device(built)
+    for at in range(0, len(happened), 3):
+        assert [what for what, _ in happened[at : at + 3]] == ["lent", "planned", "fenced"]
+        assert len({buffer for _, buffer in happened[at : at + 3]}) == 1
+
+
+@pytest.fixture
+def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each source in pinned memory that a copy to the device was started from, or a plan made from, and its contents.
+
+    Nothing is pinned without a GPU, so what asks for it is told that it is. The device may read a source at any time.
+    """
+    pinned: dict[int, torch.Tensor] = {}
+    sources: list[tuple[torch.Tensor, torch.Tensor]] = []
+    copy, plan, is_pinned = torch.Tensor.copy_, fake_flashinfer.Wrapper.plan, torch.Tensor.is_pinned
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def known(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in pinned
+
+    def pinning(make: Any) -> Any:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            return pin(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
+        return made
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking and known(source):
+            sources.append((source, source.clone()))
+        return copy(self, source)
+
+    def planned(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and known(each)]
+        sources.extend((each, each.clone()) for each in given)
+        plan(self, *args, **kwargs)
+
+    for name in ("zeros", "zeros_like"):
+        monkeypatch.setattr(torch, name, pinning(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pin(self.clone()))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: known(self) or is_pinned(self))
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(fake_flashinfer.Wrapper, "plan", planned)
+    monkeypatch.setattr(module, "PIN_MEMORY", True, raising=False)
+    monkeypatch.setattr(module, "is_pin_memory_available", lambda: True, raising=False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    return sources
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_no_build_writes_what_a_copy_may_not_have_read(
+    module: Any, setting: tuple[Any, ...], kind: str, batch: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    builder = module.FlashInferBackend.get_builder_cls()(*setting)
+    query, exact = BATCHES[batch]
+    builder.build(0, metadata(query, exact, DRAFTS))
+    builder.build(0, metadata(query, [length + 3 * PAGE - 1 for length in exact], 17))
+    for source, contents in copies:
+        assert torch.equal(source, contents)
+
+
+def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner(
+    module: Any, release: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """What the buffers are made pageable for; in stock the wait for exact lengths stands between two builds."""
+    with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=False) as setting:
+        builder = module.FlashInferMetadataBuilder(*setting)
+        for more in (0, 3 * PAGE - 1):
+            given = builders.common_metadata([1, 1, 1], [33 + more, 1 + more, 48 + more], host=True)
+            builder.build(0, given)
+    overtaken = [source for source, contents in copies if not torch.equal(source, contents)]
+    assert bool(overtaken) is (tuple(map(int, release.split("."))) < (0, 29))
+
+
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
 def test_without_counting_chunks_again_they_would_be_the_bounds(
     builder: Any, kind: str, batch: str, monkeypatch: pytest.MonkeyPatch
@@ -214,6 +321,27 @@ def test_what_is_not_captured(
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
 
 
+def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
+    module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(module, "FlashInferDecodeKernel"):
+        pytest.skip("this vLLM has no XQA")
+    utils = importlib.import_module("vllm.utils.flashinfer")
+    asked: list[bool] = []
+    monkeypatch.setattr(utils, "has_nvidia_artifactory", lambda: asked.append(True))
+    supports = utils.supports_trtllm_attention
+    found = []
+    for source in ("nvcc", None):
+        supports.cache_clear()
+        inspect.unwrap(supports, stop=lambda each: hasattr(each, "cache_clear") and each is not supports).cache_clear()
+        monkeypatch.setattr(flashinfer_xqa, "xqa_source", lambda source=source: source)
+        made = module.FlashInferBackend.get_builder_cls()(*setting)
+        found.append((flashinfer_builder._decodes_with_xqa(made), bool(asked)))
+    supports.cache_clear()
+    xqa = setting[2].attention_config.use_trtllm_attention is None
+    assert found == [(xqa, False), (False, xqa)]
+
+
 def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:
     fake_flashinfer.compiled.clear()
     rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
@@ -229,6 +357,41 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
         assert asked == {(1,), (4,), (4, True)}
     else:
         assert sorted(tokens) == [(count,) for count in range(1, 1 + rebuilt.reorder_batch_threshold)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes .* --kv-cache-dtype auto"),
+        ({"num_qo_heads": 129, "num_kv_heads": 1}, "129 in a group; xqa takes at most 128 of head size 64, so use"),
+        ({"head_dim": 72}, "head_size is 72; xqa takes multiples of 16 up to 256, so use"),
+        ({"page_size": 48}, "page_size is 48; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
+        ({"q_data_type_decode": torch.float8_e4m3fn}, "query_dtype is torch.float8_e4m3fn; xqa takes"),
+        ({"is_kvcache_nvfp4": True, "kv_cache_dtype": torch.uint8}, None),
+    ],
+)
+def test_what_xqa_does_not_take_is_refused_by_name_before_it_is_compiled(
+    builder: Any,
+    setting: tuple[Any, ...],
+    changes: dict[str, Any],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    upstream = type(builder).__bases__[0]
+    made = upstream.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        vars(self).update(changes)
+
+    monkeypatch.setattr(upstream, "__init__", changed)
+    fake_flashinfer.compiled.clear()
+    if message is None or not flashinfer_builder._decodes_with_xqa(builder):
+        type(builder)(*setting)
+        return
+    with pytest.raises(UnsupportedShapeError, match=message):
+        type(builder)(*setting)
+    assert fake_flashinfer.compiled == []
 
 
 def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:
@@ -265,3 +428,25 @@ def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeyp
     assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == given.seq_lens.tolist()[
         built_on_device(built) :
     ]
+
+
+@pytest.mark.parametrize(
+    ("context_parallel", "common_prefix", "reason"),
+    [(True, 0, "decode context parallelism"), (False, PAGE, "cascade attention")],
+)
+def test_so_is_what_vllm_builds_from_exact_lengths(
+    builder: Any, context_parallel: bool, common_prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_to_vllm = []
+
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        given_to_vllm.append(common_attn_metadata)
+        return types.SimpleNamespace(num_decodes=0, decode=None, prefill=None)
+
+    monkeypatch.setattr(type(builder).__bases__[0], "build", build)
+    monkeypatch.setattr(builder, "use_dcp", context_parallel)
+    given = metadata(*BATCHES["mixed"], DRAFTS)
+    reset_sync_report()
+    builder.build(common_prefix, given)
+    assert sync_report().fallbacks == {reason: 1}
+    assert given_to_vllm[0] is given

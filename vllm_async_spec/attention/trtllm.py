@@ -110,7 +110,7 @@ class TrtllmContextArguments:
     cum_seq_lens_q: torch.Tensor
     """(requests + 1,) int32, device: cumulative query lengths."""
     cum_seq_lens_kv: torch.Tensor
-    """(requests + 1,) int32, device: cumulative `seq_lens`, summed there."""
+    """(requests + 1,) int32, device: cumulative pages of the requests, summed there."""
     window_left: int
     kv_layout: str
 
@@ -231,6 +231,7 @@ class TrtllmAdapter:
     ) -> TrtllmContextArguments:
         tokens = slice(int(starts[first]), int(starts[stop]))
         seq_lens, starts_of = metadata.seq_lens[first:stop], metadata.query_start_loc[first : stop + 1]
+        pages = (seq_lens + self.shape.page_size - 1) // self.shape.page_size
         return TrtllmContextArguments(
             tokens=tokens,
             block_tables=metadata.block_table_tensor[first:stop],
@@ -239,8 +240,9 @@ class TrtllmAdapter:
             max_kv_len=metadata.max_seq_len,
             batch_size=stop - first,
             cum_seq_lens_q=starts_of - tokens.start if first else starts_of,
+            # Pages, as vLLM and FlashInfer's own tests and benchmarks have them; its docstring speaks of lengths.
             # The leading zero by padding, for a host scalar would be a copy to the device.
-            cum_seq_lens_kv=pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+            cum_seq_lens_kv=pad(pages.cumsum(0, dtype=torch.int32), (1, 0)),
             window_left=self._window_left,
             kv_layout=self.shape.kv_layout,
         )

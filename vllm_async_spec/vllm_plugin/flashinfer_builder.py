@@ -20,6 +20,7 @@ import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths
 from vllm_async_spec.attention.trtllm import causal_draft_masks
+from vllm_async_spec.attention.trtllm_shape import XQA, FlashInferFeatures, TrtllmShape, takes_ragged
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers, drafts_in_graphs
@@ -64,10 +65,12 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             self._graph_wrappers: GraphWrappers | None = None
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
+                _unpin(self)
                 compile_kernels(self.device)
             if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
                 self._graph_wrappers = GraphWrappers(self)
             if _decodes_with_xqa(self):
+                _check_xqa(self, sys.modules[upstream.__module__].current_platform)
                 compile_xqa(_xqa_shapes(self))
 
         @classmethod
@@ -166,6 +169,23 @@ def _bounded(metadata: Any) -> Any:
     return bounded
 
 
+def _unpin(builder: Any) -> None:
+    """Make pageable what upstream fills at each build and copies to the device, so that no build overtakes a copy.
+
+    Up to 0.28 these buffers are pinned under the V1 runner, and nothing but the wait for exact lengths stood between
+    one draft step's copy and the next one's numbers. From pageable memory a copy has read its source when it returns,
+    which is upstream's own remedy for the V2 runner, and for both from 0.29 on.
+    """
+    with torch.inference_mode(False):
+        for name, value in list(vars(builder).items()):
+            if isinstance(value, torch.Tensor):
+                if value.is_pinned():
+                    setattr(builder, name, torch.zeros_like(value))
+            elif isinstance(host := getattr(value, "cpu", None), torch.Tensor) and host.is_pinned():
+                value.cpu = torch.zeros_like(host)
+                value.np = value.cpu.numpy()
+
+
 def _decodes_with_xqa(builder: Any) -> bool:
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
     return kernel is not None and kernel.value == "xqa"
@@ -174,6 +194,31 @@ def _decodes_with_xqa(builder: Any) -> bool:
 def _takes_ragged(builder: Any) -> bool:
     """Whether XQA decodes, and may be given requests with different numbers of query tokens."""
     return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
+
+
+def _check_xqa(builder: Any, platform: Any) -> None:
+    """Refuse what XQA does not take, or takes for something else, before it is compiled for it.
+
+    Raises:
+        UnsupportedShapeError: what it is, and what to do.
+    """
+    if getattr(builder, "is_kvcache_nvfp4", False):
+        return  # SM12x takes it, and the rules here are for other caches.
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    TrtllmShape(
+        kernel=XQA,
+        capability=tuple(platform.get_device_capability()),
+        page_size=builder.page_size,
+        head_size=builder.head_dim,
+        num_heads=builder.num_qo_heads,
+        num_kv_heads=builder.num_kv_heads,
+        query_dtype=builder.q_data_type_decode,
+        kv_dtype=builder.kv_cache_dtype,
+        query_tokens=builder.reorder_batch_threshold,
+        sliding_window=None if builder.window_left < 0 else builder.window_left + 1,
+        features=FlashInferFeatures(ragged_xqa=takes_ragged(xqa_batch_decode_with_kv_cache), large_pages=False),
+    )
 
 
 def _xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
