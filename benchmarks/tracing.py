@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arms import expected_length
 from benchmarks.batching import Arms, make_arms
-from benchmarks.batching_models import make_drafter, make_model
+from benchmarks.batching_models import SHARE, make_drafter, make_model
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.shapes import SHAPES
 from vllm_async_spec.audit.device_trace import DeviceTrace, cupti_thread
@@ -168,18 +170,20 @@ def _make_batching(stack: contextlib.ExitStack, *, size: str, batch: int, device
     vocabulary = SHAPES[size].target["vocab_size"] - 1
     prompts = torch.randint(vocabulary, (batch, _PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     names = [f"drafts {name}" if drafts else name for name in ARMS]
+    # A step with drafts gives more tokens, and there must be as many steps to record.
+    new_tokens = math.ceil(_NEW_TOKENS * expected_length(SHARE, drafts))
     made: Arms = make_arms(
         stack,
         model,
         prompts,
         batch=batch,
-        new_tokens=_NEW_TOKENS,
+        new_tokens=new_tokens,
         attention="auto",
         names=names,
         drafter=make_drafter(size, device) if drafts else None,
         drafts=drafts,
     )
-    return {arm: functools.partial(made.stepping, name, _NEW_TOKENS) for arm, name in zip(ARMS, names, strict=True)}
+    return {arm: functools.partial(made.stepping, name, new_tokens) for arm, name in zip(ARMS, names, strict=True)}
 
 
 def _arm(middle: Middle, steps: int, join_us: float) -> dict[str, Any]:
