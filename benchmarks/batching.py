@@ -134,7 +134,7 @@ def measure(
             start = time.perf_counter()
             warming.hold(name, run(shorter))
             needed += (time.perf_counter() - start) * new_tokens / shorter
-        say(f"{passes} passes of two turns each, of {new_tokens} tokens: about {2 * passes * needed:.0f} s")
+        say(f"a pass, of two turns of {new_tokens} tokens for each arm, takes about {2 * needed:.0f} s")
         compared = _Comparison(arms)
 
         def turn(name: str) -> float:

@@ -89,7 +89,7 @@ def test_what_is_done_is_told_and_what_is_known_is_kept(tmp_path: Path, monkeypa
     ]
     assert [line for line in dict.fromkeys(said) if line in expected] == expected
     assert sum(line.endswith(" tokens/s") for line in said) == 5
-    assert sum(line.startswith("2 passes of two turns each, of 4 tokens: about ") for line in said) == 1
+    assert sum(line.startswith("a pass, of two turns of 4 tokens for each arm, takes about ") for line in said) == 1
 
 
 def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
