@@ -143,7 +143,7 @@ def tables(
 
 @app.command()
 def trace(
-    technique: Annotated[str, typer.Argument(help="stopping, interleaving or batching.")],
+    technique: Annotated[str, typer.Argument(help="stopping, static, interleaving or batching.")],
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where the timeline goes; `plot` draws it.")],
     model: Annotated[str, typer.Option(help="Its size, with random weights; the technique's own if unset.")] = "",
     batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's own number if 0.")] = 0,

@@ -57,6 +57,7 @@ class Technique:
 
 TECHNIQUES = {
     "stopping": Technique("The stop check of transformers' loop", ("tiny", "gpt2"), 1),
+    "static": Technique("transformers' loop with a static cache", ("tiny", "gpt2"), 1),
     "interleaving": Technique("The stop check of the interleaved loop", ("tiny", "gpt2"), 1),
     "batching": Technique("Continuous batching", ("1b", "tiny", "8b"), 32),
 }
@@ -152,10 +153,14 @@ def _make_generation(
     from vllm_async_spec.generation.decode import Decode
 
     model = generation.make_model(size, device)
-    made = generation.make_arms({"interleaved": model}, device, batch, _NEW_TOKENS)
-    names = ("synchronous", "asynchronous") if technique == "stopping" else ("graphs", "interleaved")
-    # A step begins where its forward is launched: transformers' loop calls the model, ours may replay a graph.
-    owner, name = (model, "forward") if technique == "stopping" else (Decode, "launch")
+    made = generation.make_arms(dict.fromkeys(("interleaved", "static"), model), device, batch, _NEW_TOKENS)
+    # A step begins where its forward is launched: transformers' loop calls the model, ours may replay a graph. A
+    # forward that is compiled is left alone; there a step begins where transformers' loop does.
+    names, owner, name = {
+        "stopping": (("synchronous", "asynchronous"), model, "forward"),
+        "static": (("static", "static asynchronous"), model, "_has_unfinished_sequences"),
+        "interleaving": (("graphs", "interleaved"), Decode, "launch"),
+    }[technique]
 
     def run(arm: generation.Arm, on_step: OnStep) -> list[list[int]]:
         with before_each(owner, name, on_step):

@@ -178,7 +178,7 @@ def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["waiting"], "the technique is 'waiting'; it must be one of stopping, interleaving, batching"),
+        (["waiting"], "the technique is 'waiting'; it must be one of stopping, static, interleaving, batching"),
         (["stopping", "--model", "8b"], "the model is '8b'; of stopping it must be one of tiny, gpt2"),
         (["stopping", "--drafts", "2"], "drafts are 2 and the technique is stopping; only batching drafts"),
         (["batching"], "a trace is of a GPU, and PyTorch finds no CUDA device here"),
@@ -197,7 +197,7 @@ def test_what_can_not_be_recorded_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize(
     ("technique", "drafts", "steps"),
-    [("stopping", 0, 48), ("interleaving", 0, 47), ("batching", 0, 48), ("batching", 3, 48)],
+    [("stopping", 0, 48), ("static", 0, 48), ("interleaving", 0, 47), ("batching", 0, 48), ("batching", 3, 48)],
 )
 def test_each_step_of_both_arms_is_noted(
     technique: str, drafts: int, steps: int, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +275,7 @@ def test_a_method_is_as_it_was() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a trace is of a GPU")
 @pytest.mark.parametrize(
-    ("technique", "drafts"), [("stopping", 0), ("interleaving", 0), ("batching", 0), ("batching", 3)]
+    ("technique", "drafts"), [("stopping", 0), ("static", 0), ("interleaving", 0), ("batching", 0), ("batching", 3)]
 )
 def test_a_gpu_is_recorded(technique: str, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches keep the device longer than the host; else a tiny model's step may be over before it is asked for."""
