@@ -16,9 +16,14 @@ Tokens of our arms are compared, and there is no result where one differs. trans
 tokens are compared and the share that is equal is told: of random weights in bfloat16, few are. With drafts the weights
 of all arms are those of `batching_models`, whose next token is never close.
 
-Where there is a GPU, each arm runs once more, shorter, under CUPTI alone: the share of the time in which a kernel or a
-copy ran, between the first and the last. And each of ours runs once more with the audit's recorder on the steps in the
-middle: how often a step the host waited until the device had nothing left to do.
+Each arm runs once before it is timed, shorter, which warms it up. Where there is a GPU, it runs shorter once more
+afterwards, under CUPTI alone: the share of the time in which a kernel or a copy ran, in the middle half of that run.
+And each of ours runs once more with the audit's recorder on the steps in the middle: how often a step the host waited
+until the device had nothing left to do. `synchronous again` is the same as `synchronous`, and is left out of both.
+
+What is being done is told as it is done, and what is known so far can be kept, so that a run that is cut off says what
+it was at. A kernel that FlashInfer has not compiled on this machine yet is compiled as a batcher is made: seconds for
+those of decodes, minutes for those of prompts on Hopper, which are ten files of templates.
 """
 
 from __future__ import annotations
@@ -50,10 +55,15 @@ DRAFTED = ("drafts synchronous", "drafts asynchronous")
 _OURS = (*ARMS[:3], *DRAFTED)
 _ASYNCHRONOUS = ("asynchronous", "drafts asynchronous")
 _PAGE = 256
-_SHORTER_TOKENS = 256
+_SHORTER_TOKENS = 128
+"""New tokens of a run that is not timed; what is recorded of it has to be written and read, every kernel of it."""
 
 Arm = Callable[[int], list[list[int]]]
 """From new tokens to those of each request."""
+Say = Callable[[str], None]
+"""Is told what is being done."""
+Keep = Callable[[dict[str, Any]], None]
+"""Is given the result file as far as it goes."""
 
 
 class BatchingError(RuntimeError):
@@ -72,8 +82,13 @@ def measure(
     attention: str,
     arms: list[str],
     drafts: int = 0,
+    say: Say = lambda _: None,
+    keep: Keep = lambda _: None,
 ) -> dict[str, Any]:
     """The result file; `drafts` of each sequence and step are for the arms that draft, and 0 where none does.
+
+    What `keep` is given after each pass, and after each arm that was recorded, is the same but for what is missing, and
+    is not `complete`.
 
     Raises:
         BatchingError: the model or an arm is unknown, arms and drafts don't fit, there is no such device, or ours
@@ -93,11 +108,12 @@ def measure(
     on_gpu = device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         raise BatchingError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
+    say(f"making a model of {size}")
     model = make_model(size, device, arranged=bool(drafts))
     # The last token of an arranged vocabulary is the one after which anything may follow.
     vocabulary = model.config.vocab_size - bool(drafts)
     prompts = torch.randint(vocabulary, (requests, prompt), generator=_generator()).tolist()
-    reference = next((name for name in arms if name in _OURS), arms[0])
+    shorter = min(new_tokens, _SHORTER_TOKENS)
     with contextlib.ExitStack() as stack:
         made = make_arms(
             stack,
@@ -109,52 +125,98 @@ def measure(
             names=arms,
             drafter=make_drafter(size, device) if drafts else None,
             drafts=drafts,
+            say=say,
         )
-        runs = made.runs
-        tokens = {name: run(new_tokens) for name, run in runs.items()}  # the first run of each, which also warms up
-        agreement = {name: _agreement(tokens[reference], found) for name, found in tokens.items()}
-        for name in arms:
-            if name in _OURS and agreement[name] < 1:
-                where = _first_difference(tokens[reference], tokens[name])
-                raise BatchingError(
-                    f"{name} generates other tokens than {reference}, from token {where} of a request on, so no ratio "
-                    "means anything"
-                )
-        generated = sum(len(each) for each in tokens[reference])
+        warming = _Comparison(arms)
+        needed = 0.0
+        for name, run in made.runs.items():
+            say(f"{name}: {shorter} tokens, not timed")
+            start = time.perf_counter()
+            warming.hold(name, run(shorter))
+            needed += (time.perf_counter() - start) * new_tokens / shorter
+        say(f"a pass, of two turns of {new_tokens} tokens for each arm, takes about {2 * needed:.0f} s")
+        compared = _Comparison(arms)
 
         def turn(name: str) -> float:
+            say(f"{name}: {new_tokens} tokens, timed")
             start = time.perf_counter()
-            found = runs[name](new_tokens)  # returns when the host has all tokens, so nothing is left to wait for
+            found = made.runs[name](new_tokens)  # returns when the host has all tokens, so nothing is left to wait for
             seconds = time.perf_counter() - start
-            if name in _OURS and found != tokens[name]:
-                raise BatchingError(
-                    f"a timed run of {name} gave other tokens than its first, so no ratio means anything"
-                )
-            return generated / seconds
+            compared.hold(name, found)
+            speed = sum(map(len, found)) / seconds
+            say(f"{name}: {speed:.1f} tokens/s")
+            return speed
 
-        speeds = by_turns(arms, passes, turn)
-        shorter = min(new_tokens, _SHORTER_TOKENS)
-        busy = {name: _busy(functools.partial(run, shorter)) for name, run in runs.items()} if on_gpu else {}
-        waits, unrecorded = _all_waits(made, shorter) if on_gpu else ({}, {})
-        accepted = {name: batcher.accepted for name, batcher in made.batchers.items()}
-    return {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if on_gpu else device,
-        "model": size,
-        "batch": batch,
-        "requests": requests,
-        "prompt": prompt,
-        "new_tokens": new_tokens,
-        "attention": made.attention,
-        "tokens_per_second": speeds,
-        "equal_tokens": agreement,
-        "gpu_busy": busy,
-        "drafts": drafts,
-        "accepted": accepted,
-        "waits": waits,
-        "unrecorded": unrecorded,
-    }
+        speeds: dict[str, list[float]] = {name: [] for name in arms}
+        busy: dict[str, float] = {}
+        waits: dict[str, dict[str, float]] = {}
+        unrecorded: dict[str, str] = {}
+
+        def found_so_far(complete: bool = False) -> dict[str, Any]:
+            return {
+                "complete": complete,
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "device": torch.cuda.get_device_name(device) if on_gpu else device,
+                "model": size,
+                "batch": batch,
+                "requests": requests,
+                "prompt": prompt,
+                "new_tokens": new_tokens,
+                "attention": made.attention,
+                "tokens_per_second": speeds,
+                "equal_tokens": compared.equal,
+                "gpu_busy": busy,
+                "drafts": drafts,
+                "accepted": {name: batcher.accepted for name, batcher in made.batchers.items()},
+                "waits": waits,
+                "unrecorded": unrecorded,
+            }
+
+        for number in range(passes):
+            say(f"pass {number + 1} of {passes}")
+            for name, values in by_turns(arms, 1, turn).items():
+                speeds[name] += values
+            keep(found_so_far())
+        for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
+            say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
+            busy[name] = _busy(functools.partial(made.runs[name], shorter))
+            if name in made.batchers:
+                say(f"{name}: {shorter} tokens twice, for its waits")
+                _record_waits(made, name, shorter, waits, unrecorded)
+            keep(found_so_far())
+        return found_so_far(complete=True)
+
+
+class _Comparison:
+    """The tokens of each arm, held to those of the first of ours, or of the first where none is ours."""
+
+    def __init__(self, arms: list[str]) -> None:
+        self._reference = next((name for name in arms if name in _OURS), arms[0])
+        self._tokens: dict[str, list[list[int]]] = {}
+
+    @property
+    def equal(self) -> dict[str, float]:
+        """Of each arm that has run, the share of tokens that the reference has too."""
+        expected = self._tokens[self._reference]
+        return {name: _agreement(expected, found) for name, found in self._tokens.items()}
+
+    def hold(self, name: str, found: list[list[int]]) -> None:
+        """Take the tokens of a run.
+
+        Raises:
+            BatchingError: the arm is one of ours, and they are not the reference's.
+        """
+        expected = self._tokens.setdefault(name, found)
+        if name not in _OURS:
+            return
+        if found != expected:
+            raise BatchingError(f"a timed run of {name} gave other tokens than its first, so no ratio means anything")
+        if found != (tokens := self._tokens[self._reference]):
+            raise BatchingError(
+                f"{name} generates other tokens than {self._reference}, from token {_first_difference(tokens, found)} "
+                "of a request on, so no ratio means anything"
+            )
 
 
 def table(found: Mapping[str, Any]) -> Table:
@@ -202,7 +264,9 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     if found["waits"]:
         said.append(
             "critical waits: how often a step the host waited until the GPU had nothing left to do, in the middle half "
-            "of the steps of a run with the audit's recorder"
+            "of the steps of a run with the audit's recorder. A step that was over before the host asked for it is no "
+            "wait, though the GPU then has nothing to do either: that is what `GPU busy` tells, of the middle half of "
+            "another run"
         )
     said += [f"no waits are told of {name}: {reason}" for name, reason in found["unrecorded"].items()]
     if found["device"] == "cpu":
@@ -244,6 +308,7 @@ def make_arms(
     names: list[str],
     drafter: Any = None,
     drafts: int = 0,
+    say: Say = lambda _: None,
 ) -> Arms:
     """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
     from vllm_async_spec.generation import ContinuousBatcher
@@ -251,6 +316,7 @@ def make_arms(
     made = Arms({}, {}, {})
     length = len(prompts[0]) + new_tokens
     if "transformers" in names:
+        say("making transformers' manager")
         made.runs["transformers"], made.attention["transformers"] = _transformers(
             stack, model, prompts, batch, length, new_tokens
         )
@@ -269,6 +335,7 @@ def make_arms(
         wanted = [name for name in ours if name in names]
         if not wanted:
             continue
+        say(f"making the batcher of {', '.join(wanted)}: graphs, and kernels that are not compiled here yet")
         drafted: dict[str, Any] = {"draft_model": drafter, "draft_tokens": drafts} if ours is DRAFTED else {}
         batcher = stack.enter_context(
             ContinuousBatcher(
@@ -335,21 +402,20 @@ def _transformers(
     return run, f"{other.config._attn_implementation} ({way})"
 
 
-def _all_waits(arms: Arms, new_tokens: int) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Of each of ours, waits a step of the launching thread by what they held up; and why there are none of some."""
-    waits, unrecorded = {}, {}
-    for name in arms.batchers:
-        try:
-            middle = record_middle(functools.partial(arms.stepping, name, new_tokens))
-        except MiddleError as error:
-            unrecorded[name] = str(error)
-        else:
-            waits[name] = {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
-    return waits, unrecorded
+def _record_waits(
+    arms: Arms, name: str, new_tokens: int, waits: dict[str, dict[str, float]], unrecorded: dict[str, str]
+) -> None:
+    """Of one of ours, waits a step of the launching thread by what they held up; or why there are none."""
+    try:
+        middle = record_middle(functools.partial(arms.stepping, name, new_tokens))
+    except MiddleError as error:
+        unrecorded[name] = str(error)
+    else:
+        waits[name] = {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
 
 
 def _busy(arm: Callable[[], object]) -> float:
-    """The share of the device's time in which anything ran, between the first of it and the last."""
+    """The share of the time in which anything ran on the device, in the middle half of a run."""
     from vllm_async_spec.audit.device_time import busy_share
     from vllm_async_spec.audit.device_trace import read_trace
 
@@ -360,7 +426,8 @@ def _busy(arm: Callable[[], object]) -> float:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(path))
         trace = read_trace(path)
-    return busy_share(trace, int(trace.start[0]), int(trace.end.max()))
+    start, end = int(trace.start[0]), int(trace.end.max())
+    return busy_share(trace, start + (end - start) // 4, end - (end - start) // 4)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -142,7 +143,7 @@ def tables(
 
 @app.command()
 def trace(
-    technique: Annotated[str, typer.Argument(help="stopping, interleaving or batching.")],
+    technique: Annotated[str, typer.Argument(help="stopping, static, interleaving or batching.")],
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where the timeline goes; `plot` draws it.")],
     model: Annotated[str, typer.Option(help="Its size, with random weights; the technique's own if unset.")] = "",
     batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's own number if 0.")] = 0,
@@ -247,7 +248,10 @@ def batching(
     arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of each sequence and step, for arms that draft.")] = 0,
 ) -> None:
-    """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own."""
+    """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own.
+
+    What it does is told on stderr as it does it. The file is written after each pass, and says whether it is complete.
+    """
     import torch
 
     from benchmarks.batching import ARMS, DRAFTED, BatchingError, measure, notes, table
@@ -265,6 +269,8 @@ def batching(
             attention=attention,
             arms=_named(arms, [*ARMS, *(DRAFTED if drafts else ())]),
             drafts=drafts,
+            say=_progress(),
+            keep=lambda so_far: _write(so_far, json_file),
         )
     except (AttentionChoiceError, BatchingError) as error:
         _fail(str(error))
@@ -431,8 +437,18 @@ def _tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), j
     console.print(table)
     for remark in remarks:
         typer.echo(remark)
+    _write(found, json_file)
+
+
+def _write(found: Mapping[str, Any], json_file: Path | None) -> None:
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _progress() -> Callable[[str], None]:
+    """Tells on stderr what is being done, each time with the seconds since now."""
+    start = time.monotonic()
+    return lambda line: typer.echo(f"{time.monotonic() - start:6.1f} s: {line}", err=True)
 
 
 def _say(line: str) -> None:

@@ -12,9 +12,9 @@ Arms take turns in one process, in the order ABC CBA, on a model with random wei
 - `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
 - `interleaved`: the same with two slots, and no wait;
 - `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well;
-- `static` and `static asynchronous`: `synchronous` and `asynchronous` with a static cache, whose forward transformers
-  compiles on a CUDA device, so that it is launched as CUDA graphs. On a CPU it compiles nothing, and the cache is
-  all that is different.
+- `static`, `static synchronous` and `static asynchronous`: `transformers`, `synchronous` and `asynchronous` with a
+  static cache, whose forward transformers compiles on a CUDA device, so that it is launched as CUDA graphs. On a CPU
+  it compiles nothing, and the cache is all that is different. The last two take a step's inputs from the step before.
 
 `--arms` names some of them; `synchronous` always runs, because its tokens are what the others are held to.
 
@@ -25,6 +25,7 @@ the head is made of the embeddings, in another order: which token follows is the
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import warnings
@@ -50,18 +51,18 @@ A Llama has three matrices in each MLP, so the last one has 400 M parameters.
 """
 
 ARMS = ("synchronous", "transformers", "asynchronous", "graphs", "interleaved")
-COMPILED = ("compiled", "whole", "static", "static asynchronous")
+COMPILED = ("compiled", "whole", "static", "static synchronous", "static asynchronous")
 """Arms that need `torch.compile`."""
 
 WITHOUT = {
-    "asynchronous": "synchronous",
-    "interleaved": "graphs",
-    "whole": "compiled",
-    "static asynchronous": "static",
+    "asynchronous": ("synchronous",),
+    "interleaved": ("graphs",),
+    "whole": ("compiled",),
+    "static asynchronous": ("static synchronous", "static"),
 }
-"""What an arm is the same as, but for the wait that it has not got."""
+"""What an arm is the same as, but for the wait that it has not got. Results in which it is not have the next best."""
 
-_MODEL_OF = {"compiled": "whole", "whole": "whole", "static": "static", "static asynchronous": "static"}
+_MODEL_OF = {"compiled": "whole", "whole": "whole"} | dict.fromkeys(COMPILED[2:], "static")
 """Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
 generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
 
@@ -142,7 +143,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """One for each arm, in the order of `COLUMNS`."""
     speeds = found["tokens_per_second"]
     for name, values in speeds.items():
-        others = ["synchronous", "transformers", WITHOUT.get(name)]
+        others = ["synchronous", "transformers", next((each for each in WITHOUT.get(name, ()) if each in speeds), None)]
         against = [other if other != name and name != "synchronous" else None for other in others]
         ratios = ("-" if other not in speeds else ratio_in_words(speeds[other], values) for other in against)
         yield (name, f"{statistics.median(values):.1f}", *ratios)
@@ -152,6 +153,9 @@ def notes(found: dict[str, Any]) -> list[str]:
     """What has to be known beside the table."""
     speeds = found["tokens_per_second"]
     said = []
+    if {"static", "static asynchronous"} <= set(speeds):
+        ratio = ratio_in_words(speeds["static"], speeds["static asynchronous"])
+        said.append(f"against `static`, transformers' own loop with a static cache, `static asynchronous` is {ratio}")
     if found["device"] == "cpu":
         said.append("nothing can be won on a CPU: no device is ahead or behind, and no arm has streams or graphs")
     if "transformers" not in speeds:
@@ -206,7 +210,8 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
         arms["whole"] = ours(kind="whole", interleaved=True, torch_compile=True)
     if "static" in models:
         static = {"kind": "static", "cache_implementation": "static"}
-        arms["static"] = ours(**static, open_channel=_no_channel)
+        arms["static"] = functools.partial(run, **static)
+        arms["static synchronous"] = ours(**static, open_channel=_no_channel)
         arms["static asynchronous"] = ours(**static)
     return arms
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.arms import expected_length
 from benchmarks.batching import Arms, make_arms
-from benchmarks.batching_models import make_drafter, make_model
+from benchmarks.batching_models import SHARE, make_drafter, make_model
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.shapes import SHAPES
 from vllm_async_spec.audit.device_trace import DeviceTrace, cupti_thread
@@ -55,6 +57,7 @@ class Technique:
 
 TECHNIQUES = {
     "stopping": Technique("The stop check of transformers' loop", ("tiny", "gpt2"), 1),
+    "static": Technique("transformers' loop with a static cache", ("tiny", "gpt2"), 1),
     "interleaving": Technique("The stop check of the interleaved loop", ("tiny", "gpt2"), 1),
     "batching": Technique("Continuous batching", ("1b", "tiny", "8b"), 32),
 }
@@ -150,10 +153,14 @@ def _make_generation(
     from vllm_async_spec.generation.decode import Decode
 
     model = generation.make_model(size, device)
-    made = generation.make_arms({"interleaved": model}, device, batch, _NEW_TOKENS)
-    names = ("synchronous", "asynchronous") if technique == "stopping" else ("graphs", "interleaved")
-    # A step begins where its forward is launched: transformers' loop calls the model, ours may replay a graph.
-    owner, name = (model, "forward") if technique == "stopping" else (Decode, "launch")
+    made = generation.make_arms(dict.fromkeys(("interleaved", "static"), model), device, batch, _NEW_TOKENS)
+    # A step begins where its forward is launched: transformers' loop calls the model, ours may replay a graph. A
+    # forward that is compiled is left alone; there a step begins where transformers' loop does.
+    names, owner, name = {
+        "stopping": (("synchronous", "asynchronous"), model, "forward"),
+        "static": (("static", "static asynchronous"), model, "_has_unfinished_sequences"),
+        "interleaving": (("graphs", "interleaved"), Decode, "launch"),
+    }[technique]
 
     def run(arm: generation.Arm, on_step: OnStep) -> list[list[int]]:
         with before_each(owner, name, on_step):
@@ -168,18 +175,20 @@ def _make_batching(stack: contextlib.ExitStack, *, size: str, batch: int, device
     vocabulary = SHAPES[size].target["vocab_size"] - 1
     prompts = torch.randint(vocabulary, (batch, _PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     names = [f"drafts {name}" if drafts else name for name in ARMS]
+    # A step with drafts gives more tokens, and there must be as many steps to record.
+    new_tokens = math.ceil(_NEW_TOKENS * expected_length(SHARE, drafts))
     made: Arms = make_arms(
         stack,
         model,
         prompts,
         batch=batch,
-        new_tokens=_NEW_TOKENS,
+        new_tokens=new_tokens,
         attention="auto",
         names=names,
         drafter=make_drafter(size, device) if drafts else None,
         drafts=drafts,
     )
-    return {arm: functools.partial(made.stepping, name, _NEW_TOKENS) for arm, name in zip(ARMS, names, strict=True)}
+    return {arm: functools.partial(made.stepping, name, new_tokens) for arm, name in zip(ARMS, names, strict=True)}
 
 
 def _arm(middle: Middle, steps: int, join_us: float) -> dict[str, Any]:

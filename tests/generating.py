@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from vllm_async_spec.generation.batching.lanes import CudaLanes, Work
+
 EVERYTHING = {
     "return_dict_in_generate": True,
     "output_scores": True,
@@ -38,6 +40,24 @@ class StopsOnceOn(transformers.StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] == self.token
+
+
+_LATE = 10_000_000
+"""Cycles: some milliseconds, which no host needs between two steps."""
+
+
+def make_batches_late(patch: pytest.MonkeyPatch) -> None:
+    """Have each step of continuous batching keep the GPU longer than any host needs to prepare one."""
+    compute = CudaLanes.compute
+
+    def late(self: CudaLanes, slot: int, work: Work) -> None:
+        def work_and_sleep() -> None:
+            work()
+            torch.cuda._sleep(_LATE)
+
+        compute(self, slot, work_and_sleep)
+
+    patch.setattr(CudaLanes, "compute", late)
 
 
 def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:

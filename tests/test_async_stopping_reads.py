@@ -30,6 +30,7 @@ from vllm_async_spec.audit.cuda_waits import CudaWaits
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_inputs, known_of
 from vllm_async_spec.generation.plain_inputs import inputs_after
+from vllm_async_spec.generation.reused_inputs import reused_inputs
 
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
 READS_ALL_MASKS = Version(transformers.__version__) < Version("5.18")
@@ -263,6 +264,14 @@ def test_inputs_are_changed_as_long_as_anybody_generates():
         with inputs_after(model, doubled):
             assert prepared() == 10
         assert model.prepare_inputs_for_generation is own
+
+
+@pytest.mark.skipif(not HAS_POSITIONS, reason="of transformers 4.57")
+def test_an_older_transformers_prepares_each_step():
+    model = tiny_models.model("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+    with reused_inputs(model, {"past_key_values": cache}):
+        assert not {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"} & set(vars(model))
 
 
 # --- nothing but the reads is different ----------------------------------------------------------------------------

@@ -46,6 +46,11 @@ def test_the_static_arms_are_paired_and_run_alone():
     cells = {row[0]: row[2:] for row in generation.rows(found)}
     assert [each == "-" for each in cells["static"]] == [False, True, True]
     assert [each == "-" for each in cells["static asynchronous"]] == [False, True, False]
+    assert generation.notes(found)[0].startswith("against `static`, transformers' own loop with a static cache, ")
+    speeds = {"static": [1.0, 1.0], "static asynchronous": [6.0, 6.0]}
+    for added, ratio in (({}, "6.000"), ({"static synchronous": [3.0, 3.0]}, "2.000")):
+        last = list(generation.rows({"tokens_per_second": speeds | added}))[1]
+        assert last[-1].startswith(ratio)
     assert "how large the noise is, is not among the arms" in generation.notes(found)[-1]
 
 
@@ -56,9 +61,9 @@ def test_a_static_arm_has_a_static_cache_on_a_model_of_its_own():
     models["static"].register_forward_hook(
         lambda module, args, kwargs, out: caches.append(out.past_key_values), with_kwargs=True
     )
-    made["static"]()
-    made["static asynchronous"]()
-    assert len(caches) == 6
+    for name in ("static", "static synchronous", "static asynchronous"):
+        made[name]()
+    assert len(caches) == 9
     assert {type(cache).__name__ for cache in caches} == {"StaticCache"}
 
 

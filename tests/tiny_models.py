@@ -39,6 +39,8 @@ def model(kind: str) -> Any:
             attn_implementation="eager",
         )
         made = transformers.GPT2LMHeadModel(config)
+    elif kind == "by layer":
+        made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_SMALL, head_dim=8))
     elif kind == "sliding":
         made = transformers.MistralForCausalLM(transformers.MistralConfig(**_SMALL, sliding_window=24))
     elif kind == "hybrid":

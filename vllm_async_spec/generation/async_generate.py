@@ -21,6 +21,7 @@ from vllm_async_spec.generation.interleaved import decode_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.once import say_once
 from vllm_async_spec.generation.overshoot import crop_cache, crop_output, why_not_croppable
+from vllm_async_spec.generation.reused_inputs import reused_inputs
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 from vllm_async_spec.generation.switches import DecodeSwitches
 
@@ -189,7 +190,7 @@ def _decode(
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = bool(generation_config.do_sample or model.training)
     criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)
-    with known_inputs(model, input_ids, generation_config, kwargs) as known:
+    with known_inputs(model, input_ids, generation_config, kwargs) as known, reused_inputs(model, kwargs):
         output = run(stopping_criteria=criteria, **known)
     if steps := criteria.finish():
         output = crop_output(output, steps)

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-_NAME = "prepare_inputs_for_generation"
+from vllm_async_spec.generation.model_seams import replaced
 
 
-@dataclass(slots=True)
-class _Use:
-    before: Any
-    """What the model itself, not its class, had by that name; None if nothing."""
-    generations: int = 0
-
-
-_uses: weakref.WeakKeyDictionary[Any, _Use] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def inputs_after(model: Any, change: Callable[[Any], Any]) -> Iterator[None]:
+def inputs_after(model: Any, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """Have `model.prepare_inputs_for_generation` return what `change` makes of its inputs.
 
     It is the last of transformers' own code that sees them before the forward, and the only seam there: what it was
@@ -35,25 +20,10 @@ def inputs_after(model: Any, change: Callable[[Any], Any]) -> Iterator[None]:
         model: a `GenerationMixin`.
         change: from one input to the one that the forward is given.
     """
-    with _lock:
-        use = _uses.setdefault(model, _Use(vars(model).get(_NAME)))
-        use.generations += 1
-        if use.generations == 1:
-            setattr(model, _NAME, _changed(getattr(model, _NAME), change))
-    try:
-        yield
-    finally:
-        with _lock:
-            use.generations -= 1
-            if not use.generations:
-                delattr(model, _NAME)
-                if use.before is not None:
-                    setattr(model, _NAME, use.before)
-                del _uses[model]
+    return replaced(model, "prepare_inputs_for_generation", functools.partial(_changed, change))
 
 
-def _changed(prepare: Callable[..., dict[str, Any]], change: Callable[[Any], Any]) -> Callable[..., dict[str, Any]]:
-    # Wrapped, because transformers looks at its signature.
+def _changed(change: Callable[[Any], Any], prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(prepare)
     def prepared(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return {name: change(each) for name, each in prepare(*args, **kwargs).items()}

@@ -1,0 +1,235 @@
+"""Inputs of a step with a static cache, made of those of the step before.
+
+transformers 5 prepares each step from nothing. With a static cache that is two to three dozen operators, more than are
+left of a step whose forward is one launch: positions and padding are continued by a token, the newest is cut off again,
+and the mask of attention is built of ranges, index by index. Of all that three things change from one decode step to
+the next: the token, its position, and one place of the mask, which the cache itself counts on the device. So the first
+decode step is transformers' own, and the others are its inputs with these three renewed: the same values, shapes and
+strides.
+
+That holds where each layer keeps all tokens and attends to all of them, and the code is transformers' own. Otherwise,
+and as soon as anything else is changed between two steps, inputs are prepared as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from transformers import Cache, GenerationMixin, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from vllm_async_spec.generation.model_seams import has_own, replaced
+
+_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+_RENEWED = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+"""Arguments of a step that are none of `_Steps._others`; embeddings are of the prompt alone."""
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def reused_inputs(model: Any, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Have decode steps of a generation take their inputs from the one before, where that is exact.
+
+    Args:
+        model: a `GenerationMixin`.
+        kwargs: what `_sample` is given for the model, its cache among them.
+    """
+    cache = kwargs.get("past_key_values")
+    if not (_has_whole_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
+        yield
+        return
+    _generations[id(cache)] = _Steps(cache)
+    try:
+        with replaced(model, _PREPARE, _preparing), replaced(model, _UPDATE, _updating):
+            yield
+    finally:
+        del _generations[id(cache)]
+
+
+class _Steps:
+    """The decode steps of one generation."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._first: dict[str, Any] | None = None
+        """Inputs of the first, once there are."""
+        self._others: dict[str, Any] = {}
+        """What else it was prepared from: as long as that is the same, so is what became of it."""
+        self._masks: Any = None
+        """A `_Mask`, or one for each type of layers."""
+        self._is_over = False
+        """Whether inputs are prepared as ever from now on."""
+        self._behind = 0
+        """Tokens that the padding mask has not been continued by."""
+
+    def prepare(self, stock: Callable[..., dict[str, Any]], input_ids: torch.Tensor, kwargs: Any) -> dict[str, Any]:
+        """The inputs of a step; `stock` prepares them as ever."""
+        if self._first is not None and not self._is_over:
+            if self._are_the_same(kwargs):
+                return self._renewed(self._first, input_ids, kwargs.get("position_ids"))
+            self._is_over = True
+        if kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = _continued(kwargs["attention_mask"], self._behind)
+        inputs = stock(input_ids, **kwargs)
+        if kwargs.get("next_sequence_length") == 1 and not kwargs.get("is_first_iteration"):
+            self._learn(inputs, kwargs)
+        return inputs
+
+    def update(self, stock: Callable[..., dict[str, Any]], outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the next step is prepared from, after one; `stock` does all of it."""
+        if self._first is None or self._is_over:
+            return stock(outputs, kwargs)
+        positions, mask = kwargs.pop("position_ids", None), kwargs.pop("attention_mask", None)
+        kwargs = stock(outputs, kwargs)
+        self._behind += 1
+        if kwargs["past_key_values"] is not self._cache:  # and nobody will ask this object again
+            mask = None if mask is None else _continued(mask, self._behind)
+        if positions is not None:
+            kwargs["position_ids"] = positions[..., -1:] + 1
+        if mask is not None:
+            kwargs["attention_mask"] = mask
+        return kwargs
+
+    def _learn(self, inputs: dict[str, Any], kwargs: dict[str, Any]) -> None:
+        if self._is_over or self._first is not None:
+            return
+        self._others = _unchanging(kwargs)
+        padding, mask = kwargs.get("attention_mask"), inputs.get("attention_mask")
+        length = self._cache.get_seq_length()
+        if (
+            all(type(each) in _CONSTANTS for each in self._others.values())
+            and (padding is None or padding.ndim == 2)
+            and all(map(_Mask.is_one, mask.values() if isinstance(mask, dict) else [mask]))
+            and type(length) is torch.Tensor
+            and length.device == inputs["input_ids"].device
+        ):
+            self._first = inputs
+            self._masks = _by_layer_type(mask, lambda each: _Mask(each, length))
+        else:
+            self._is_over = True
+
+    def _are_the_same(self, kwargs: dict[str, Any]) -> bool:
+        others = _unchanging(kwargs)
+        return all(type(each) in _CONSTANTS for each in others.values()) and others == self._others
+
+    def _renewed(
+        self, first: dict[str, Any], input_ids: torch.Tensor, positions: torch.Tensor | None
+    ) -> dict[str, Any]:
+        length = self._cache.get_seq_length()
+        inputs = {**first, "input_ids": input_ids[:, -1:].clone(memory_format=torch.contiguous_format)}
+        if positions is not None:
+            inputs["position_ids"] = positions
+        inputs["attention_mask"] = _by_layer_type(self._masks, lambda each: each.up_to(length))
+        return inputs
+
+
+def _continued(mask: torch.Tensor, by: int) -> torch.Tensor:
+    """A padding mask, (batch, length), of so many tokens more."""
+    return torch.cat([mask, mask.new_ones((len(mask), by))], dim=-1) if by else mask
+
+
+def _unchanging(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in kwargs.items() if name not in _RENEWED}
+
+
+def _by_layer_type(masks: Any, change: Callable[[Any], Any]) -> Any:
+    """Of one mask, or of those of each type of layers."""
+    return {name: change(each) for name, each in masks.items()} if isinstance(masks, dict) else change(masks)
+
+
+class _Mask:
+    """The places of a static cache that a step may attend to, as a number that the step's own is compared with.
+
+    Args:
+        mask: bool (batch, 1, 1, places), of the first step.
+        length: (), int64, device: the place of that step's token.
+    """
+
+    def __init__(self, mask: torch.Tensor, length: torch.Tensor) -> None:
+        places = torch.arange(mask.shape[-1], device=mask.device)
+        # Of the places behind that token nothing is masked but for the time being; of the others, what is padding.
+        self._from = torch.where(mask | (places > length), places, torch.iinfo(torch.int64).max)
+        """int64 (batch, 1, 1, places): the step from which on each is attended to."""
+        self._stride = mask.stride()
+
+    @staticmethod
+    def is_one(mask: Any) -> bool:
+        """Whether a mask is one that is continued so."""
+        return type(mask) is torch.Tensor and mask.dtype is torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
+
+    def up_to(self, length: torch.Tensor) -> torch.Tensor:
+        """The mask of the step whose token goes to place `length`."""
+        mask = self._from <= length
+        return mask if mask.stride() == self._stride else mask.as_strided(mask.shape, self._stride)
+
+
+_generations: dict[int, _Steps] = {}
+"""By the identity of the cache, which a generation has for itself: another thread may generate with the same model."""
+
+
+def _preparing(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(stock)
+    def prepare(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        steps = None if args else _generations.get(id(kwargs.get("past_key_values")))
+        return stock(input_ids, *args, **kwargs) if steps is None else steps.prepare(stock, input_ids, kwargs)
+
+    return prepare
+
+
+def _updating(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(stock)
+    def update(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        rest = functools.partial(_with, stock, args, kwargs)
+        steps = _generations.get(id(model_kwargs.get("past_key_values")))
+        return rest(outputs, model_kwargs) if steps is None else steps.update(rest, outputs, model_kwargs)
+
+    return update
+
+
+def _with(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *first: Any) -> Any:
+    return stock(*first, *args, **kwargs)
+
+
+def _has_whole_cache(cache: Any) -> bool:
+    return (
+        type(cache) is StaticCache
+        and not cache.offloading
+        and all(type(layer) is StaticLayer for layer in cache.layers)
+    )
+
+
+def _is_transformers_own(model: Any) -> bool:
+    """Whether nothing but transformers 5's own code for all models prepares a step."""
+    return not (
+        hasattr(model, "_get_initial_cache_position")  # 4.57
+        or model.config.is_encoder_decoder
+        or model.is_remote_code()
+        or hasattr(model, "create_masks_for_generate")
+        or any(has_own(model, name) or not _is_mixins(type(model), name) for name in (_PREPARE, _UPDATE))
+    )
+
+
+def _is_mixins(model: type, name: str) -> bool:
+    method = getattr(model, name)
+    code = getattr(method, "__code__", None)
+    own = sys.modules[GenerationMixin.__module__].__file__
+    return method is getattr(GenerationMixin, name) and code is not None and code.co_filename == own
+
+
+def _attends_to_all(config: Any) -> bool:
+    """Whether masks are made by transformers' own function for `sdpa`, and let each token attend to all before it."""
+    from transformers import masking_utils
+
+    text = config.get_text_config()
+    if text._attn_implementation != "sdpa" or not getattr(text, "is_causal", True):
+        return False
+    if masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not masking_utils.sdpa_mask:
+        return False
+    if hasattr(text, "layer_types"):
+        return set(text.layer_types) == {"full_attention"}
+    return getattr(text, "sliding_window", None) is None and getattr(text, "attention_chunk_size", None) is None
