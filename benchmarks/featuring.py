@@ -24,17 +24,15 @@ from benchmarks.plans import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENG
 from benchmarks.shapes import find_shape
 from benchmarks.soak import NEAR, Expected, Verdict
 
-_GPU = (
-    GPU_ENGINE
-    | BESIDE_OTHERS
-    | {
-        "dtype": "float16",
-        "attention_config": {"backend": "FLASH_ATTN"},
-        "num_gpu_blocks_override": 1024,
-        # Near ties are told from what a token is chosen by, after penalties and masks.
-        "logprobs_mode": "processed_logprobs",
-    }
-)
+_GPU = {
+    **GPU_ENGINE,
+    **BESIDE_OTHERS,
+    "dtype": "float16",
+    "attention_config": {"backend": "FLASH_ATTN"},
+    "num_gpu_blocks_override": 1024,
+    # Near ties are told from what a token is chosen by, after penalties and masks.
+    "logprobs_mode": "processed_logprobs",
+}
 _CPU = CPU_ENGINE | {"logprobs_mode": "processed_logprobs"}
 _GPU_ONLY = {"attention_config", "block_size"}
 _ASYNC_SENTENCE = re.compile(r"Async(?:hronous)? scheduling (?:is )?not (?:supported|compatible).*")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,3 +27,11 @@ def one_thread() -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gpu_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The demo's, trained on the GPU."""
+    from vllm_async_spec.demo.train import prepare_models
+
+    return prepare_models(tmp_path_factory.mktemp("models"), device="cuda")

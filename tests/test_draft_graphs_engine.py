@@ -58,16 +58,8 @@ print("FOUND " + json.dumps({"refused": reason, "captured": captured, "drafts": 
 """
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The demo's, trained on the GPU."""
-    from vllm_async_spec.demo.train import prepare_models
-
-    return prepare_models(tmp_path_factory.mktemp("models"), device="cuda")
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled by vLLM"])
-def test_replayed_drafts_are_those_that_are_launched(models: Any, compiled: bool):
+def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, compiled: bool):
     """In one engine, batch by batch, with rows that are filled up as requests end."""
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     from vllm_async_spec.vllm_plugin.optimistic_runner import unneeded
@@ -80,7 +72,14 @@ def test_replayed_drafts_are_those_that_are_launched(models: Any, compiled: bool
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    command = [sys.executable, "-c", BOTH_WAYS, str(models.target), str(models.draft), json.dumps(options)]
+    command = [
+        sys.executable,
+        "-c",
+        BOTH_WAYS,
+        str(gpu_models.target),
+        str(gpu_models.draft),
+        json.dumps(options),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
     assert line is not None, done.stderr[-4000:]

@@ -183,21 +183,19 @@ print("EARLY", sum(bool(set(tokens) & set(usual)) for tokens in first), len(firs
 """
 
 
-def test_min_tokens_is_lifted_early(tmp_path: Path):
+def test_min_tokens_is_lifted_early(gpu_models: Any):
     """Requests may stop at every token that they would choose, once they have enough; asynchronous, some do before."""
-    from vllm_async_spec.demo.train import prepare_models
     from vllm_async_spec.vllm_plugin.min_tokens import IMPLEMENTATIONS
 
     batch: Any = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
     mended = IMPLEMENTATIONS["min-tokens"].unneeded(batch.update_async_output_token_ids)
     if mended is not None:
         pytest.skip(f"this release is not concerned: {mended}")
-    models = prepare_models(tmp_path, device="cuda")
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def too_early(way: str) -> int:
         """How many requests were given a token that ends them among the first, which it must not be."""
-        command = [sys.executable, "-c", MIN_TOKENS, str(models.target), str(models.draft), way]
+        command = [sys.executable, "-c", MIN_TOKENS, str(gpu_models.target), str(gpu_models.draft), way]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         line = next((line for line in done.stdout.splitlines() if line.startswith("EARLY ")), None)
         assert line is not None, done.stderr[-2000:]
@@ -206,14 +204,6 @@ def test_min_tokens_is_lifted_early(tmp_path: Path):
 
     assert too_early("sync") == 0
     assert too_early("async") > 0
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The demo's, trained on the GPU."""
-    from vllm_async_spec.demo.train import prepare_models
-
-    return prepare_models(tmp_path_factory.mktemp("models"), device="cuda")
 
 
 def carried() -> str | None:
@@ -246,14 +236,14 @@ def unless_it_says_nothing(sync: Any, asynchronous: Any) -> None:
     assert changed == {}, "the synchronous engine changes tokens too, and this test says nothing"
 
 
-def test_rejections_are_taken_off_twice_after_a_pause(models: Any):
+def test_rejections_are_taken_off_twice_after_a_pause(gpu_models: Any):
     """A paused engine takes what is in flight; the next step starts as many tokens too early as were rejected last."""
     if (mended := carried()) is not None:
         pytest.skip(f"this release is not concerned: {mended}")
     state: Any = importlib.import_module("vllm.v1.core.sched.interface")
     if not hasattr(state, "PauseState"):
         pytest.skip("this release's engine core can't be paused with requests running, which 0.17 and later can")
-    sync, asynchronous = (found("pause", (models.target, models.draft), way) for way in ("sync", "async"))
+    sync, asynchronous = (found("pause", (gpu_models.target, gpu_models.draft), way) for way in ("sync", "async"))
     unless_it_says_nothing(sync, asynchronous)
     assert all(step["given"] == step["sent"] for step in sync["steps"])
     wrong = [step for step in asynchronous["steps"] if step["given"] != step["sent"]]
@@ -270,23 +260,23 @@ def test_rejections_are_taken_off_twice_after_a_pause(models: Any):
 
 
 @pytest.mark.parametrize("way", ["async", "sync"])
-def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(models: Any, way: str):
+def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(gpu_models: Any, way: str):
     """A device that is a fifth of a second behind gets the lengths of prompts with the draft steps' additions."""
     metadata: Any = importlib.import_module("vllm.v1.attention.backends.utils").CommonAttentionMetadata
     if "_num_computed_tokens_cpu" not in metadata.__dataclass_fields__:
         pytest.skip("this release is not concerned: its draft steps write into nothing that the runner sends")
-    seen = found("late", (models.target, models.draft), way)
+    seen = found("late", (gpu_models.target, gpu_models.draft), way)
     print(seen)
     right = way == "async" and carried() is not None
     assert seen["got"] == [sent + (0 if right else DRAFTS - 1) for sent in seen["sent"]]
 
 
-def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(models: Any, tmp_path: Path):
+def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(gpu_models: Any, tmp_path: Path):
     """Blocks are freed by lengths in which drafts in flight count. It is the scheduler's, and asks nothing of a GPU."""
     allocate: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager.allocate_slots
     if "num_in_flight_tokens" in allocate.__code__.co_names:
         pytest.skip("this release is not concerned: its scheduler frees blocks by the tokens that it has processed")
-    given = sliding(models, tmp_path)
+    given = sliding(gpu_models, tmp_path)
     sync, asynchronous = (found("window", given, way) for way in ("sync", "async"))
     assert max(sync["missing"]) == 0
     worst, steps = max(asynchronous["missing"]), sum(map(bool, asynchronous["missing"]))
@@ -294,12 +284,12 @@ def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(models: Any, t
     assert worst > 0
 
 
-def test_a_reset_of_the_prefix_cache_loses_tokens(models: Any):
+def test_a_reset_of_the_prefix_cache_loses_tokens(gpu_models: Any):
     """Requests that are preempted with drafts in flight get other tokens, or an assertion of the scheduler fails."""
     preempt: Any = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler._preempt_request
     if "drop_stale_output" in preempt.__code__.co_varnames:
         pytest.skip("this release is not concerned: its scheduler counts what is in flight when it preempts")
-    sync, asynchronous = (found("reset", (models.target, models.draft), way) for way in ("sync", "async"))
+    sync, asynchronous = (found("reset", (gpu_models.target, gpu_models.draft), way) for way in ("sync", "async"))
     unless_it_says_nothing(sync, asynchronous)
     assert min(asynchronous["in_flight"]) > 0
     failed = asynchronous["failed"]

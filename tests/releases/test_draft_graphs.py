@@ -7,20 +7,18 @@ on a GPU.
 from __future__ import annotations
 
 import importlib
-import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
-from simulation.engine import Engine
 from simulation.judge import differences, mistakes
-from simulation.schedule import Schedule, play, random_schedule
-from undone import ledger_of, undone
+from simulation.schedule import random_schedule, run
+from undone import applied
 
 from vllm_async_spec.vllm_plugin import draft_graphs
-from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "draft-graphs")
 SEEDS = [seed for seed in range(20) if not random_schedule(seed).shape.axes][:5]
@@ -38,12 +36,7 @@ def stock(release: str) -> Any:
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
     """The class with all patches of the runner, whose drafter replays from its first batch on."""
-    with undone():
-        names = ["optimistic-runner", SPEC.name]
-        ledger = ledger_of(names)
-        ledger.install()
-        for name in names:
-            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    with applied("optimistic-runner", SPEC.name):
         yield replaying(importlib.import_module(stock.__module__).GPUModelRunner)
 
 
@@ -78,12 +71,6 @@ def replaying(runner_class: Any) -> Any:
             self.drafter.propose = drafter.propose
 
     return Replaying
-
-
-def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
-    engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
-    play(schedule, engine)
-    return engine
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from drafter import PAGE, PAGES, forward_context, greedy, model_and_drafter, proposer
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin.ledger import State
 
 DRAFTS = 3
 STEPS = 12
@@ -31,10 +30,7 @@ def eagle(release: str) -> Any:
 @pytest.fixture
 def patched(eagle: Any) -> Iterator[None]:
     """The patch, applied for one test."""
-    with undone():
-        ledger = ledger_of(["draft-lengths"])
-        ledger.install()
-        assert ledger.outcomes["draft-lengths"].state is State.APPLIED
+    with applied("draft-lengths"):
         yield
 
 
@@ -150,8 +146,7 @@ def test_stock_attends_to_rejected_tokens_and_is_accepted_less_often(eagle: Any,
     assert [lengths[1:] for lengths in stock.lengths] != [expected(exact) for exact in stock.exact]
     assert not all(stock.right)
     assert all(stock.shadows_kept) is (release == "0.12.0"), "0.13 adds to the runner's own buffers in place"
-    with undone():
-        ledger_of(["draft-lengths"]).install()
+    with applied("draft-lengths"):
         ours = run(eagle, STEPS)
     print(f"accepted: {stock.acceptance_length:.3f} in stock, {ours.acceptance_length:.3f} with the patch")
     assert ours.acceptance_length > stock.acceptance_length

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.compat.backends import backend_subject
@@ -20,7 +20,7 @@ from vllm_async_spec.compat.check import AbsentError, check
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.kernels import device_inputs
 from vllm_async_spec.vllm_plugin.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
-from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 ROWS, TOKENS, DRAFTS = 8, 64, 3
@@ -39,10 +39,7 @@ def upstream(release):
 def runner_class(upstream):
     """What the patch makes of it, while the patch is applied."""
     reset_sync_report()
-    with undone():
-        ledger = ledger_of(["optimistic-runner"])
-        ledger.install()
-        assert ledger.outcomes["optimistic-runner"].state is State.APPLIED, ledger.outcomes["optimistic-runner"].detail
+    with applied("optimistic-runner"):
         yield importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
 
 

@@ -26,12 +26,12 @@ from simulation.planted_exact import MISTAKES as MISTAKES_IN_EXACT
 from simulation.planted_exact import exact
 from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
 from simulation.planted_features import featured
-from simulation.schedule import Schedule, play, random_schedule, wishful_schedule, with_drains
+from simulation.schedule import Schedule, random_schedule, run, wishful_schedule, with_drains
 from simulation.wishes import Wishes
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec.sync_policy import reset_sync_report, sync_report
-from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 RUNNER = os.environ.get("SIMULATION_RUNNER")
@@ -57,10 +57,7 @@ def subject(stock: Any) -> Iterator[Any]:
         make: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
         yield make(stock)
         return
-    with undone():
-        ledger = ledger_of([SPEC.name])
-        ledger.install()
-        assert ledger.outcomes[SPEC.name].state is State.APPLIED, ledger.outcomes[SPEC.name].detail
+    with applied(SPEC.name):
         yield importlib.import_module(stock.__module__).GPUModelRunner
 
 
@@ -71,12 +68,6 @@ def wishes(release: str) -> tuple[str, ...]:
 
     drafted = hasattr(MinTokensLogitsProcessor, "apply_with_spec_decode")
     return ("penalties", "bad words", *(("min_tokens",) if drafted else ()))
-
-
-def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
-    engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
-    play(schedule, engine)
-    return engine
 
 
 _references: dict[Schedule, Engine] = {}

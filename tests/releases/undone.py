@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from vllm_async_spec.vllm_plugin.ledger import Ledger, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -28,3 +28,14 @@ def ledger_of(patches: Iterable[str]) -> Ledger:
     names = {*patches, *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
     chosen = {name: IMPLEMENTATIONS[name] for name in names}
     return Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
+
+
+@contextlib.contextmanager
+def applied(*patches: str) -> Iterator[None]:
+    """These patches are applied within, or it fails with the reason why one is not."""
+    with undone():
+        ledger = ledger_of(patches)
+        ledger.install()
+        for name in patches:
+            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+        yield

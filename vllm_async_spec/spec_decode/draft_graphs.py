@@ -76,7 +76,9 @@ class DraftInputs:
         }
         self._filled = 0
         """Rows that some request has filled since they were emptied."""
-        self._parts: dict[int, dict[torch.dtype, list[str]]] = {}
+        self._by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, each in self._each.items():
+            self._by_dtype.setdefault(each.dtype, []).append(name)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def of(self, rows: int) -> dict[str, torch.Tensor]:
@@ -101,7 +103,7 @@ class DraftInputs:
             given: by the names of `of`, without `query_start_loc`; each as long as there.
         """
         views = self.of(rows)
-        for names in self._by_dtype(rows, given).values():
+        for names in self._by_dtype.values():
             # One launch for tensors of one type.
             torch._foreach_copy_([views[name] for name in names], [given[name] for name in names], non_blocking=True)
         if rows < self._filled:
@@ -110,14 +112,6 @@ class DraftInputs:
             self._each["seq_lens"][rows : self._filled].fill_(tokens)
             self._each["block_table"][rows : self._filled].zero_()
         self._filled = rows
-
-    def _by_dtype(self, rows: int, given: Mapping[str, torch.Tensor]) -> dict[torch.dtype, list[str]]:
-        if rows not in self._parts:
-            parts: dict[torch.dtype, list[str]] = {}
-            for name, each in given.items():
-                parts.setdefault(each.dtype, []).append(name)
-            self._parts[rows] = parts
-        return self._parts[rows]
 
 
 class DraftGraphs:

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from simulation.engine import LONGEST, Engine, Shape
 from simulation.model import greedy
@@ -168,6 +169,13 @@ def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: in
         if stop not in tokens[wishes.min_tokens : wishes.min_tokens + drafts + 1]:
             return stop, wishes
     raise RuntimeError("no stop token can wait")
+
+
+def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
+    """An engine of this class of runners that has served the load; its device is late at random, or never."""
+    engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
+    play(schedule, engine)
+    return engine
 
 
 def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
