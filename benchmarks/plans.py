@@ -94,6 +94,28 @@ def flashinfer(shape: str) -> Plan:
     )
 
 
+def flashinfer_before(shape: str, runner: str) -> Plan:
+    """FlashInfer in vLLM 0.26.0, which decodes drafts with the wrappers alone, in one of its two runners."""
+
+    def arm(name: str, plugin: Plugin, backend: str = "FLASHINFER") -> Arm:
+        engine = GPU_ENGINE | {"attention_backend": backend}
+        return Arm(name, shape, plugin=plugin, release="0.26.0", runner=runner, acceptance=ACCEPTANCE, engine=engine)
+
+    return Plan(
+        name=f"flashinfer-{shape}-0.26.0-{runner}",
+        about=f"FlashInfer in the {runner} runner of vLLM 0.26.0 with the plugin on, off and not loaded, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin) for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=2,
+        seconds=2.0,
+        reference=Plugin.STOCK.value,
+        control=Plugin.SHAM.value,
+    )
+
+
 def flashinfer_audit(shape: str) -> Plan:
     """Where the time goes with FlashInfer and the plugin, by release, runner and kernels."""
 
@@ -330,6 +352,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-mla": lambda: overhead("mla"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
+    "flashinfer-8b-0.26.0-V1": lambda: flashinfer_before("8b", "V1"),
+    "flashinfer-8b-0.26.0-V2": lambda: flashinfer_before("8b", "V2"),
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "optimistic-1b": lambda: optimistic("1b"),
     "optimistic-8b": lambda: optimistic("8b"),
