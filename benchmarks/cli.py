@@ -292,14 +292,17 @@ def soak(
 ) -> None:
     """Serve requests under random arrivals and, on a GPU, random delays, and hold each to stock's tokens.
 
+    The file is written once a minute, so that a soak which is cut off was not for nothing.
+
     Exit code 0: no token differs; 1: one does, or an engine died.
     """
     _check_control(control, SOAK_CONTROLS, plugin)
+    path: Path | None = None
     try:
         chosen = find_soak(name)
         if control:
             _check_shown(control, chosen)
-        found = run_soak(
+        for found in run_soak(
             chosen,
             plugin=plugin,
             seconds=seconds,
@@ -308,11 +311,13 @@ def soak(
             envs=_environments(env, chosen.subject.release),
             cache=cache,
             report=_say,
-        )
+        ):
+            if out is not None:
+                path = _written(out, f"soak-{name}", found)
     except (PlanError, ChildError) as error:
         _fail(str(error))
-    if out is not None:
-        typer.echo(f"written to {_written(out, f'soak-{name}', found)}")
+    if path is not None:
+        typer.echo(f"written to {path}")
     outcomes, delayed = found["outcomes"], sum(found["delays"].values())
     typer.echo(
         f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +15,16 @@ import torch
 from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
 from typer.testing import CliRunner
 
-from benchmarks import cli
+from benchmarks import child, cli
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
+from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
 from benchmarks.plans import SOAKS
 from benchmarks.soak import CONTROLS, NEAR, Expected, Verdict, delays, expect, soak
+from benchmarks.soaking import together
 from benchmarks.stir import stir
 from vllm_async_spec.demo.model import TinyLlama
 
@@ -172,15 +176,85 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
 def test_a_result_is_named_for_what_it_is_of(
     options: tuple[str, ...], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def run_soak(soak: Any, *, plugin: Plugin, control: str | None, **_: Any) -> dict[str, Any]:
+    def run_soak(soak: Any, *, plugin: Plugin, control: str | None, **_: Any) -> Iterator[dict[str, Any]]:
         verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}}
-        return {"plugin": plugin.value, "control": control} | verdict
+        yield {"plugin": plugin.value, "control": control} | verdict
 
     monkeypatch.setattr(cli, "run_soak", run_soak)
     done = CliRunner().invoke(app, ["soak", "tiny", "--out", str(tmp_path / "new"), *options])
     assert done.exit_code == 0, done.output
     assert [path.name for path in (tmp_path / "new").iterdir()] == [file]
     assert f"written to {tmp_path / 'new' / file}" in done.output
+
+
+LEGS: list[dict[str, Any]] = [
+    {
+        "outcomes": {"same": 90, "swapped": 6, "different": 0},
+        "tokens": 500,
+        "widest_swap": 0.04,
+        "first_different": [],
+        "seconds": 60.2,
+        "delays": {"before build": 7},
+        "fallbacks": {"a reason": 1},
+    },
+    {
+        "outcomes": {"same": 50, "swapped": 1, "different": 2},
+        "tokens": 300,
+        "widest_swap": 0.01,
+        "first_different": [(3, 1, None), (4, 0, 0.2)],
+        "seconds": 30.5,
+        "delays": {"before build": 2, "after build": 1},
+        "fallbacks": {"a reason": 4},
+    },
+]
+
+
+def test_legs_of_a_soak_are_one_verdict():
+    assert together(LEGS[:1]) == LEGS[0]
+    assert together(LEGS) == {
+        "outcomes": {"same": 140, "swapped": 7, "different": 2},
+        "tokens": 800,
+        "widest_swap": 0.04,
+        "first_different": [(3, 1, None), (4, 0, 0.2)],
+        "seconds": 90.7,
+        "delays": {"before build": 9, "after build": 1},
+        "fallbacks": {"a reason": 4},
+    }
+
+
+def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two legs are over, the third ends in an error: the file has the two, and the command fails."""
+    asked: list[dict[str, Any]] = []
+
+    class Engine:
+        def wait_until_ready(self) -> None: ...
+
+        def ask(self, command: str, **given: Any) -> dict[str, Any]:
+            if command != "soak":
+                return {"requests": 96, "vllm": "0.32.0"}
+            asked.append(given)
+            if len(asked) == 3:
+                raise ChildError("the engine of 'subject' failed: it ended with -9")
+            return LEGS[0]
+
+    @contextmanager
+    def start(*_: Any, **__: Any) -> Iterator[Engine]:
+        yield Engine()
+
+    monkeypatch.setattr(child, "start", start)
+    options = ("--seconds", "150", "--control", "short", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"))
+    done = CliRunner().invoke(app, ["soak", "tiny", *options])
+    assert done.exit_code == 1
+    assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: it ended with -9\n")
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert (found["outcomes"], found["seconds"]) == ({"same": 180, "swapped": 12, "different": 0}, 120.4)
+    # The last leg takes the rest, each has delays of its own, and what is broken is broken once.
+    assert [(each["seconds"], each["seed"], each["control"]) for each in asked] == [
+        (60.0, 0, "short"),
+        (60.0, 1, None),
+        (pytest.approx(29.6), 2, None),
+    ]
 
 
 def stirred() -> TinyLlama:
