@@ -17,9 +17,11 @@ tokens are compared and the share that is equal is told: of random weights in bf
 of all arms are those of `batching_models`, whose next token is never close.
 
 Each arm runs once before it is timed, shorter, which warms it up. Where there is a GPU, it runs shorter once more
-afterwards, under CUPTI alone: the share of the time in which a kernel or a copy ran, in the middle half of that run.
-And each of ours runs once more with the audit's recorder on the steps in the middle: how often a step the host waited
-until the device had nothing left to do. `synchronous again` is the same as `synchronous`, and is left out of both.
+afterwards, under CUPTI alone, for what the device did in the middle half of that run: the share of the time in which a
+kernel or a copy ran, and that in which for 3 µs or more nothing did, which is the host's. The rest lies between kernels
+that were launched already. And each of ours runs once more with the audit's recorder on the steps in the middle: how
+often a step the host waited until the device had nothing left to do. `synchronous again` is the same as `synchronous`,
+and is left out of both.
 
 What is being done is told as it is done, and what is known so far can be kept, so that a run that is cut off says what
 it was at. A kernel that FlashInfer has not compiled on this machine yet is compiled as a batcher is made: seconds for
@@ -47,6 +49,7 @@ from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.middle import MiddleError, OnStep, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
+from vllm_async_spec.audit.device_time import Shares, shares_between
 from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
@@ -149,6 +152,7 @@ def measure(
 
         speeds: dict[str, list[float]] = {name: [] for name in arms}
         busy: dict[str, float] = {}
+        idle: dict[str, float] = {}
         waits: dict[str, dict[str, float]] = {}
         unrecorded: dict[str, str] = {}
 
@@ -167,6 +171,7 @@ def measure(
                 "tokens_per_second": speeds,
                 "equal_tokens": compared.equal,
                 "gpu_busy": busy,
+                "host_idle": idle,
                 "drafts": drafts,
                 "accepted": {name: batcher.accepted for name, batcher in made.batchers.items()},
                 "waits": waits,
@@ -180,7 +185,8 @@ def measure(
             keep(found_so_far())
         for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
             say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
-            busy[name] = _busy(functools.partial(made.runs[name], shorter))
+            shares = _shares(functools.partial(made.runs[name], shorter))
+            busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
                 say(f"{name}: {shorter} tokens twice, for its waits")
                 _record_waits(made, name, shorter, waits, unrecorded)
@@ -225,16 +231,36 @@ def table(found: Mapping[str, Any]) -> Table:
         f"transformers {found['transformers']}, {found['device']}, {found['model']}, {found['requests']} requests, "
         f"batch {found['batch']}, {found['prompt']} prompt and {found['new_tokens']} new tokens"
     )
-    speeds = found["tokens_per_second"]
-    references = [name for name in ("synchronous", "transformers", DRAFTED[0]) if name in speeds]
-    ratios = [f"{name} = 1" for name in references]
-    shown = Table(
-        "arm", "tokens/s", "spread", *ratios, "equal", "tokens a step", "critical waits", "GPU busy", title=title
+    shown = Table(*columns(found), title=title)
+    for row in rows(found):
+        shown.add_row(*row)
+    return shown
+
+
+def columns(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of the table of this result."""
+    ratios = (f"{name} = 1" for name in _references(found))
+    return (
+        "arm",
+        "tokens/s",
+        "spread",
+        *ratios,
+        "equal",
+        "tokens a step",
+        "critical waits",
+        "GPU busy",
+        "host-caused idle",
     )
+
+
+def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One for each arm, in the order of `columns`."""
+    speeds, references = found["tokens_per_second"], _references(found)
     for name, values in speeds.items():
         against = [name != other and (other != DRAFTED[0] or name in DRAFTED) for other in references]
-        busy, waits = found["gpu_busy"].get(name), found["waits"].get(name)
-        shown.add_row(
+        waits, accepted = found["waits"].get(name), found["accepted"].get(name)
+        busy, idle = found["gpu_busy"].get(name), found.get("host_idle", {}).get(name)
+        yield (
             name,
             f"{statistics.median(values):.1f}",
             f"{min(values):.1f}-{max(values):.1f}",
@@ -243,11 +269,15 @@ def table(found: Mapping[str, Any]) -> Table:
                 for told, other in zip(against, references, strict=True)
             ),
             f"{found['equal_tokens'][name]:.1%}",
-            f"{found['accepted'][name]:.2f}" if name in found["accepted"] else "-",
+            "-" if accepted is None else f"{accepted:.2f}",
             "-" if waits is None else f"{waits[Place.CRITICAL]:.2f}",
             "-" if busy is None else f"{busy:.1%}",
+            "-" if idle is None else f"{idle:.1%}",
         )
-    return shown
+
+
+def _references(found: Mapping[str, Any]) -> list[str]:
+    return [name for name in ("synchronous", "transformers", DRAFTED[0]) if name in found["tokens_per_second"]]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
@@ -414,9 +444,8 @@ def _record_waits(
         waits[name] = {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
 
 
-def _busy(arm: Callable[[], object]) -> float:
-    """The share of the time in which anything ran on the device, in the middle half of a run."""
-    from vllm_async_spec.audit.device_time import busy_share
+def _shares(arm: Callable[[], object]) -> Shares:
+    """What the device spent the middle half of a run on."""
     from vllm_async_spec.audit.device_trace import read_trace
 
     torch.cuda.synchronize()
@@ -427,7 +456,7 @@ def _busy(arm: Callable[[], object]) -> float:
         profiler.export_chrome_trace(str(path))
         trace = read_trace(path)
     start, end = int(trace.start[0]), int(trace.end.max())
-    return busy_share(trace, start + (end - start) // 4, end - (end - start) // 4)
+    return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_async_spec.audit.device_time import busy_share
+from vllm_async_spec.audit.device_time import shares_between
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
 from vllm_async_spec.audit.recording import How, Order, Recorder
 from vllm_async_spec.audit.report import Place
@@ -40,7 +40,7 @@ class Middle:
         """Share of the time in which the device did anything."""
         recorded = self.recorded
         assert recorded.trace is not None
-        return busy_share(recorded.trace, recorded.start, recorded.end)
+        return shares_between(recorded.trace, recorded.start, recorded.end).busy
 
 
 def record_middle(run: Run, *, at_most: int | None = None) -> Middle:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import generation, step_time
+from benchmarks import batching, generation, step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
@@ -114,6 +114,11 @@ def _generation(results: Path) -> str:
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
 
 
+def _batching(results: Path) -> str:
+    found = json.loads((results / "batching-8b-h200.json").read_text())
+    return Grid(batching.columns(found), list(batching.rows(found))).markdown()
+
+
 def _held(results: Path) -> str:
     found = json.loads((results / "held-h200.json").read_text())
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
@@ -163,6 +168,7 @@ def _features(results: Path) -> str:
 
 
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
+    "batching": _batching,
     "demo": _demo,
     "features": _features,
     "generation": _generation,

@@ -52,7 +52,7 @@ def test_all_arms_are_measured_and_give_the_same_tokens(requests: int, tmp_path:
     assert all(len(speeds) == 2 for speeds in found["tokens_per_second"].values())
     assert all(min(speeds) > 0 for speeds in found["tokens_per_second"].values())
     assert found["equal_tokens"] == dict.fromkeys(batching.ARMS, 1.0)
-    assert found["gpu_busy"] == {}
+    assert found["gpu_busy"] == found["host_idle"] == {}
     assert found["complete"]
     assert "nothing can be won on a CPU" in done.output
 
@@ -234,6 +234,38 @@ def test_what_can_not_be_run_is_refused_in_one_sentence(options: list[str], mess
     assert "Traceback" not in done.output
 
 
+def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:
+    found = {
+        "tokens_per_second": {
+            "synchronous": [90.0, 110.0],
+            "asynchronous": [180.0, 220.0],
+            "transformers": [50.0, 50.0],
+        },
+        "equal_tokens": {"synchronous": 1.0, "asynchronous": 1.0, "transformers": 0.25},
+        "accepted": {"synchronous": 1.0, "asynchronous": 1.0},
+        "waits": {"asynchronous": {"critical": 0.0, "overlapped": 1.0}},
+        "gpu_busy": {"synchronous": 0.75, "asynchronous": 0.979},
+        "host_idle": {"asynchronous": 0.004},
+    }
+    rows = {row[0]: dict(zip(batching.columns(found), row, strict=True)) for row in batching.rows(found)}
+    assert list(rows) == ["synchronous", "asynchronous", "transformers"]
+    assert rows["asynchronous"] == {
+        "arm": "asynchronous",
+        "tokens/s": "200.0",
+        "spread": "180.0-220.0",
+        "synchronous = 1": "2.000 (2.000-2.000)",
+        "transformers = 1": rows["asynchronous"]["transformers = 1"],
+        "equal": "100.0%",
+        "tokens a step": "1.00",
+        "critical waits": "0.00",
+        "GPU busy": "97.9%",
+        "host-caused idle": "0.4%",
+    }
+    assert (rows["synchronous"]["critical waits"], rows["synchronous"]["host-caused idle"]) == ("-", "-")
+    before = {name: each for name, each in found.items() if name != "host_idle"}  # files from before it was measured
+    assert {row[-1] for row in batching.rows(before)} == {"-"}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are counted on a GPU")
 def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +278,7 @@ def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters(monkeypatch: 
     arms = ["synchronous", "asynchronous", *batching.DRAFTED]
     found = batching.measure(**lines, arms=arms, drafts=3)
     assert found["unrecorded"] == {}
-    assert list(found["waits"]) == arms
+    assert list(found["waits"]) == list(found["gpu_busy"]) == list(found["host_idle"]) == arms
     for name, waits in found["waits"].items():
         assert (waits["critical"] < 0.5) == ("asynchronous" in name), (name, waits)
     for name in batching.DRAFTED:

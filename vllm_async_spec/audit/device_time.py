@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,9 +28,26 @@ def gaps_between(trace: DeviceTrace, start: int, end: int) -> list[tuple[int, in
     return [*gaps, (cursor, end, -1)] if cursor < end else gaps
 
 
-def busy_share(trace: DeviceTrace, start: int, end: int) -> float:
-    """The share of the time between two moments in which anything ran."""
-    return 1 - sum(b - a for a, b, _ in gaps_between(trace, start, end)) / (end - start)
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the time between two moments was spent on, as shares of it."""
+
+    busy: float
+    """In which anything ran."""
+    launch_gaps: float
+    """In gaps shorter than 3 µs."""
+    host_idle: float
+    """In longer ones."""
+    host_gaps: int
+    """How many these are."""
+
+
+def shares_between(trace: DeviceTrace, start: int, end: int) -> Shares:
+    """What the time between two moments was spent on."""
+    gaps = [b - a for a, b, _ in gaps_between(trace, start, end)]
+    long = [gap for gap in gaps if gap >= LAUNCH_GAP_NS]
+    idle, host_idle, whole = sum(gaps), sum(long), end - start
+    return Shares((whole - idle) / whole, (idle - host_idle) / whole, host_idle / whole, len(long))
 
 
 def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
@@ -40,17 +58,15 @@ def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
         full: recorded with the host's phases and waits: what the gaps are taken from.
     """
     assert quiet.trace is not None
-    trace, whole = quiet.trace, quiet.end - quiet.start
-    gaps = gaps_between(trace, quiet.start, quiet.end)
-    idle = sum(b - a for a, b, _ in gaps)
-    long = [b - a for a, b, _ in gaps if b - a >= LAUNCH_GAP_NS]
+    trace = quiet.trace
+    shares = shares_between(trace, quiet.start, quiet.end)
     kernels = (trace.start >= quiet.start) & (trace.start < quiet.end) & ~trace.is_copy
     return DeviceTime(
-        busy=(whole - idle) / whole,
-        launch_gaps=(idle - sum(long)) / whole,
-        host_idle=sum(long) / whole,
+        busy=shares.busy,
+        launch_gaps=shares.launch_gaps,
+        host_idle=shares.host_idle,
         kernels_per_step=int(kernels.sum()) / quiet.count,
-        host_gaps_per_step=len(long) / quiet.count,
+        host_gaps_per_step=shares.host_gaps / quiet.count,
         gaps=_longest(full),
     )
 
