@@ -217,7 +217,7 @@ def generation(
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Arms of torch.compile, on a GPU.")] = True,
-    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
+    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all but tuned ones if unset.")] = "",
 ) -> None:
     """transformers' generate: stop checks waited for and not, and a decode loop of our own."""
     import torch

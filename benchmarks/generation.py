@@ -12,6 +12,8 @@ Arms take turns in one process, in the order ABC CBA, on a model with random wei
 - `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
 - `interleaved`: the same with two slots, and no wait;
 - `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well;
+- `tuned compiled` and `tuned whole`: the same, and Inductor tunes each kernel, and makes one of its own of each matrix
+  that is multiplied by one row, which takes minutes; only if `--arms` names them;
 - `static`, `static synchronous` and `static asynchronous`: `transformers`, `synchronous` and `asynchronous` with a
   static cache, whose forward transformers compiles on a CUDA device, so that it is launched as CUDA graphs. On a CPU
   it compiles nothing, and the cache is all that is different. The last two take a step's inputs from the step before.
@@ -53,20 +55,26 @@ A Llama has three matrices in each MLP, so the last one has 400 M parameters.
 ARMS = ("synchronous", "transformers", "asynchronous", "graphs", "interleaved")
 COMPILED = ("compiled", "whole", "static", "static synchronous", "static asynchronous")
 """Arms that need `torch.compile`."""
+TUNED = ("tuned compiled", "tuned whole")
+"""And those that take minutes to compile."""
+_TUNED = {"options": {"coordinate_descent_tuning": True}}
 
 WITHOUT = {
     "asynchronous": ("synchronous",),
     "interleaved": ("graphs",),
     "whole": ("compiled",),
+    "tuned whole": ("tuned compiled",),
     "static asynchronous": ("static synchronous", "static"),
 }
 """What an arm is the same as, but for the wait that it has not got. Results in which it is not have the next best."""
 
-_MODEL_OF = {"compiled": "whole", "whole": "whole"} | dict.fromkeys(COMPILED[2:], "static")
+_MODEL_OF = (
+    {"compiled": "whole", "whole": "whole"} | dict.fromkeys(TUNED, "tuned") | dict.fromkeys(COMPILED[2:], "static")
+)
 """Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
 generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
 
-_OURS = ("graphs", "interleaved", "compiled", "whole")
+_OURS = ("graphs", "interleaved", "compiled", "whole", *TUNED)
 COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
 Arm = Callable[[], torch.Tensor]
 
@@ -78,7 +86,7 @@ class GenerationError(RuntimeError):
 def measure(
     *, size: str, device: str, batch: int, new_tokens: int, passes: int, arms: Sequence[str] = ARMS
 ) -> dict[str, Any]:
-    """The result file; `arms` are some of `ARMS` and `COMPILED`, and `synchronous` is always one.
+    """The result file; `arms` are some of `ARMS`, `COMPILED` and `TUNED`, and `synchronous` is always one.
 
     Raises:
         GenerationError: the size or an arm is unknown, there is no such device, or arms differ in their tokens.
@@ -89,11 +97,12 @@ def measure(
 
     if size not in SIZES:
         raise GenerationError(f"the model is {size!r}; it must be one of {', '.join(SIZES)}")
-    if unknown := [name for name in arms if name not in (*ARMS, *COMPILED)]:
-        raise GenerationError(f"the arms have {unknown[0]!r}; they must be of {', '.join((*ARMS, *COMPILED))}")
+    every = (*ARMS, *COMPILED, *TUNED)
+    if unknown := [name for name in arms if name not in every]:
+        raise GenerationError(f"the arms have {unknown[0]!r}; they must be of {', '.join(every)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
-    chosen = [name for name in (*ARMS, *COMPILED) if name == "synchronous" or name in arms]
+    chosen = [name for name in every if name == "synchronous" or name in arms]
     models = {kind: make_model(size, device) for kind in dict.fromkeys(map(_model_of, chosen))}
     made = make_arms(models, device, batch, new_tokens)
     runs = {name: made[name] for name in chosen}
@@ -208,6 +217,9 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
     if "whole" in models:
         arms["compiled"] = ours(kind="whole", interleaved=False, torch_compile=True)
         arms["whole"] = ours(kind="whole", interleaved=True, torch_compile=True)
+    if "tuned" in models:
+        arms["tuned compiled"] = ours(kind="tuned", interleaved=False, torch_compile=_TUNED)
+        arms["tuned whole"] = ours(kind="tuned", interleaved=True, torch_compile=_TUNED)
     if "static" in models:
         static = {"kind": "static", "cache_implementation": "static"}
         arms["static"] = functools.partial(run, **static)

@@ -379,6 +379,15 @@ def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch
         ({"max_in_flight": -1}, "max_in_flight is -1; it must be at least 1"),
         ({"static_cache": False, "cuda_graphs": True}, "cuda_graphs needs static_cache"),
         ({"static_cache": False, "torch_compile": True}, "torch_compile needs static_cache"),
+        ({"static_cache": False, "torch_compile": {}}, "torch_compile needs static_cache"),
+        ({"torch_compile": 2}, "torch_compile is 2; it must be bool or str or dict"),
+        ({"torch_compile": {"dynamic": True}}, "torch_compile has 'dynamic'; it may have backend, fullgraph, mode, op"),
+        (
+            {"torch_compile": {"mode": "default", "options": {}}},
+            "the mode 'default' and options, and PyTorch takes one",
+        ),
+        ({"torch_compile": {"mode": "reduce-overhead"}}, "makes CUDA graphs of its own, and here steps are captured"),
+        ({"torch_compile": {"options": {"triton.cudagraphs": True}}}, "take the mode 'max-autotune-no-cudagraphs'"),
         ({"cuda_graphs": "yes"}, "cuda_graphs is 'yes'; it must be bool"),
         ({"memory_limit": 0}, "memory_limit is 0; it must be at least 1 byte"),
         ({"memory_limit": 2.5}, "memory_limit is 2.5; it must be int or NoneType"),
@@ -498,11 +507,12 @@ def test_expandable_segments_leave_other_settings_be(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "hybrid"])
 @pytest.mark.parametrize("lengths", [[3, 2], [3, 3]], ids=["padded", "not padded"])
-def test_a_compiled_step_generates_the_same_tokens(kind: str, lengths: list[int]):
+@pytest.mark.parametrize("compiled", ["eager", {"backend": "eager"}], ids=["name", "arguments"])
+def test_a_compiled_step_generates_the_same_tokens(kind: str, lengths: list[int], compiled: Any):
     inputs = tiny_models.prompts(lengths, "left")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected, found = both(kind, inputs, {**ways(), "torch_compile": "eager"}, max_new_tokens=9, eos_token_id=2)
+    expected, found = both(kind, inputs, {**ways(), "torch_compile": compiled}, max_new_tokens=9, eos_token_id=2)
     assert_same(expected, found)
     # The forward, and what is written of either slot; each once, whatever the length.
     frames = torch._dynamo.utils.counters["frames"]
@@ -514,6 +524,21 @@ def test_switches_follow_each_other():
     assert DecodeSwitches.of(None) is None
     assert DecodeSwitches.of(True) == DecodeSwitches(interleaved=True)
     assert DecodeSwitches.of(False, static_cache=False) == DecodeSwitches(False, static_cache=False, cuda_graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arguments"),
+    [
+        (False, None),
+        (True, {"backend": "inductor"}),
+        ("eager", {"backend": "eager"}),
+        ({}, {}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {"mode": "max-autotune-no-cudagraphs"}),
+        ({"options": {"max_autotune": True}}, {"options": {"max_autotune": True}}),
+    ],
+)
+def test_what_is_compiled_with_is_what_was_asked_for(chosen: Any, arguments: dict[str, Any] | None):
+    assert DecodeSwitches(True, torch_compile=chosen).compiles_with == arguments
 
 
 # --- the recording -----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def generate(
     interleaved: bool | None = None,
     static_cache: bool | None = None,
     cuda_graphs: bool | None = None,
-    torch_compile: bool | str | None = None,
+    torch_compile: bool | str | dict[str, Any] | None = None,
     memory_limit: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
@@ -64,7 +64,8 @@ def generate(
             with one wait a step; None for transformers' own loop. The rest is for the first two.
         static_cache: whether keys and values are written to memory that is allocated once; True, if None.
         cuda_graphs: whether a step is captured, and then replayed by one launch; as `static_cache`, if None.
-        torch_compile: whether the forward of a step is compiled; a name chooses the backend; False, if None.
+        torch_compile: whether the forward of a step is compiled; a name chooses the backend, a dict has arguments of
+            `torch.compile`; False, if None.
         memory_limit: bytes that may be held between generations; no limit, if None.
         model_kwargs: handed on.
 

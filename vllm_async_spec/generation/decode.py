@@ -24,7 +24,7 @@ class Decode:
         tail: what follows each forward.
         workspace: its buffers, and its cache where that is static.
         kwargs: what transformers hands to the model, its cache among it.
-        compile_with: the backend of `torch.compile` for the forward of a step, or None.
+        compile_with: arguments of `torch.compile` for the forward of a step, or None.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Decode:
         workspace: Workspace,
         kwargs: dict[str, Any],
         *,
-        compile_with: str | None,
+        compile_with: dict[str, Any] | None,
     ) -> None:
         self.tail = tail
         self.buffers: DecodeBuffers = workspace.buffers
@@ -42,7 +42,7 @@ class Decode:
         self._workspace = workspace
         self._kwargs = kwargs if workspace.cache is None else {**kwargs, "past_key_values": workspace.cache}
         self._forward: Callable[..., Any] = (
-            torch.compile(model.forward, backend=compile_with, dynamic=False) if compile_with else model
+            model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
         )
         self._compiled = compile_with is not None
         self._first_positions = first_positions(model, kwargs)

@@ -42,7 +42,7 @@ class DecodeTail:
         do_sample: whether tokens are drawn, from the device's default generator.
         pad: int64, one element, what an ended row gets; None where no criterion knows of an end of sequence.
         device: where logits are.
-        compile_with: the backend of `torch.compile` for what follows the choice, or None.
+        compile_with: arguments of `torch.compile` for what follows the choice, or None.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class DecodeTail:
         do_sample: bool,
         pad: torch.Tensor | None,
         device: torch.device,
-        compile_with: str | None = None,
+        compile_with: dict[str, Any] | None = None,
     ) -> None:
         self._processors = processors
         self._do_sample = do_sample
         self._pad = None if pad is None else pad.to(device)
         self._ends = [each.eos_token_id.to(device).reshape(-1) for each in criteria if type(each) is EosTokenCriteria]
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
-        self._write = torch.compile(_write, backend=compile_with, dynamic=False) if compile_with else _write
+        self._write = _write if compile_with is None else torch.compile(_write, dynamic=False, **compile_with)
         self.criteria = StoppingCriteriaList(others) if others else None
         """Those that need more than the last token, and are evaluated beside the next step; None without any."""
 

@@ -79,7 +79,7 @@ def decode_interleaved(
     device = prompts.device
     if device.type != "cuda":
         say_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
-    compile_with = "inductor" if switches.torch_compile is True else switches.torch_compile or None
+    compile_with = switches.compiles_with
     host = HostCriteria(stopping_criteria)
     pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
     tail = DecodeTail(
