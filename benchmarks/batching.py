@@ -47,7 +47,7 @@ from rich.table import Table
 
 from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
-from benchmarks.middle import MiddleError, OnStep, before_each, record_middle
+from benchmarks.middle import MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 from vllm_async_spec.audit.device_time import Shares, shares_between
 from vllm_async_spec.audit.report import Place
@@ -189,7 +189,10 @@ def measure(
             busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
                 say(f"{name}: {shorter} tokens twice, for its waits")
-                _record_waits(made, name, shorter, waits, unrecorded)
+                try:
+                    waits[name] = _waits(functools.partial(made.stepping, name, shorter))
+                except MiddleError as error:
+                    unrecorded[name] = str(error)
             keep(found_so_far())
         return found_so_far(complete=True)
 
@@ -432,16 +435,10 @@ def _transformers(
     return run, f"{other.config._attn_implementation} ({way})"
 
 
-def _record_waits(
-    arms: Arms, name: str, new_tokens: int, waits: dict[str, dict[str, float]], unrecorded: dict[str, str]
-) -> None:
-    """Of one of ours, waits a step of the launching thread by what they held up; or why there are none."""
-    try:
-        middle = record_middle(functools.partial(arms.stepping, name, new_tokens))
-    except MiddleError as error:
-        unrecorded[name] = str(error)
-    else:
-        waits[name] = {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
+def _waits(run: Run) -> dict[str, float]:
+    """Waits a step of the launching thread, by what they held up."""
+    middle = record_middle(run)
+    return {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
 
 
 def _shares(arm: Callable[[], object]) -> Shares:

@@ -30,7 +30,7 @@ def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[
         What kernels are given, and what they would be given of exact lengths.
     """
     module: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
-    lines = _statement(module.GPUModelRunner._build_attention_metadata, "dcp_world_size", "dcp_local_seq_lens")
+    lines = _only(module.GPUModelRunner._build_attention_metadata, ast.If, "self.dcp_local_seq_lens.cpu[")
     count = len(EXACT)
     exact, known = (torch.tensor(each, dtype=torch.int32) for each in (EXACT, host))
     buffer = SimpleNamespace(cpu=torch.zeros(count, dtype=torch.int32), gpu=torch.zeros(count, dtype=torch.int32))
@@ -47,7 +47,7 @@ def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[
     )
     given = SimpleNamespace()
     scope = {"self": runner, "cm_base": given, "num_reqs": count, "num_reqs_padded": count}
-    exec(compile(lines, module.__file__ or "", "exec"), vars(module) | scope)
+    _run(lines, vars(module) | scope)
     right = module.get_dcp_local_seq_lens(exact, RANKS, 0, 1)
     return given.dcp_local_seq_lens.tolist(), right.tolist()
 
@@ -109,15 +109,3 @@ def _only(owner: Any, kind: type[ast.stmt], text: str) -> ast.stmt:
 
 def _run(statement: ast.stmt, scope: dict[str, Any]) -> None:
     exec(compile(ast.Module(body=[statement], type_ignores=[]), "", "exec"), scope)
-
-
-def _statement(function: Any, test: str, target: str) -> ast.Module:
-    """The `if` of `function` whose condition has `test` and whose body has `target`, where it stands in its file."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and test in ast.unparse(node.test) and target in ast.unparse(node.body[0])
-    ]
-    assert len(found) == 1, f"{len(found)} statements of {function.__qualname__} set {target}"
-    return ast.Module(body=[found[0]], type_ignores=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -199,18 +200,17 @@ def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: p
     monkeypatch.setattr(batching, "record_middle", record)
     measured = batching.measure(**LINES, arms=["synchronous", "asynchronous"])
     assert measured["waits"] == {}
-    waits: dict[str, dict[str, float]] = {}
-    unrecorded: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         model = make_model("tiny", "cpu", arranged=False)
         arms = batching.make_arms(
             stack, model, [[1, 2]] * 3, batch=2, new_tokens=4, attention="auto", names=["synchronous", "asynchronous"]
         )
-        for name in arms.runs:
-            batching._record_waits(arms, name, 4, waits, unrecorded)
-    assert waits == {"synchronous": {"critical": 0.25, "overlapped": 1.0}}
-    assert unrecorded == {"asynchronous": "too short"}
-    found = measured | {"waits": waits, "unrecorded": unrecorded}
+        told, untold = (functools.partial(arms.stepping, name, 4) for name in arms.runs)
+        waits = batching._waits(told)
+        with pytest.raises(MiddleError, match="too short"):
+            batching._waits(untold)
+    assert waits == {"critical": 0.25, "overlapped": 1.0}
+    found = measured | {"waits": {"synchronous": waits}, "unrecorded": {"asynchronous": "too short"}}
     table = batching.table(found)
     column = table.columns[[column.header for column in table.columns].index("critical waits")]
     assert list(column.cells) == ["0.25", "-"]
