@@ -121,11 +121,11 @@ def interpreter(env: Path | None) -> list[str]:
 
 
 def environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
-    """Of an arm's process: nothing of vLLM's settings comes from the caller, only from the arm."""
+    """Of an arm's process: nothing of vLLM's settings or ours comes from the caller, only from the arm."""
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     runner = {} if arm.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if arm.runner == "V2" else "0"}
     agent = {"VLLM_ASYNC_SPEC_AUDIT": "1"} if audit else {}
-    kept = {name: value for name, value in inherited.items() if not name.startswith("VLLM_")}
+    kept = {name: value for name, value in inherited.items() if not name.startswith(("VLLM_", "ASYNC_SPEC_"))}
     return kept | common | runner | agent | _MODES[arm.plugin] | dict(arm.environment)
 
 

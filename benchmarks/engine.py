@@ -19,7 +19,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mrope
+from benchmarks import mrope, older_gpu
 from benchmarks.feature_engine import serve_feature
 from benchmarks.features import find_feature
 from benchmarks.loads import Load, Request, make_requests
@@ -56,6 +56,7 @@ class BenchEngine:
         if self._arm["release"] not in (None, vllm.__version__.partition("+")[0]):
             raise EngineError(f"this arm is of vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
         self._cuda = torch.cuda.is_available()
+        older_gpu.choose()
         options = {
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
@@ -99,6 +100,7 @@ class BenchEngine:
             "runner": "V2" if type(runner).__module__.startswith("vllm.v1.worker.gpu.") else "V1",
             "backends": sorted({group.backend.get_name() for groups in runner.attn_groups for group in groups}),
             "async_scheduling": core.batch_queue is not None,
+            "flashinfer": older_gpu.chosen(),
             "graphs": getattr(self._llm.llm_engine.vllm_config.compilation_config.cudagraph_mode, "name", "NONE"),
             "start_seconds": round(self._start_seconds, 1),
             "hardware": _hardware(),

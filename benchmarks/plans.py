@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from benchmarks import older_gpu
 from benchmarks.arms import Acceptance, Arm, Means, Plan, PlanError, Plugin
 from benchmarks.loads import Load, find_loads
 from benchmarks.shapes import Method, find_shape
@@ -107,6 +108,31 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
         arms=(
             *(arm(plugin.value, plugin) for plugin in Plugin),
             arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=2,
+        seconds=2.0,
+        reference=Plugin.STOCK.value,
+        control=Plugin.SHAM.value,
+    )
+
+
+def flashinfer_older_gpu(shape: str) -> Plan:
+    """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on whatever GPU there is."""
+    engine = GPU_ENGINE | {"attention_config": FLASHINFER | NATIVE}
+    return Plan(
+        name=f"flashinfer-{shape}-fa2",
+        about=f"FlashInfer as on Ampere and Ada with the plugin on, off and not loaded, {shape} shape",
+        arms=tuple(
+            Arm(
+                plugin.value,
+                shape,
+                plugin=plugin,
+                acceptance=ACCEPTANCE,
+                engine=engine,
+                environment=older_gpu.ENVIRONMENT,
+            )
+            for plugin in Plugin
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=2,
@@ -293,12 +319,15 @@ def find_soak(name: str) -> Soak:
     return SOAKS[name]
 
 
-def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native: bool = False) -> Soak:
-    attention = {"backend": backend} | (NATIVE if native else {})
+def _soak(
+    release: str, runner: str, backend: str, *, shape: str = "1b", native: bool = False, older: bool = False
+) -> Soak:
+    attention = {"backend": backend} | (NATIVE if native or older else {})
     # Stock is given the kernels that the plugin opens, or it would add up in another order.
-    opened = backend == "FLASHINFER" and not native
+    opened = {"VLLM_HAS_FLASHINFER_CUBIN": "1"} if backend == "FLASHINFER" and attention.keys() == {"backend"} else {}
+    kinds = (("native", native), ("fa2", older), (shape, shape != "1b"))
     return Soak(
-        name="-".join([release, runner, backend, *(["native"] if native else []), *([shape] if shape != "1b" else [])]),
+        name="-".join([release, runner, backend, *(kind for kind, told in kinds if told)]),
         subject=Arm(
             "subject",
             shape,
@@ -311,7 +340,7 @@ def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native:
             engine=GPU_ENGINE
             | BESIDE_OTHERS
             | {"dtype": "float16", "attention_config": attention, "max_num_batched_tokens": 512},
-            environment={"VLLM_HAS_FLASHINFER_CUBIN": "1"} if opened else {},
+            environment=older_gpu.ENVIRONMENT if older else opened,
         ),
         load=Load("soak", requests=96, running=16, prompt=(1, 700), output=(1, 120)),
     )
@@ -352,6 +381,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-mla": lambda: overhead("mla"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
+    "flashinfer-8b-fa2": lambda: flashinfer_older_gpu("8b"),
     "flashinfer-8b-0.26.0-V1": lambda: flashinfer_before("8b", "V1"),
     "flashinfer-8b-0.26.0-V2": lambda: flashinfer_before("8b", "V2"),
     "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
@@ -376,6 +406,7 @@ SOAKS: dict[str, Soak] = {
         ),
         *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", native=True) for runner in ("V1", "V2")),
+        _soak("0.32.0", "V2", "FLASHINFER", older=True),
         *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         *(_soak("0.32.0", runner, "FLASH_ATTN", shape="local") for runner in ("V1", "V2")),
