@@ -308,6 +308,15 @@ class TooSmall(Builder):
         return 9000 - metadata.max_seq_len
 
 
+class LeavesAFieldOut(Builder):
+    """A kernel would find nothing where it looks for its plan."""
+
+    need, fault = Need.EXACT, "extra.plan is missing, not 1"
+
+    def extra(self, metadata: Any) -> Any:
+        return {} if metadata._seq_lens_cpu is None else {"plan": 1}
+
+
 class ChangesTheBound(Builder):
     need, fault = Need.PREFILL_ROWS, "it changes seq_lens_cpu_upper_bound"
 

@@ -175,6 +175,23 @@ def test_what_a_kernel_would_have_computed_is_not_validated():
     assert found.not_validated == ("extra",)  # and not the lengths, which no kernel changes
 
 
+def test_what_a_kernel_would_have_changed_is_not_judged():
+    simulated = SimulatedDevice()
+
+    class Kernel(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            plan = torch.zeros(4, dtype=torch.int32, device=self.device)
+            simulated.kernel_did_not_run("plan", {"out": plan})
+            return plan - metadata.max_seq_len
+
+    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    build = found.cases[0].build(Host.BOUND)
+    assert build is not None
+    judged = {each.field: each.judgement for each in build.differences}
+    assert judged == {"max_seq_len": Judgement.BOUNDED, "extra": Judgement.NOT_VALIDATED}
+    assert (found.passed, found.not_validated) == (True, ("extra",))
+
+
 def test_a_kernel_that_is_given_something_else_is_wrong():
     simulated = SimulatedDevice()
 
