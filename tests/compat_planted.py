@@ -61,6 +61,7 @@ class Clean(Builder):
         pages = torch.nn.functional.pad(metadata.seq_lens.cumsum(0), (1, 0))
         rows = torch.arange(count, device=metadata.seq_lens.device)
         tokens = torch.repeat_interleave(rows, on_device, output_size=int(queries.sum()))
+        torch.cuda.Stream().wait_event(torch.cuda.current_stream().record_event())
         return self.lengths[:count], on_device, pages, tokens, longest, metadata.seq_lens.to(torch.int64), [queries]
 
 
@@ -205,6 +206,58 @@ class BlockingFill(Builder):
         return self.lengths
 
 
+class Synchronizes(Builder):
+    need, fault = Need.BLOCKING, "device (synchronize)"
+
+    def extra(self, metadata: Any) -> Any:
+        torch.cuda.synchronize()  # here
+
+
+class WaitsForAStream(Builder):
+    need, fault = Need.BLOCKING, "stream (synchronize)"
+
+    def extra(self, metadata: Any) -> Any:
+        torch.cuda.current_stream().synchronize()  # here
+
+
+class WaitsForAnEvent(Builder):
+    """Reads what it may read, having waited for it."""
+
+    need, fault = Need.BLOCKING, "event (synchronize)"
+
+    def extra(self, metadata: Any) -> Any:
+        event = torch.Event()
+        event.record()
+        event.synchronize()  # here
+
+
+class WaitsForItsOwnEvent(Builder):
+    need, fault = Need.BLOCKING, "event (synchronize)"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.event = torch.cuda.Event()
+
+    def extra(self, metadata: Any) -> Any:
+        torch.cuda.Stream().record_event(self.event)
+        self.event.synchronize()  # here
+
+
+class UploadsByCuda(Builder):
+    need, fault = Need.BLOCKING, "copy to device (to)"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.query_start_loc_cpu.cuda()  # here
+
+
+class WritesAtHostIndex(Builder):
+    need, fault = Need.BLOCKING, "copy to device (index on the host)"
+
+    def extra(self, metadata: Any) -> Any:
+        self.lengths[torch.tensor([0])] = 1  # here
+        return self.lengths
+
+
 class HostIndex(Builder):
     need, fault = Need.BLOCKING, "copy to device (index on the host)"
 
@@ -253,6 +306,15 @@ class TooSmall(Builder):
 
     def extra(self, metadata: Any) -> Any:
         return 9000 - metadata.max_seq_len
+
+
+class LeavesAFieldOut(Builder):
+    """A kernel would find nothing where it looks for its plan."""
+
+    need, fault = Need.EXACT, "extra.plan is missing, not 1"
+
+    def extra(self, metadata: Any) -> Any:
+        return {} if metadata._seq_lens_cpu is None else {"plan": 1}
 
 
 class ChangesTheBound(Builder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -127,6 +128,7 @@ DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Bu
     "to the device": (deaf_to("to"), planted.BlockingUpload),
     "data on the device": (without(device, "_FROM_DATA", set()), planted.TensorOfList),
     "indices on the host": (deaf_to("index on the host"), planted.HostIndex),
+    "waits by name": (deaf_to("synchronize"), planted.WaitsForAnEvent),
     "the builder's memory": (without(device._Sides, "_make", made_anywhere), planted.OwnBuffer),
     "the batch's memory": (without(SimulatedDevice, "place", lambda self, tensor: tensor), planted.Item),
     "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
@@ -171,6 +173,23 @@ def test_what_a_kernel_would_have_computed_is_not_validated():
 
     found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
     assert found.not_validated == ("extra",)  # and not the lengths, which no kernel changes
+
+
+def test_what_a_kernel_would_have_changed_is_not_judged():
+    simulated = SimulatedDevice()
+
+    class Kernel(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            plan = torch.zeros(4, dtype=torch.int32, device=self.device)
+            simulated.kernel_did_not_run("plan", {"out": plan})
+            return plan - metadata.max_seq_len
+
+    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    build = found.cases[0].build(Host.BOUND)
+    assert build is not None
+    judged = {each.field: each.judgement for each in build.differences}
+    assert judged == {"max_seq_len": Judgement.BOUNDED, "extra": Judgement.NOT_VALIDATED}
+    assert (found.passed, found.not_validated) == (True, ("extra",))
 
 
 def test_a_kernel_that_is_given_something_else_is_wrong():
@@ -352,6 +371,19 @@ def test_what_pytorch_warns_of_is_heard_though_the_builders_own_warnings_are_not
         found = check(subject(Warns), PassesForCuda(), cases=[NAMED["decode"]])
     assert found.cases[0].need is Need.BLOCKING, found.explain()
     assert "test_compat_check.py" in found.cases[0].builds[0].waits[0].site
+
+
+def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest.MonkeyPatch):
+    class Waits(planted.Clean):
+        def extra(self, metadata: Any) -> Any:
+            with contextlib.suppress(RuntimeError):  # a CPU has no events
+                torch.Event("cpu").synchronize()
+
+    without_cuda(monkeypatch)
+    before = torch.Event
+    found = check(subject(Waits), PassesForCuda(), cases=[NAMED["decode"]])
+    assert torch.Event is before
+    assert "it waits: event (event) at tests/test_compat_check.py:" in found.explain()
 
 
 @pytest.mark.gpu

@@ -121,6 +121,32 @@ def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
     assert page.count(">not run</span>") == 2 * 5  # of six wanted runs for each of two names, one is there
 
 
+@pytest.mark.parametrize("name", ["compat-0.32.0-plugin.json", "0.32.0.plugin.json"])
+def test_a_stock_run_does_not_pass_for_one_with_the_plugin(
+    full: Report, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "compat").mkdir()
+    result = tmp_path / name
+    result.write_text(json.dumps(full.to_dict()))
+    assert main(["--docs", str(tmp_path), str(result)]) == 2
+    assert f"{name} was made without --plugin and is 0.32.0-stock; rename it" in capsys.readouterr().err
+    result.write_text(json.dumps(full.to_dict() | {"plugin": {}}))
+    result.rename(tmp_path / "stock.json")
+    assert main(["--docs", str(tmp_path), str(tmp_path / "stock.json")]) == 2
+    assert "was made with --plugin and is 0.32.0-plugin" in capsys.readouterr().err
+    assert list((tmp_path / "compat").iterdir()) == []
+
+
+def test_two_files_of_one_run_are_refused(full: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "compat").mkdir()
+    results = [tmp_path / "one.json", tmp_path / "other.json"]
+    for result in results:
+        result.write_text(json.dumps(full.to_dict()))
+    assert main(["--docs", str(tmp_path), *map(str, results)]) == 2
+    assert "other.json is 0.32.0-stock, and so is a file before it" in capsys.readouterr().err
+    assert list((tmp_path / "compat").iterdir()) == []
+
+
 def test_a_badge_is_one_line_of_the_run(full: Report):
     assert full.published.line == "async-spec: 2 of 4 builders build from device seq_lens"
     assert report(planted.OnlyDrafting).published.line == "async-spec: blocks"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,17 @@ def test_the_example_passes_its_own_tests_and_as_it_began_fails_them():
     source = (EXAMPLE / "paged_rows.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if "indptr[-1].item()" in text)
     assert f"it waits: read (item) at backend/paged_rows.py:{line}" in done.stdout
+
+
+def test_the_example_is_a_package(tmp_path: Path):
+    """Of the builder alone; its tests stay in its repository."""
+    pytest.importorskip("setuptools.build_meta", reason="setuptools is not installed")
+    package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=package, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / "paged_rows-0.1-py3-none-any.whl") as wheel:
+        assert [name for name in wheel.namelist() if name.endswith(".py")] == ["paged_rows.py"]
 
 
 @needs_vllm

@@ -64,6 +64,17 @@ def test_what_sync_debug_mode_does_not_see_is_noted_on_every_thread(mode):
     assert all(call.start <= call.end for call in waits.calls)
 
 
+def test_a_wait_for_an_event_of_torch_cuda_is_noted(mode, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: None)  # without CUDA there is none to make
+    waits = CudaWaits()
+    waits.start()
+    torch.cuda.Event.synchronize(None)
+    expected = line() - 1
+    waits.stop()
+    torch.cuda.Event.synchronize(None)
+    assert [(call.what, *site(call)) for call in waits.calls] == [("event", HERE, expected)]
+
+
 def test_nothing_is_left_behind(mode):
     before = (
         torch.cuda.synchronize,

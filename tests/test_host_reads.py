@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_async_spec.audit import host_reads
 from vllm_async_spec.audit.host_reads import CpuProbe, CudaProbe
 
 READS = {
@@ -19,12 +20,20 @@ READS = {
     "bincount": lambda t: t.bincount(),
     "repeat_interleave": lambda t: t.repeat_interleave(t),
 }
-# Other ways to the same.
+# Other ways to the same; PyTorch has operators of their own for most, some of them in inference mode only.
 ALSO = {
-    "numpy": lambda t: np.asarray(t),
-    "nonzero": lambda t: torch.where(t > 1),
-    "boolean index": lambda t: t.index_put_((t > 1,), torch.tensor([5, 6])),
-    "item": lambda t: range(t[0]),
+    "asarray": ("numpy", lambda t: np.asarray(t)),
+    "where": ("nonzero", lambda t: torch.where(t > 1)),
+    "argwhere": ("nonzero", lambda t: t.argwhere()),
+    "nonzero as a tuple": ("nonzero", lambda t: t.nonzero(as_tuple=True)),
+    "unique": ("nonzero", lambda t: t.unique()),
+    "unique rows": ("nonzero", lambda t: t.unique(dim=0)),
+    "unique_consecutive": ("nonzero", lambda t: t.unique_consecutive()),
+    "masked_select": ("boolean index", lambda t: t.masked_select(t > 1)),
+    "writing under a mask": ("boolean index", lambda t: t.index_put_((t > 1,), torch.tensor([5, 6]))),
+    "an index of Python's": ("item", lambda t: range(t[0])),
+    "a condition": ("item", lambda t: bool(t[0])),
+    "equal": ("item", lambda t: torch.equal(t, t + 1)),
 }
 FREE = {
     "a length that the host knows": lambda t: t.repeat_interleave(t, output_size=6),
@@ -49,12 +58,35 @@ def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str, in
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("what", ALSO)
-def test_other_ways_to_read(what: str, inference: bool):
+@pytest.mark.parametrize("way", ALSO)
+def test_other_ways_to_read(way: str, inference: bool):
+    what, read = ALSO[way]
     probe = CpuProbe()
     with torch.inference_mode(inference), probe as reads:
-        ALSO[what](probe.forward(forward).argsort())
+        read(probe.forward(forward).argsort())
     assert dict(reads.now) == {what: 1}
+
+
+def missed() -> list[str]:
+    """Ways to read that are not counted."""
+    found = []
+    ways = READS | {way: read for way, (_, read) in ALSO.items()}
+    for way, read in ways.items():
+        for inference in (False, True):
+            probe = CpuProbe()
+            with torch.inference_mode(inference), probe as reads:
+                read(probe.forward(forward).argsort())
+            found += [way] * (not reads.now)
+    return found
+
+
+@pytest.mark.parametrize("table", ["_OPERATORS", "_READS"])
+def test_each_of_what_reads_is_needed(table: str, monkeypatch: pytest.MonkeyPatch):
+    assert missed() == []
+    entries = getattr(host_reads, table)
+    for entry in entries:
+        monkeypatch.setattr(host_reads, table, {other: what for other, what in entries.items() if other is not entry})
+        assert missed(), f"nothing here needs {entry}"
 
 
 @pytest.mark.parametrize("inference", [False, True])

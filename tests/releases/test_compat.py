@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
-from vllm_async_spec.compat.cases import CASES
-from vllm_async_spec.compat.check import AbsentError, check
+from vllm_async_spec.compat.cases import CASES, Host
+from vllm_async_spec.compat.check import AbsentError, build_batch, check
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
@@ -226,3 +227,23 @@ def test_mla_prefill_with_flashinfer_is_planned_from_the_device(vllm_source: Pat
 def test_trtllm_takes_device_lengths_where_its_builder_does(vllm_source: Path, release: str):
     verdict, passed, _ = flashinfer("stock", vllm_source, "FLASHINFER_TRTLLM")
     assert (verdict, passed) == (("none", True) if release in ("0.26.0", "0.32.0") else ("exact", False))
+
+
+def test_flex_attention_knows_no_request_of_padded_tokens(device: SimulatedDevice):
+    """Its mask asks for that of each query token, padding included, and reads past the end of its list.
+
+    Releases that can be captured have a longer buffer there; the others are never given padded tokens by an engine.
+    """
+    (padded,) = [case for case in CASES if case.token_padding]
+    subject = backend_subject("FLEX_ATTENTION", device)
+    built = build_batch(subject, padded, Host.EXACT, device, watched=False).metadata
+    requests = built.doc_ids
+    assert requests.tolist() == [0] * 4 + [1] * 4
+    assert built.num_actual_tokens == len(requests) + padded.token_padding
+    in_memory = requests.untyped_storage().nbytes() // requests.itemsize - requests.storage_offset()
+    assert (in_memory < built.num_actual_tokens) is not hasattr(built, "persistent_doc_ids")
+    query, key = torch.arange(built.num_actual_tokens), torch.tensor(built.block_size)
+    zero = torch.tensor(0)
+    assert built.mask_mod(zero, zero, query[: len(requests)], key).tolist() == [True] * 4 + [False] * 4
+    with pytest.raises(IndexError):
+        built.mask_mod(zero, zero, query, key)

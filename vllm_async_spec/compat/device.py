@@ -22,11 +22,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vllm_async_spec.audit.cuda_waits import CudaWaits
+from vllm_async_spec.audit.cuda_waits import AuditedEvent, CudaWaits
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import Frame, WaitKind
 from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, plain, readable, take
+from vllm_async_spec.compat import explicit_waits
 
 __all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait", "is_lost"]
 
@@ -108,6 +109,7 @@ class CudaDevice:
         recorder = CudaWaits()
         recorder.start()
         undo: list[Callable[[], None]] = []
+        replace(torch, "Event", AuditedEvent, undo)  # those of its own class, written in C, could not be heard
         for owner, name in _MAKE_UNINITIALISED:
             replace(owner, name, _zeroed(getattr(owner, name)), undo)
         try:
@@ -209,9 +211,14 @@ class SimulatedDevice(CpuProbe):
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing has been compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.asked_by_name())
             for mode in self.modes():
                 stack.enter_context(mode)
             yield found
+
+    def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, waits for the device, a stream or an event are told."""
+        return explicit_waits.told(self.waited)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is the device's."""

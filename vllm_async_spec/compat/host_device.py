@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -17,6 +18,10 @@ class HostDevice(SimulatedDevice):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
+
+    def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is: there is no device to wait for."""
+        return contextlib.nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""

@@ -2,13 +2,16 @@
 
 `python -m vllm_async_spec.compat.publish [RESULT.json ...]` takes what `vllm-async-spec compat --json` wrote, and keeps
 what is published of it as `docs/compat/NAME.json` and `NAME.md`. It renews `docs/assets/compatibility.html` and the
-badge. NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. Without
+badge. NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. It comes
+from the result, whatever the file is called. But one that is called the other of the two is refused, as are two of the
+same run: what was to be the plugin's column, and was made without `--plugin`, must not become stock's. Without
 arguments it only makes everything anew from the files that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +36,25 @@ def documents(runs: Sequence[Run]) -> dict[str, str]:
     return files | {f"assets/{run.name}.svg": badge(run) for run in runs if run.name == _BADGE_OF}
 
 
+def _taken(paths: Sequence[Path]) -> dict[str, Run]:
+    """The runs in these files by name.
+
+    Raises:
+        PublishedError: A file can't be read, is not the run that its name says, or is the same run as another.
+    """
+    runs: dict[str, Run] = {}
+    for path in paths:
+        (run,) = read_runs([path])
+        said = {"stock", "plugin"} & set(re.split(r"\W+", path.stem))
+        if len(said) == 1 and run.way not in said:
+            made = "without" if run.way == "stock" else "with"
+            raise PublishedError(f"{path} was made {made} --plugin and is {run.name}; rename it, or make it again")
+        if run.name in runs:
+            raise PublishedError(f"{path} is {run.name}, and so is a file before it; give one of the two")
+        runs[run.name] = run
+    return runs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Publish from the command line.
 
@@ -52,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        for run in read_runs(options.results):
-            (options.docs / "compat" / f"{run.name}.json").write_text(run.to_json(), encoding="utf-8")
+        for name, run in _taken(options.results).items():
+            (options.docs / "compat" / f"{name}.json").write_text(run.to_json(), encoding="utf-8")
         runs = read_runs((options.docs / "compat").glob("*.json"))
     except PublishedError as error:
         print(f"publish: {error}", file=sys.stderr)
