@@ -293,12 +293,22 @@ def find_soak(name: str) -> Soak:
     return SOAKS[name]
 
 
-def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native: bool = False) -> Soak:
+def _soak(
+    release: str, runner: str, backend: str, *, shape: str = "1b", native: bool = False, ragged: bool = False
+) -> Soak:
+    """`ragged`: short prompts, and two tokens fewer in a step than all requests with all their drafts have."""
     attention = {"backend": backend} | (NATIVE if native else {})
     # Stock is given the kernels that the plugin opens, or it would add up in another order.
     opened = backend == "FLASHINFER" and not native
     return Soak(
-        name="-".join([release, runner, backend, *(["native"] if native else []), *([shape] if shape != "1b" else [])]),
+        name="-".join(
+            [
+                *(release, runner, backend),
+                *(["native"] if native else []),
+                *([shape] if shape != "1b" else []),
+                *(["ragged"] if ragged else []),
+            ]
+        ),
         subject=Arm(
             "subject",
             shape,
@@ -310,10 +320,10 @@ def _soak(release: str, runner: str, backend: str, *, shape: str = "1b", native:
             # In float16 few roundings decide between two tokens.
             engine=GPU_ENGINE
             | BESIDE_OTHERS
-            | {"dtype": "float16", "attention_config": attention, "max_num_batched_tokens": 512},
+            | {"dtype": "float16", "attention_config": attention, "max_num_batched_tokens": 62 if ragged else 512},
             environment={"VLLM_HAS_FLASHINFER_CUBIN": "1"} if opened else {},
         ),
-        load=Load("soak", requests=96, running=16, prompt=(1, 700), output=(1, 120)),
+        load=Load("soak", requests=96, running=16, prompt=(1, 8 if ragged else 700), output=(1, 120)),
         undrafted="kv_lora_rank" in find_shape(shape).target,
     )
 
@@ -402,5 +412,6 @@ SOAKS: dict[str, Soak] = {
             for shape in ("mla", "mla-dense")
             for backend in ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
         ),
+        *(_soak("0.32.0", "V2", each, shape="mla-dense", ragged=True) for each in ("FLASHMLA", "TRITON_MLA")),
     )
 }
