@@ -107,7 +107,7 @@ def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
     assert found["facts"]["async_scheduling"]
     assert found["plugin"] == plugin.value
     if control:
-        assert outcomes["different"] > sum(outcomes.values()) / 2, found  # a prompt alone is right
+        assert outcomes["different"] > sum(outcomes.values()) / 4, found  # a prompt alone is right, and so is luck
     elif plugin is Plugin.ON:
         assert outcomes["different"] == 0, found
     else:
