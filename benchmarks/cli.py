@@ -27,7 +27,7 @@ from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
-from benchmarks.soaking import Soak, run_soak
+from benchmarks.soaking import Soak, SoakError, run_soak
 from benchmarks.tables import TableError, documents, rewrite
 
 app = typer.Typer(
@@ -314,7 +314,7 @@ def soak(
         ):
             if out is not None:
                 path = _written(out, f"soak-{name}", found)
-    except (PlanError, ChildError) as error:
+    except (PlanError, ChildError, SoakError) as error:
         _fail(str(error))
     if path is not None:
         typer.echo(f"written to {path}")

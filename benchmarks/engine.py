@@ -24,7 +24,7 @@ from benchmarks.feature_engine import serve_feature
 from benchmarks.features import find_feature
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
-from benchmarks.soak import CONTROLS, Expected, delays, expect, runner_of, soak
+from benchmarks.soak import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
 from benchmarks.timing import Driver, Timing
 
 _OURS = "async_spec"
@@ -57,6 +57,10 @@ class BenchEngine:
             raise EngineError(f"this arm is of vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
+        if not self._cuda and self._arm["plugin"] == "sham" and self._arm["engine"].get("async_scheduling"):
+            from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+
+            open_cpu_gate()  # on a CPU stock vLLM takes that choice back
         options = {
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
@@ -147,7 +151,9 @@ class BenchEngine:
         Path(file).write_text(json.dumps([asdict(each) for each in said]))
         return {"requests": len(said)}
 
-    def soak(self, load: str, file: str, seconds: float, seed: int, control: str | None) -> dict[str, Any]:
+    def soak(
+        self, load: str, file: str, seconds: float, seed: int, control: str | None, near: float = NEAR
+    ) -> dict[str, Any]:
         """Serve `load` for `seconds` under random arrivals and, on a GPU, delays, against what `file` expects."""
         which, requests = self._loads[load]
         expected = [Expected(**each) for each in json.loads(Path(file).read_text())]
@@ -158,7 +164,14 @@ class BenchEngine:
             delayed = stack.enter_context(delays(self._llm, seed)) if self._cuda else {}
             start = time.perf_counter()
             verdict = soak(
-                self._llm, requests, expected, self._sampling, running=which.running, seconds=seconds, seed=seed
+                self._llm,
+                requests,
+                expected,
+                self._sampling,
+                running=which.running,
+                seconds=seconds,
+                seed=seed,
+                near=near,
             )
             spent = time.perf_counter() - start
         return asdict(verdict) | {
@@ -184,17 +197,8 @@ class BenchEngine:
         if mrope.ARCHITECTURE in find_shape(arm["shape"]).target["architectures"]:
             mrope.register()
         options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
-        if method is None:
-            return options
-        drafting: dict[str, Any] = {"method": method.value, "num_speculative_tokens": arm["draft_tokens"]}
-        if models.drafter != models.target:
-            drafting["model"] = str(models.drafter)
-        if method in (Method.NGRAM, Method.NGRAM_GPU):
-            drafting |= {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
         acceptance = arm["acceptance"]
-        if acceptance and acceptance["means"] == "sampler":
-            drafting |= self._synthetic(acceptance["share"])
-        elif acceptance:
+        if acceptance and acceptance["means"] != "sampler":
             if arm["engine"].get("tensor_parallel_size", 1) > 1:
                 raise EngineError(
                     "weights are not arranged across tensor-parallel ranks; run with tensor_parallel_size=1, or set "
@@ -207,6 +211,15 @@ class BenchEngine:
             stirred = acceptance["means"] == "stirred"
             loading = {"share": acceptance["share"], "draft_model": draft_model, "stirred": stirred}
             options["model_loader_extra_config"] = loading
+        if method is None:
+            return options
+        drafting: dict[str, Any] = {"method": method.value, "num_speculative_tokens": arm["draft_tokens"]}
+        if models.drafter != models.target:
+            drafting["model"] = str(models.drafter)
+        if method in (Method.NGRAM, Method.NGRAM_GPU):
+            drafting |= {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
+        if acceptance and acceptance["means"] == "sampler":
+            drafting |= self._synthetic(acceptance["share"])
         return options | {"speculative_config": drafting}
 
     def _synthetic(self, share: float) -> dict[str, Any]:

@@ -205,7 +205,7 @@ _DEEPSEEK_LITE = _COMMON | {
     "num_nextn_predict_layers": 1,
     "vocab_size": 102_400,
 }
-
+_DEEPSEEK_DENSE = _DEEPSEEK_LITE | {"first_k_dense_replace": _DEEPSEEK_LITE["num_hidden_layers"] + 1}
 
 _TINY_LAYER = {
     "hidden_size": 256,
@@ -260,6 +260,13 @@ SHAPES = {
             "DeepSeek-V2-Lite's sizes in DeepSeek-V3's architecture, with one prediction layer",
             15.7e9,
             _DEEPSEEK_LITE,
+            {Method.MTP: None},
+        ),
+        Shape(
+            "mla-dense",
+            "the same without experts, its prediction layer too",
+            2.60e9,
+            _DEEPSEEK_DENSE,
             {Method.MTP: None},
         ),
         Shape(

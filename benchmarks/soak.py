@@ -3,7 +3,7 @@
 Delays put the device behind the host, where a buffer that is used again too early, or a length that is read too soon,
 does its harm. Stock served the same requests before, without delays, and said at each token which others were close
 behind: where a batch has another size, kernels add up in another order and may swap two that are close, and after such
-a swap a request has a course of its own. Soaking stock itself shows how close that is.
+a swap a request has a course of its own. Soaking stock itself shows how close that is: see `soaking.Soak.undrafted`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from benchmarks.loads import Request
 NEAR = 0.05
 """Two choices this close may be swapped by the order of additions, in float16, where logits spread by 1."""
 
-_NOTED = 0.5
+NOTED = 0.5
+"""How far behind a choice may be for it to be noted."""
+GAPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, NOTED)
 CHOICES = 5
 """Most likely tokens that are asked for, the chosen one among them."""
 
@@ -37,9 +39,9 @@ class Expected:
 
     tokens: list[int]
     behind: list[dict[str, float]]
-    """By token, in log-probability; of the next four those within 0.5."""
+    """By token, in log-probability; of the next four those within `NOTED`."""
 
-    def compare(self, tokens: Sequence[int]) -> tuple[str, int, float | None]:
+    def compare(self, tokens: Sequence[int], near: float = NEAR) -> tuple[str, int, float | None]:
         """`same`, `swapped` or `different`; the place where they part; how far behind this choice was, if noted."""
         if list(tokens) == self.tokens:
             return "same", len(self.tokens), None
@@ -48,25 +50,32 @@ class Expected:
         if place is None or len(tokens) != len(self.tokens):
             return "different", min(len(tokens), len(self.tokens)), None
         behind = self.behind[place].get(str(tokens[place]))
-        return "swapped" if behind is not None and behind <= NEAR else "different", place, behind
+        return "swapped" if behind is not None and behind <= near else "different", place, behind
 
 
 @dataclass(slots=True)
 class Verdict:
     """What came of all requests so far."""
 
+    near: float = NEAR
+    """Two choices this close may be swapped."""
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("same", "swapped", "different"), 0))
     tokens: int = 0
     widest_swap: float = 0.0
     """How far behind, in log-probability, the choice was that stock did not make, where `swapped`."""
     first_different: list[tuple[int, int, float | None]] = field(default_factory=list)
     """Up to ten: the request's index, the place, and how far behind the choice was, if it was among those noted."""
+    gaps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*map(str, GAPS), "more"), 0))
+    """Of requests that part: how many by a choice that was up to this far behind, and further than the last; `more`
+    has those not noted too."""
 
     def add(self, index: int, expected: Expected, tokens: Sequence[int]) -> None:
         """Judge one finished request."""
-        outcome, place, behind = expected.compare(tokens)
+        outcome, place, behind = expected.compare(tokens, self.near)
         self.outcomes[outcome] += 1
         self.tokens += len(tokens)
+        if outcome != "same":
+            self.gaps[next((str(gap) for gap in GAPS if behind is not None and behind <= gap), "more")] += 1
         if outcome == "swapped" and behind is not None:
             self.widest_swap = max(self.widest_swap, behind)
         if outcome == "different" and len(self.first_different) < 10:
@@ -88,7 +97,7 @@ def expected_of(output: Any) -> Expected:
     behind = []
     for token, choices in zip(tokens, output.logprobs, strict=True):
         gaps = {other: choices[token].logprob - choice.logprob for other, choice in choices.items() if other != token}
-        behind.append({str(other): round(gap, 4) for other, gap in gaps.items() if gap <= _NOTED})
+        behind.append({str(other): round(gap, 4) for other, gap in gaps.items() if gap <= NOTED})
     return Expected(tokens, behind)
 
 
@@ -101,9 +110,10 @@ def soak(
     running: int,
     seconds: float,
     seed: int,
+    near: float = NEAR,
 ) -> Verdict:
     """Serve the requests in random order, arriving at random, until `seconds` have passed and each was there once."""
-    source, engine, verdict = random.Random(seed), llm.llm_engine, Verdict()
+    source, engine, verdict = random.Random(seed), llm.llm_engine, Verdict(near)
     in_flight: dict[str, int] = {}
     begun, served, order = time.monotonic(), 0, list(range(len(requests)))
     source.shuffle(order)
@@ -211,12 +221,14 @@ def _no_fence(llm: Any) -> None:
 
 
 def _short(llm: Any) -> None:
-    """Each builder is told of one token less than each request has; what a CUDA graph reads stays as it is."""
+    """Each builder is told of one token less than each request had before; what a CUDA graph reads stays as it is."""
+    import torch
 
     def shortened(original: Callable[..., Any]) -> Callable[..., Any]:
         def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *rest: Any, **more: Any) -> Any:
             given = copy.copy(common_attn_metadata)
-            given.seq_lens = (given.seq_lens - 1).clamp(min=1)
+            # Not less than is asked of it now, for MLA's prefill path takes the difference for its context.
+            given.seq_lens = torch.maximum(given.seq_lens - 1, given.query_start_loc.diff().clamp(min=1))
             return original(self, common_prefix_len, given, *rest, **more)
 
         return build

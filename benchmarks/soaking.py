@@ -12,8 +12,14 @@ from typing import Any
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
 from benchmarks.loads import Load
+from benchmarks.soak import NEAR, NOTED
 
 _LEG_SECONDS = 60.0
+_NOISE_SECONDS = 15.0
+
+
+class SoakError(RuntimeError):
+    """A soak can't tell anything; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,37 @@ class Soak:
     name: str
     subject: Arm
     load: Load
+    undrafted: bool = False
+    """Whether stock says what is right without drafts, where with drafts it is wrong itself; it then serves the same
+    once more under random arrivals, and how far it is from itself is what the subject is allowed."""
+
+    @property
+    def oracle(self) -> Arm:
+        """Stock, which says what is right."""
+        method = None if self.undrafted else self.subject.method
+        return replace(self.subject, name="stock", plugin=Plugin.STOCK, method=method)
+
+
+def allowed(noise: Mapping[str, Any]) -> float:
+    """How close two choices must be for a swap to be forgiven, given how far stock was from itself.
+
+    Twice the widest of its swaps, since they are fewer than the subject's are going to be.
+
+    Args:
+        noise: the verdict of stock on itself, `NOTED` being near.
+
+    Raises:
+        SoakError: it is so far from itself that nothing can be told.
+    """
+    apart: int = noise["outcomes"]["different"]
+    widest: float = noise["widest_swap"]
+    if apart or 2 * widest > NOTED:
+        further = f", and in {apart} requests by more than {NOTED}" if apart else ""
+        raise SoakError(
+            f"stock differs from itself by up to {widest:.3f}{further}, so this soak can't tell who is wrong; a router "
+            f"of experts makes steps of roundings: take a shape without (requests, by how far: {noise['gaps']})"
+        )
+    return max(NEAR, 2 * widest)
 
 
 def run_soak(
@@ -53,17 +90,24 @@ def run_soak(
 
     Raises:
         ChildError: an engine does not come up, or dies.
+        SoakError: the oracle is not one.
     """
     env, models = envs.get(soak.subject.release or ""), cache / "models"
     with tempfile.TemporaryDirectory() as scratch:
         file = str(Path(scratch) / "expected.json")
         subject = replace(soak.subject, plugin=plugin)
-        oracle = replace(soak.subject, name="stock", plugin=Plugin.STOCK)
+        near, noise = NEAR, None
         log = cache / "logs" / f"soak-{soak.name}-stock.log"
-        with child.start(oracle, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
+        with child.start(soak.oracle, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()
             count = engine.ask("expect", load=soak.load.name, file=file)["requests"]
             report(f"stock has said what {count} requests get")
+            if soak.undrafted:
+                noise = engine.ask(
+                    "soak", load=soak.load.name, file=file, seconds=_NOISE_SECONDS, seed=seed, control=None, near=NOTED
+                )
+                near = allowed(noise)
+                report(f"stock is up to {noise['widest_swap']:.3f} from itself, so that {near:.3f} is near")
         log = cache / "logs" / f"soak-{soak.name}.log"
         with child.start(subject, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()
@@ -74,6 +118,8 @@ def run_soak(
                 "facts": facts,
                 "seed": seed,
                 "control": control,
+                "near": near,
+                "noise": noise,
             }
             legs: list[dict[str, Any]] = []
             while (left := seconds - sum(leg["seconds"] for leg in legs)) > 0 or not legs:
@@ -85,6 +131,7 @@ def run_soak(
                         seconds=min(left, _LEG_SECONDS),
                         seed=seed + len(legs),
                         control=None if legs else control,  # what is broken stays so
+                        near=near,
                     )
                 )
                 yield about | together(legs)
@@ -97,6 +144,7 @@ def together(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens": sum(leg["tokens"] for leg in legs),
         "widest_swap": max(leg["widest_swap"] for leg in legs),
         "first_different": [each for leg in legs for each in leg["first_different"]][:10],
+        "gaps": _added(leg["gaps"] for leg in legs),
         "seconds": round(sum(leg["seconds"] for leg in legs), 1),
         "delays": _added(leg["delays"] for leg in legs),
         "fallbacks": legs[-1]["fallbacks"],  # counted since the engine's start

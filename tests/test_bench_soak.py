@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 
 from benchmarks import child, cli
 from benchmarks.acceptance import arrange, make_orbit
-from benchmarks.arms import Plugin
+from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
 from benchmarks.plans import SOAKS
-from benchmarks.soak import CONTROLS, NEAR, Expected, Verdict, delays, expect, soak
-from benchmarks.soaking import together
+from benchmarks.soak import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
+from benchmarks.soaking import SoakError, allowed, together
 from benchmarks.stir import stir
 from vllm_async_spec.demo.model import TinyLlama
 
@@ -47,6 +47,14 @@ def test_only_a_swap_of_near_choices_is_forgiven(tokens: list[int], found: tuple
     assert SAID.compare(tokens) == found
 
 
+def test_what_is_near_can_be_said():
+    assert SAID.compare([5, 8, 7], 2 * NEAR) == ("swapped", 1, 2 * NEAR)
+    assert SAID.compare([5, 4, 7], 2 * NEAR) == ("different", 1, None)
+    verdict = Verdict(near=2 * NEAR)
+    verdict.add(0, SAID, [5, 8, 7])
+    assert verdict.outcomes["swapped"] == 1
+
+
 def test_a_verdict_keeps_the_widest_swap_and_the_first_differences():
     verdict = Verdict()
     for index, tokens in enumerate(([5, 6, 7], [5, 9, 1], [5, 8, 7])):
@@ -54,6 +62,32 @@ def test_a_verdict_keeps_the_widest_swap_and_the_first_differences():
     assert verdict.outcomes == {"same": 1, "swapped": 1, "different": 1}
     assert (verdict.tokens, verdict.widest_swap) == (9, NEAR / 2)
     assert verdict.first_different == [(2, 1, 2 * NEAR)]
+    verdict.add(3, SAID, [5, 4, 7])
+    assert {gap: count for gap, count in verdict.gaps.items() if count} == {"0.05": 1, "0.1": 1, "more": 1}
+
+
+def noise(widest: float, different: int = 0) -> dict[str, Any]:
+    return {"outcomes": {"different": different}, "widest_swap": widest, "gaps": {"0.1": 1}}
+
+
+def test_the_subject_is_allowed_twice_what_stock_is_from_itself():
+    assert allowed(noise(0.0)) == allowed(noise(NEAR / 2)) == NEAR
+    assert allowed(noise(0.08)) == 0.16
+
+
+@pytest.mark.parametrize("found", [noise(0.3), noise(0.01, different=1)])
+def test_where_stock_is_far_from_itself_nothing_is_told(found: dict[str, Any]):
+    with pytest.raises(SoakError, match=r"stock differs from itself by up to .* can't tell who is wrong"):
+        allowed(found)
+
+
+def test_of_mla_stock_without_drafts_says_what_is_right():
+    for each in SOAKS.values():
+        undrafted = "mla" in each.name
+        assert each.undrafted is undrafted
+        assert each.oracle.method is (None if undrafted else each.subject.method)
+        assert each.oracle.plugin is Plugin.STOCK
+        assert each.oracle.engine == each.subject.engine
 
 
 class FakeEngine:
@@ -193,6 +227,7 @@ LEGS: list[dict[str, Any]] = [
         "tokens": 500,
         "widest_swap": 0.04,
         "first_different": [],
+        "gaps": {"0.05": 6, "more": 0},
         "seconds": 60.2,
         "delays": {"before build": 7},
         "fallbacks": {"a reason": 1},
@@ -202,6 +237,7 @@ LEGS: list[dict[str, Any]] = [
         "tokens": 300,
         "widest_swap": 0.01,
         "first_different": [(3, 1, None), (4, 0, 0.2)],
+        "gaps": {"0.05": 1, "more": 2},
         "seconds": 30.5,
         "delays": {"before build": 2, "after build": 1},
         "fallbacks": {"a reason": 4},
@@ -216,6 +252,7 @@ def test_legs_of_a_soak_are_one_verdict():
         "tokens": 800,
         "widest_swap": 0.04,
         "first_different": [(3, 1, None), (4, 0, 0.2)],
+        "gaps": {"0.05": 7, "more": 2},
         "seconds": 90.7,
         "delays": {"before build": 9, "after build": 1},
         "fallbacks": {"a reason": 4},
@@ -255,6 +292,34 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
         (60.0, 1, None),
         (pytest.approx(29.6), 2, None),
     ]
+
+
+@pytest.mark.parametrize("widest", [0.1, 0.4])
+def test_stock_without_drafts_is_soaked_before_the_subject_is(
+    widest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It says how far it is from itself; that is what the subject is allowed, or too far to go on."""
+    asked: list[tuple[str, float | None]] = []
+
+    @contextmanager
+    def start(arm: Arm, *_: Any, **__: Any) -> Iterator[Any]:
+        def ask(command: str, *, near: float | None = None, **_: Any) -> dict[str, Any]:
+            asked.append((f"{command}, {arm.method.value if arm.method else 'no drafts'}", near))
+            return LEGS[0] | {"widest_swap": widest, "requests": 16, "vllm": "0.32.0"}
+
+        yield SimpleNamespace(wait_until_ready=lambda: None, ask=ask)
+
+    monkeypatch.setattr(child, "start", start)
+    done = CliRunner().invoke(app, ["soak", "tiny-mla", "--seconds", "1", "--out", str(tmp_path)])
+    assert asked[:2] == [("expect, no drafts", None), ("soak, no drafts", NOTED)]
+    if widest == 0.4:
+        assert (done.exit_code, len(asked)) == (1, 2)
+        assert "benchmarks: stock differs from itself by up to 0.400" in done.stderr
+        return
+    assert done.exit_code == 0, done.output
+    assert asked[2:] == [("describe, mtp", None), ("soak, mtp", 0.2)]
+    found = json.loads((tmp_path / "soak-tiny-mla.json").read_text())
+    assert (found["near"], found["noise"]["widest_swap"]) == (0.2, 0.1)
 
 
 def stirred() -> TinyLlama:

@@ -74,15 +74,27 @@ def test_drafts_are_accepted_as_often_as_asked(
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("control", [None, "short"])
-def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(tmp_path: Path, control: str | None):
+@pytest.mark.parametrize(
+    ("name", "plugin", "control"),
+    [
+        ("tiny", Plugin.ON, None),
+        ("tiny", Plugin.ON, "short"),
+        ("tiny-mla", Plugin.ON, None),
+        ("tiny-mla", Plugin.ON, "short"),
+        ("tiny-mla", Plugin.SHAM, None),
+    ],
+)
+def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
+    tmp_path: Path, name: str, plugin: Plugin, control: str | None
+):
+    """Broken on purpose, or stock where it is wrong: what MLA's prefill path attends to with drafts."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
     if torch.cuda.is_available():
         pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
-    found = run_soak(
-        find_soak("tiny"),
-        plugin=Plugin.ON,
+    *_, found = run_soak(
+        find_soak(name),
+        plugin=plugin,
         seconds=1,
         seed=3,
         control=control,
@@ -93,4 +105,10 @@ def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(t
     outcomes = found["outcomes"]
     assert sum(outcomes.values()) >= 16
     assert found["facts"]["async_scheduling"]
-    assert outcomes["different"] == (0 if control is None else sum(outcomes.values())), found
+    assert found["plugin"] == plugin.value
+    if control:
+        assert outcomes["different"] > sum(outcomes.values()) / 4, found  # a prompt alone is right, and so is luck
+    elif plugin is Plugin.ON:
+        assert outcomes["different"] == 0, found
+    else:
+        assert outcomes["different"] > 3, found
