@@ -78,7 +78,7 @@ def flashinfer(shape: str) -> Plan:
         engine = GPU_ENGINE | {"attention_config": attention}
         return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine, environment=environment)
 
-    return Plan(
+    return _flashinfer(
         name=f"flashinfer-{shape}",
         about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
         arms=(
@@ -87,11 +87,6 @@ def flashinfer(shape: str) -> Plan:
             arm("stock-xqa", Plugin.STOCK, FLASHINFER, VLLM_HAS_FLASHINFER_CUBIN="1"),
             arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
         ),
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
-        turns=2,
-        seconds=2.0,
-        reference=Plugin.STOCK.value,
-        control=Plugin.SHAM.value,
     )
 
 
@@ -102,25 +97,20 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
         engine = GPU_ENGINE | {"attention_backend": backend}
         return Arm(name, shape, plugin=plugin, release="0.26.0", runner=runner, acceptance=ACCEPTANCE, engine=engine)
 
-    return Plan(
+    return _flashinfer(
         name=f"flashinfer-{shape}-0.26.0-{runner}",
         about=f"FlashInfer in the {runner} runner of vLLM 0.26.0 with the plugin on, off and not loaded, {shape} shape",
         arms=(
             *(arm(plugin.value, plugin) for plugin in Plugin),
             arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
         ),
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
-        turns=2,
-        seconds=2.0,
-        reference=Plugin.STOCK.value,
-        control=Plugin.SHAM.value,
     )
 
 
 def flashinfer_older_gpu(shape: str) -> Plan:
     """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on whatever GPU there is."""
     engine = GPU_ENGINE | {"attention_config": FLASHINFER | NATIVE}
-    return Plan(
+    return _flashinfer(
         name=f"flashinfer-{shape}-fa2",
         about=f"FlashInfer as on Ampere and Ada with the plugin on, off and not loaded, {shape} shape",
         arms=tuple(
@@ -134,6 +124,14 @@ def flashinfer_older_gpu(shape: str) -> Plan:
             )
             for plugin in Plugin
         ),
+    )
+
+
+def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
+    return Plan(
+        name=name,
+        about=about,
+        arms=arms,
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=2,
         seconds=2.0,
