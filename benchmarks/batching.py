@@ -50,6 +50,7 @@ from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.middle import MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 from vllm_async_spec.audit.device_time import Shares, shares_between
+from vllm_async_spec.audit.device_trace import read_trace
 from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
@@ -443,8 +444,6 @@ def _waits(run: Run) -> dict[str, float]:
 
 def _shares(arm: Callable[[], object]) -> Shares:
     """What the device spent the middle half of a run on."""
-    from vllm_async_spec.audit.device_trace import read_trace
-
     torch.cuda.synchronize()
     with _trace() as path:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

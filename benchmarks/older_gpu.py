@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 _NAME, _WANTED = "ASYNC_SPEC_BENCH_FLASHINFER", "fa2"
 
@@ -26,10 +27,10 @@ def choose() -> None:
     if os.environ.get(_NAME) != _WANTED:
         return
     for name in ("flashinfer.prefill", "flashinfer.decode"):
-        module = importlib.import_module(name)
+        module: Any = importlib.import_module(name)
         if not hasattr(module, "determine_attention_backend"):
             raise RuntimeError(f"{name} has no determine_attention_backend, so FlashAttention 2 can't be chosen for it")
-        setattr(module, "determine_attention_backend", _always)  # noqa: B010
+        module.determine_attention_backend = _always
 
 
 def chosen() -> str | None:

@@ -422,15 +422,13 @@ SOAKS: dict[str, Soak] = {
         Soak(
             name="tiny-mla",
             # vLLM's own kernel rotates other rows than it should where heads have a dimension of theirs (findings).
-            subject=Arm(
-                "subject",
-                "tiny-mla",
-                plugin=Plugin.ON,
+            subject=replace(
+                _tiny("subject", plugin=Plugin.ON),
+                shape="tiny-mla",
                 method=Method.MTP,
                 acceptance=STIRRED,
                 engine=CPU_ENGINE
                 | {"async_scheduling": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
-                environment=CPU_ENVIRONMENT,
             ),
             load=_TINY_SOAK,
             undrafted=True,

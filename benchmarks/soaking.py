@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,9 +112,10 @@ def run_soak(
         log = cache / "logs" / f"soak-{soak.name}.log"
         with child.start(subject, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()
+            facts = engine.ask("describe")
             about = {
                 "soak": json.loads(json.dumps(asdict(soak))),
-                "vllm": (facts := engine.ask("describe"))["vllm"],
+                "vllm": facts["vllm"],
                 "plugin": plugin.value,
                 "facts": facts,
                 "seed": seed,
@@ -152,8 +154,7 @@ def together(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for each in counts:
-        for name, count in each.items():
-            found[name] = found.get(name, 0) + count
-    return found
+        found.update(each)  # which keeps those that are zero, and `+` does not
+    return dict(found)

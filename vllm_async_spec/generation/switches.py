@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,7 +81,7 @@ class DecodeSwitches:
             raise ValueError(f"memory_limit is {self.memory_limit}; it must be at least 1 byte")
 
 
-def _refuse_arguments(chosen: Mapping[str, Any]) -> None:
+def _refuse_arguments(chosen: dict[str, Any]) -> None:
     """Refuse arguments of `torch.compile` that a step can't be compiled with."""
     for name in chosen:
         if name not in _COMPILES_WITH:
@@ -94,6 +93,6 @@ def _refuse_arguments(chosen: Mapping[str, Any]) -> None:
         )
     if mode in _CAPTURING_MODES or (options or {}).get("triton.cudagraphs"):
         raise ValueError(
-            f"torch_compile is {dict(chosen)!r}, which makes CUDA graphs of its own, and here steps are captured; "
+            f"torch_compile is {chosen!r}, which makes CUDA graphs of its own, and here steps are captured; "
             "for what else it does take the mode 'max-autotune-no-cudagraphs'"
         )
