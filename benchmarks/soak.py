@@ -221,14 +221,16 @@ def _no_fence(llm: Any) -> None:
 
 
 def _short(llm: Any) -> None:
-    """Each builder is told of one token less than each request had before; what a CUDA graph reads stays as it is."""
+    """Each builder is told of one token less than each request has; what a CUDA graph reads stays as it is."""
     import torch
 
     def shortened(original: Callable[..., Any]) -> Callable[..., Any]:
         def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *rest: Any, **more: Any) -> Any:
             given = copy.copy(common_attn_metadata)
-            # Not less than is asked of it now, for MLA's prefill path takes the difference for its context.
-            given.seq_lens = torch.maximum(given.seq_lens - 1, given.query_start_loc.diff().clamp(min=1))
+            given.seq_lens = (given.seq_lens - 1).clamp(min=1)
+            if any(base.__name__.startswith("MLA") for base in type(self).__mro__):
+                # Not less than is asked of it now, for its prefill path takes the difference for the context.
+                given.seq_lens = torch.maximum(given.seq_lens, given.query_start_loc.diff())
             return original(self, common_prefix_len, given, *rest, **more)
 
         return build

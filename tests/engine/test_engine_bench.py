@@ -106,8 +106,10 @@ def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
     assert sum(outcomes.values()) >= 16
     assert found["facts"]["async_scheduling"]
     assert found["plugin"] == plugin.value
-    if control:
+    if control and name == "tiny-mla":
         assert outcomes["different"] > sum(outcomes.values()) / 4, found  # a prompt alone is right, and so is luck
+    elif control:
+        assert outcomes["different"] == sum(outcomes.values()), found
     elif plugin is Plugin.ON:
         assert outcomes["different"] == 0, found
     else:
