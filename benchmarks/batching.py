@@ -1,6 +1,7 @@
 """Tokens a second of continuous batching: steps waited for and not, with drafts and without, and transformers' own.
 
     python -m benchmarks batching [--json FILE] [--model 8b] [--batch N] [--new-tokens N] [--passes N] [--drafts K]
+        [--compile]
 
 Arms take turns in one process, in the order ABCD DCBA, on one set of random weights:
 
@@ -11,17 +12,20 @@ Arms take turns in one process, in the order ABCD DCBA, on one set of random wei
 - `drafts synchronous` and `drafts asynchronous`, where `--drafts` says how many: another batcher on the same weights,
   with a draft model.
 
+With `--compile` all arms of ours have compiled decodes, of one size, so what a compiler wins is in none of the ratios
+between them.
+
 The end-of-sequence id is one that the model can't produce, so that each arm looks for it and generates as many tokens.
 Tokens of our arms are compared, and there is no result where one differs. transformers attends by other kernels, so its
 tokens are compared and the share that is equal is told: of random weights in bfloat16, few are. With drafts the weights
 of all arms are those of `batching_models`, whose next token is never close.
 
 Each arm runs once before it is timed, shorter, which warms it up. Where there is a GPU, it runs shorter once more
-afterwards, under CUPTI alone, for what the device did in the middle half of that run: the share of the time in which a
-kernel or a copy ran, and that in which for 3 µs or more nothing did, which is the host's. The rest lies between kernels
-that were launched already. And each of ours runs once more with the audit's recorder on the steps in the middle: how
-often a step the host waited until the device had nothing left to do. `synchronous again` is the same as `synchronous`,
-and is left out of both.
+afterwards, under CUPTI alone, for what the device did in the third quarter of its steps (transformers' arm: in the
+middle half of the run): the share of the time in which a kernel or a copy ran, and that in which for 3 µs or more
+nothing did, which is the host's. The rest lies between kernels that were launched already. And each of ours runs once
+more with the audit's recorder on the steps in the middle: how often a step the host waited until the device had nothing
+left to do. `synchronous again` is the same as `synchronous`, and is left out of both.
 
 What is being done is told as it is done, and what is known so far can be kept, so that a run that is cut off says what
 it was at. A kernel that FlashInfer has not compiled on this machine yet is compiled as a batcher is made: seconds for
@@ -86,6 +90,7 @@ def measure(
     attention: str,
     arms: list[str],
     drafts: int = 0,
+    compiled: bool = False,
     say: Say = lambda _: None,
     keep: Keep = lambda _: None,
 ) -> dict[str, Any]:
@@ -129,6 +134,7 @@ def measure(
             names=arms,
             drafter=make_drafter(size, device) if drafts else None,
             drafts=drafts,
+            compiled=compiled,
             say=say,
         )
         warming = _Comparison(arms)
@@ -169,6 +175,7 @@ def measure(
                 "prompt": prompt,
                 "new_tokens": new_tokens,
                 "attention": made.attention,
+                "compiled": compiled,
                 "tokens_per_second": speeds,
                 "equal_tokens": compared.equal,
                 "gpu_busy": busy,
@@ -186,7 +193,10 @@ def measure(
             keep(found_so_far())
         for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
             say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
-            shares = _shares(functools.partial(made.runs[name], shorter))
+            if name in made.batchers:
+                shares = _shares_of_steps(functools.partial(made.stepping, name, shorter))
+            else:
+                shares = _shares(functools.partial(made.runs[name], shorter))
             busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
                 say(f"{name}: {shorter} tokens twice, for its waits")
@@ -295,12 +305,13 @@ def notes(found: Mapping[str, Any]) -> list[str]:
             f"{expected_length(SHARE, drafts):.2f} tokens a step. The tokens then depend on the last one alone: that "
             "they are equal says nothing about attention"
         )
+    if found.get("compiled"):
+        said.append("the decodes of our arms are compiled, and of one size")
     if found["waits"]:
         said.append(
             "critical waits: how often a step the host waited until the GPU had nothing left to do, in the middle half "
             "of the steps of a run with the audit's recorder. A step that was over before the host asked for it is no "
-            "wait, though the GPU then has nothing to do either: that is what `GPU busy` tells, of the middle half of "
-            "another run"
+            "wait, though the GPU then has nothing to do either: that is what `GPU busy` tells, of another run"
         )
     said += [f"no waits are told of {name}: {reason}" for name, reason in found["unrecorded"].items()]
     if found["device"] == "cpu":
@@ -342,6 +353,7 @@ def make_arms(
     names: list[str],
     drafter: Any = None,
     drafts: int = 0,
+    compiled: bool = False,
     say: Say = lambda _: None,
 ) -> Arms:
     """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
@@ -356,7 +368,9 @@ def make_arms(
         )
     # Where requests queue, those that share a step are not the same when it is learned later that one has ended. With
     # one decode size, and one prompt a step, that changes no bit of any.
-    apart: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
+    options: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
+    if compiled:
+        options |= {"torch_compile": True, "decode_sizes": [batch]}
 
     def run(batcher: Any, synchronous: bool, tokens: int) -> list[list[int]]:
         batcher.synchronous = synchronous
@@ -377,7 +391,7 @@ def make_arms(
                 max_batch=batch,
                 max_length=length,
                 attention=attention,
-                **apart,
+                **options,
                 **drafted,
             )
         )
@@ -444,15 +458,46 @@ def _waits(run: Run) -> dict[str, float]:
 
 def _shares(arm: Callable[[], object]) -> Shares:
     """What the device spent the middle half of a run on."""
-    torch.cuda.synchronize()
     with _trace() as path:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        with _profiler() as profiler:
             arm()
-            torch.cuda.synchronize()
         profiler.export_chrome_trace(str(path))
         trace = read_trace(path)
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
+
+
+def _shares_of_steps(run: Run) -> Shares:
+    """What it spent the third quarter of a run's steps on, in which long prompts have long been read."""
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    run(count)
+    profiler, step = _profiler(), 0
+
+    def on_step() -> None:
+        nonlocal step
+        if step == steps // 2:
+            profiler.start()
+        if step == steps * 3 // 4:
+            profiler.stop()
+        step += 1
+
+    run(on_step)
+    with _trace() as path:
+        profiler.export_chrome_trace(str(path))
+        trace = read_trace(path)
+    # What was launched before is not in it, and at the end it stops within a step.
+    start, end = int(trace.start[0]), int(trace.end.max())
+    return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
+
+
+def _profiler() -> torch.profiler.profile:
+    torch.cuda.synchronize()
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
 
 @contextlib.contextmanager

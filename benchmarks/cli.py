@@ -247,6 +247,7 @@ def batching(
     attention: Annotated[str, typer.Option(help="Of the batcher; its option of this name.")] = "auto",
     arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
     drafts: Annotated[int, typer.Option(min=0, help="Drafts of each sequence and step, for arms that draft.")] = 0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the decodes of our arms.")] = False,
 ) -> None:
     """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own.
 
@@ -269,6 +270,7 @@ def batching(
             attention=attention,
             arms=_named(arms, [*ARMS, *(DRAFTED if drafts else ())]),
             drafts=drafts,
+            compiled=compiled,
             say=_progress(),
             keep=lambda so_far: _write(so_far, json_file),
         )

@@ -425,6 +425,39 @@ def test_text_goes_through_the_tokenizer():
 
 
 @pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("llama", True), ("llama", "aot_eager"), ("gpt2", {"backend": "eager"}), ("sliding", "eager")],
+)
+def test_compiled_decodes_give_the_same_tokens(kind: str, compiled: Any):
+    expected = tokens(kind)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert tokens(kind, torch_compile=compiled, decode_sizes=[1, 3]) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each size, whole"
+
+
+def test_as_many_sizes_are_compiled_as_there_are():
+    """PyTorch's own limit is eight, and what is beyond it would run as it is without a word."""
+    sizes = list(range(1, 12))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with make(max_batch=11, decode_sizes=sizes, torch_compile="eager"):
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(sizes)
+
+
+def test_a_model_that_can_not_be_compiled_is_told_so():
+    model = tiny_models.model("llama")
+    with pytest.raises(ValueError, match="forward of LlamaForCausalLM can't be compiled; give torch_compile=False: "):
+        make(torch_compile={"backend": "refusing"})
+    assert model.config._attn_implementation == "eager"
+
+
+@torch._dynamo.register_backend(name="refusing")
+def refuse(*_: Any) -> Any:
+    raise NotImplementedError("this backend compiles nothing")
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
@@ -434,6 +467,7 @@ def test_text_goes_through_the_tokenizer():
         ({"steps_ahead": 0}, "steps_ahead is 0; it must be at least 1"),
         ({"decode_sizes": [1, 2]}, r"decode_sizes is \[1, 2\]; it must be positive, and the largest max_batch, 3"),
         ({"cuda_graphs": True}, "cuda_graphs is True and the model is on cpu; leave it out, or move the model"),
+        ({"torch_compile": {"mode": "reduce-overhead"}}, "makes CUDA graphs of its own, and here steps are captured"),
         ({"attention": "FAST"}, "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM, TORCH_REFERENCE"),
         ({"attention": "FLASH_ATTN"}, "FLASH_ATTN needs a CUDA device, and the model is on cpu"),
     ],

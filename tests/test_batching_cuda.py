@@ -261,6 +261,15 @@ def test_graphs_change_no_token(subject: tuple[Any, str]) -> None:
     assert tokens(subject, cuda_graphs=True) == tokens(subject, cuda_graphs=False)
 
 
+def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]) -> None:
+    """Under random delays too: the operator that attends is captured with the rest."""
+    expected = tokens(subject, synchronous=True, torch_compile=True)
+    found = tokens(subject, torch_compile=True, open_lanes=lambda device, slots: DelayedLanes(device, slots, seed=0))
+    assert found == expected
+    if subject[1] == "TORCH_REFERENCE":
+        assert found == tokens(subject), "in float32 no rounding decides"
+
+
 def test_other_company_changes_no_token(subject: tuple[Any, str]) -> None:
     assert tokens(subject, alone=True) == tokens(subject)
 

@@ -86,6 +86,16 @@ def test_without_a_draft_model_a_step_gives_one_token():
         assert batcher.accepted == 1.0
 
 
+def test_compiled_decodes_give_the_same_tokens():
+    """The drafter's first call of a step, its others and the model's: three kinds of each size."""
+    drafted = {"draft_model": drafter("llama", "noisy"), "draft_tokens": 3}
+    expected = tokens("llama", **drafted)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert tokens("llama", torch_compile="aot_eager", decode_sizes=[3], **drafted) == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),

@@ -7,9 +7,12 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -24,6 +27,8 @@ from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.cli import app
 from benchmarks.middle import MiddleError
+from vllm_async_spec import generation
+from vllm_async_spec.audit.device_time import Shares
 from vllm_async_spec.audit.report import Place
 
 SMALL = ["--device", "cpu", "--batch", "2", "--new-tokens", "4", "--passes", "2"]
@@ -232,6 +237,49 @@ def test_what_can_not_be_run_is_refused_in_one_sentence(options: list[str], mess
     assert done.exit_code == 1
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    class Recording(generation.ContinuousBatcher):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            made.append(dict(options))
+            super().__init__(*arguments, **(options | {"torch_compile": options.get("torch_compile") and "eager"}))
+
+    monkeypatch.setattr(generation, "ContinuousBatcher", Recording)
+    result = tmp_path / "found.json"
+    for options in ([], ["--compile"]):
+        done = run(*SMALL, "--arms", "synchronous,asynchronous", "--json", str(result), *options)
+        assert done.exit_code == 0, done.output
+        assert json.loads(result.read_text())["compiled"] == bool(options)
+        assert ("the decodes of our arms are compiled, and of one size" in done.output) == bool(options)
+    assert [options.get("torch_compile") for options in made] == [None, True]
+    assert made[1]["decode_sizes"] == [2]
+
+
+def test_shares_are_those_of_the_third_quarter_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight steps the fifth and the sixth, where prompts are read and none has ended."""
+    at: list[int] = []
+
+    class Profiler:
+        start = stop = lambda _: at.append(step)
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text("")
+
+    def steps(on_step: Callable[[], None]) -> None:
+        nonlocal step
+        for step in range(8):  # noqa: B007 the profiler reads it
+            on_step()
+
+    step = -1
+    trace = types.SimpleNamespace(start=np.array([0, 400]), end=np.array([200, 800]))
+    monkeypatch.setattr(batching, "_profiler", Profiler)
+    monkeypatch.setattr(batching, "read_trace", lambda _: trace)
+    found = batching._shares_of_steps(steps)
+    assert at == [4, 6]
+    assert found == Shares(busy=4 / 6, launch_gaps=2 / 6, host_idle=0, host_gaps=0)  # from 100 to 700
 
 
 def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:

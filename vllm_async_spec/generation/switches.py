@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from vllm_async_spec.generation.compiling import Compile, compile_arguments
+
 _KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (bool, str, dict), "memory_limit": (int, type(None))}
 """Types of the options that are not on or off."""
-_COMPILES_WITH = ("backend", "fullgraph", "mode", "options")
-_CAPTURING_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of `torch.compile` that make CUDA graphs, which know nothing of the streams of two slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class DecodeSwitches:
     """Whether keys and values are written to memory that is allocated once."""
     cuda_graphs: bool = True
     """Whether a step is captured and then replayed, by one launch."""
-    torch_compile: bool | str | dict[str, Any] = False
+    torch_compile: Compile = False
     """Whether the model's forward is compiled; a name chooses the backend, a dict has arguments of `torch.compile`."""
     memory_limit: int | None = None
     """Bytes that may be held between generations."""
@@ -53,11 +52,7 @@ class DecodeSwitches:
     @property
     def compiles_with(self) -> dict[str, Any] | None:
         """Arguments of `torch.compile`, None where nothing is compiled."""
-        if isinstance(self.torch_compile, dict):
-            return dict(self.torch_compile)
-        if not self.torch_compile:
-            return None
-        return {"backend": "inductor" if self.torch_compile is True else self.torch_compile}
+        return compile_arguments(self.torch_compile)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -70,8 +65,6 @@ class DecodeSwitches:
                 "cuda_graphs needs static_cache, because a captured step writes to the same memory each time; "
                 "leave out one of the two"
             )
-        if isinstance(self.torch_compile, dict):
-            _refuse_arguments(self.torch_compile)
         if self.compiles_with is not None and not self.static_cache:
             raise ValueError(
                 "torch_compile needs static_cache, because each length of another is compiled anew; "
@@ -79,20 +72,3 @@ class DecodeSwitches:
             )
         if self.memory_limit is not None and self.memory_limit < 1:
             raise ValueError(f"memory_limit is {self.memory_limit}; it must be at least 1 byte")
-
-
-def _refuse_arguments(chosen: dict[str, Any]) -> None:
-    """Refuse arguments of `torch.compile` that a step can't be compiled with."""
-    for name in chosen:
-        if name not in _COMPILES_WITH:
-            raise ValueError(f"torch_compile has {name!r}; it may have {', '.join(_COMPILES_WITH)}")
-    mode, options = chosen.get("mode"), chosen.get("options")
-    if mode is not None and options is not None:
-        raise ValueError(
-            f"torch_compile has the mode {mode!r} and options, and PyTorch takes one of them; leave out one"
-        )
-    if mode in _CAPTURING_MODES or (options or {}).get("triton.cudagraphs"):
-        raise ValueError(
-            f"torch_compile is {chosen!r}, which makes CUDA graphs of its own, and here steps are captured; "
-            "for what else it does take the mode 'max-autotune-no-cudagraphs'"
-        )

@@ -1,7 +1,8 @@
 """The attention of every layer, entered through transformers' registry of attention functions.
 
 The model is unchanged; it calls the function that its configuration names. That one asks who is at work: a `Probe`,
-that finds out what the layers are like, or a `Forward`, that writes to the cache and attends over its pages.
+that finds out what the layers are like, or a `Forward`, that writes to the cache and attends over its pages. In a
+compiled model it is an operator, which asks the same when it runs: a compiler sees what goes in and what comes out.
 """
 
 from __future__ import annotations
@@ -60,10 +61,29 @@ def paged_attention_of_layer(
     Raises:
         RuntimeError: the model was called while it belongs to a batcher, but not by it.
     """
+    if torch.compiler.is_compiling():
+        return _attend_in_layer(query, key, value, module.layer_idx), None
+    return _worker().layer(module, query, key, value, **options), None
+
+
+def _worker() -> Any:
     worker = _at_work.get()
     if worker is None:
         raise RuntimeError("this model belongs to a ContinuousBatcher; call the batcher's close() to use it elsewhere")
-    return worker.layer(module, query, key, value, **options), None
+    return worker
+
+
+# No argument is mutated: the cache is none, and only attention in the same call of this operator reads it.
+@torch.library.custom_op("vllm_async_spec::attend_in_layer", mutates_args=())
+def _attend_in_layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    attended: torch.Tensor = _worker().attend_in(layer, query, key, value)
+    return attended
+
+
+@_attend_in_layer.register_fake
+def _attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    batch, heads, tokens, head_size = query.shape
+    return query.new_empty(batch, tokens, heads, head_size)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_of_layer)
@@ -80,7 +100,10 @@ class Forward:
 
     def layer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
         """See `_Worker`."""
-        index = module.layer_idx
+        return self.attend_in(module.layer_idx, query, key, value)
+
+    def attend_in(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The same for the layer of this index."""
         self.cache.write(index, self.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = self.cache.pages(index)
         attended = self.attend(self.cache.layers[index], query[0].transpose(0, 1).contiguous(), keys, values)

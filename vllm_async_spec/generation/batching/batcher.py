@@ -35,6 +35,7 @@ from vllm_async_spec.generation.batching.request import Request, RequestError
 from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
 from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN, Sizes
+from vllm_async_spec.generation.compiling import Compile, compile_arguments, compiling_each
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 _COLDEST = 0.01
@@ -75,6 +76,8 @@ class ContinuousBatcher:
         eos_token_id: tokens that end a sequence; those of the model's generation configuration if None.
         decode_sizes: numbers of sequences that decodes are padded to; powers of two and `max_batch` if None.
         cuda_graphs: whether decodes are captured, one graph for each size and slot; on a CUDA device if None.
+        torch_compile: whether the forward of decodes is compiled, for each size once, when the batcher is made; a name
+            chooses the backend, a dict has arguments of `torch.compile`. Its kernels round in their own way.
         steps_ahead: steps launched before the tokens of one are read, at least 1; more than 1 learns later, and
             seldom wins.
         synchronous: wait for each step before the next is planned, as the specification of what must come out. An
@@ -105,6 +108,7 @@ class ContinuousBatcher:
         eos_token_id: int | Sequence[int] | None = None,
         decode_sizes: Sequence[int] | None = None,
         cuda_graphs: bool | None = None,
+        torch_compile: Compile = False,
         steps_ahead: int = 1,
         synchronous: bool = False,
         open_lanes: OpenLanes = open_lanes,
@@ -131,6 +135,7 @@ class ContinuousBatcher:
             raise ValueError(f"draft_tokens is {draft_tokens} and there is no draft_model; give one, or leave it out")
         else:
             drafts = 0
+        compile_with = compile_arguments(torch_compile)
         models = [model] if draft_model is None else [model, draft_model]
         self._tokenizer = tokenizer
         self._vocabulary = model.get_input_embeddings().num_embeddings
@@ -161,7 +166,8 @@ class ContinuousBatcher:
                     device=device,
                     query_tokens=query_tokens,
                 )
-                return PagedModel.of(each, _cache(layers, pages.num_pages, page_size, device), kernels)
+                cache = _cache(layers, pages.num_pages, page_size, device)
+                return PagedModel.of(each, cache, kernels, compile_with=compile_with)
 
             eos_token_ids = _eos_token_ids(eos_token_id, model)
             target = paged(model, 1 + drafts)
@@ -181,16 +187,17 @@ class ContinuousBatcher:
                     device=device,
                 )
             self._lanes = open_lanes(device, steps_ahead + 1)
-            self._runner = Runner(
-                target,
-                decoding=decoding,
-                lanes=self._lanes,
-                sizes=sizes,
-                slots=steps_ahead + 1,
-                decode_sizes=_decode_sizes(decode_sizes, max_batch),
-                longest=max_length + drafts,
-                cuda_graphs=isinstance(self._lanes, CudaLanes) if cuda_graphs is None else cuda_graphs,
-            )
+            with compiling_each(f"the forward of {type(model).__name__}", compile_with):
+                self._runner = Runner(
+                    target,
+                    decoding=decoding,
+                    lanes=self._lanes,
+                    sizes=sizes,
+                    slots=steps_ahead + 1,
+                    decode_sizes=_decode_sizes(decode_sizes, max_batch),
+                    longest=max_length + drafts,
+                    cuda_graphs=isinstance(self._lanes, CudaLanes) if cuda_graphs is None else cuda_graphs,
+                )
         except BaseException:
             self._give_attention_back()
             raise

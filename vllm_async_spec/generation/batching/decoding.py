@@ -84,7 +84,7 @@ class SingleTokens:
         )
         tokens = self._last_tokens.index_select(0, inputs.seats[:size])
         attend = self._target.kernels.decode(metadata)
-        return self._target.logits(tokens, inputs.positions[:size], metadata.slot_mapping, attend)
+        return self._target.logits(tokens, inputs.positions[:size], metadata.slot_mapping, attend, decodes=True)
 
     def hand_over(
         self, found: torch.Tensor, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor

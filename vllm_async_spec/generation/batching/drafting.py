@@ -116,7 +116,12 @@ class DraftedTokens:
         tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
         attend = self._drafter.kernels.prefill(metadata, host, inputs)
         self._drafter.logits(
-            inputs.tokens[:tokens], inputs.positions[:tokens], metadata.slot_mapping, attend, inputs.last[:rows]
+            inputs.tokens[:tokens],
+            inputs.positions[:tokens],
+            metadata.slot_mapping,
+            attend,
+            inputs.last[:rows],
+            decodes=False,
         )
 
     def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
@@ -158,4 +163,4 @@ class DraftedTokens:
         # A draft may lie behind the model's last position. Nothing that it gives is kept.
         positions = at.clamp(max=self._last_position).flatten()
         attend = model.kernels.decode(metadata)
-        return model.logits(tokens.flatten(), positions, metadata.slot_mapping, attend, wanted)
+        return model.logits(tokens.flatten(), positions, metadata.slot_mapping, attend, wanted, decodes=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,16 @@ class PagedModel:
     kernels: Kernels
     keeps: bool
     """Whether it can be told which tokens' logits are wanted."""
+    decodes: Callable[..., Any]
+    """Its forward for decodes, compiled if it is to be."""
 
     @classmethod
-    def of(cls, model: Any, cache: PagedCache, kernels: Kernels) -> PagedModel:
-        """The same, having asked the model what it can be told."""
-        return cls(model, cache, kernels, takes_logits_to_keep(model))
+    def of(
+        cls, model: Any, cache: PagedCache, kernels: Kernels, *, compile_with: dict[str, Any] | None = None
+    ) -> PagedModel:
+        """The same, having asked the model what it can be told; with arguments of `torch.compile`, or None."""
+        decodes = model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
+        return cls(model, cache, kernels, takes_logits_to_keep(model), decodes)
 
     def logits(
         self,
@@ -35,6 +41,8 @@ class PagedModel:
         slot_mapping: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
+        *,
+        decodes: bool,
     ) -> torch.Tensor:
         """Logits of a batch, whose keys and values are written on the way.
 
@@ -44,13 +52,15 @@ class PagedModel:
             slot_mapping: (tokens,) int64: where its keys and values are written.
             attend: how it attends.
             wanted: (rows,) int64, among `tokens`; all if None.
+            decodes: whether it is a batch of decodes, which come in few sizes; prompts come in any.
 
         Returns:
             (rows, vocabulary), or (tokens, vocabulary).
         """
         keep = {"logits_to_keep": wanted} if wanted is not None and self.keeps else {}
+        forward = self.decodes if decodes else self.model
         with at_work(Forward(self.cache, slot_mapping, attend)):
-            logits: torch.Tensor = self.model(
+            logits: torch.Tensor = forward(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep
             ).logits[0]
         return logits if wanted is None or self.keeps else logits.index_select(0, wanted)

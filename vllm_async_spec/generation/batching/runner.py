@@ -165,7 +165,12 @@ class Runner:
         )
         attend = self._target.kernels.prefill(metadata, known, inputs)
         logits = self._target.logits(
-            inputs.tokens[:tokens], inputs.positions[:tokens], metadata.slot_mapping, attend, inputs.last[:rows]
+            inputs.tokens[:tokens],
+            inputs.positions[:tokens],
+            metadata.slot_mapping,
+            attend,
+            inputs.last[:rows],
+            decodes=False,
         )
         self._decoding.prefill(metadata, known, inputs)
         batch = self._sizes.batch

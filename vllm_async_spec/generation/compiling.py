@@ -1,0 +1,62 @@
+"""How `torch.compile` is asked for, wherever a step is compiled and then captured."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+Compile = bool | str | dict[str, Any]
+"""Whether to compile; a name chooses the backend, a dict has arguments of `torch.compile`."""
+
+_ARGUMENTS = ("backend", "fullgraph", "mode", "options")
+_CAPTURING_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of `torch.compile` that make CUDA graphs, which know nothing of our streams."""
+
+
+def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
+    """Arguments of `torch.compile`, None where nothing is compiled.
+
+    Raises:
+        ValueError: a step can't be compiled with them; the message names which.
+    """
+    if not isinstance(chosen, dict):
+        return {"backend": "inductor" if chosen is True else chosen} if chosen else None
+    for name in chosen:
+        if name not in _ARGUMENTS:
+            raise ValueError(f"torch_compile has {name!r}; it may have {', '.join(_ARGUMENTS)}")
+    mode, options = chosen.get("mode"), chosen.get("options")
+    if mode is not None and options is not None:
+        raise ValueError(
+            f"torch_compile has the mode {mode!r} and options, and PyTorch takes one of them; leave out one"
+        )
+    if mode in _CAPTURING_MODES or (options or {}).get("triton.cudagraphs"):
+        raise ValueError(
+            f"torch_compile is {chosen!r}, which makes CUDA graphs of its own, and here steps are captured; "
+            "for what else it does take the mode 'max-autotune-no-cudagraphs'"
+        )
+    return dict(chosen)
+
+
+@contextlib.contextmanager
+def compiling_each(what: str, arguments: dict[str, Any] | None) -> Iterator[None]:
+    """Compile in the block as many kinds of call as there are: PyTorch's own limit ends in calls that are not compiled.
+
+    Args:
+        what: is compiled, for the message.
+        arguments: of `torch.compile`; None where nothing is.
+
+    Raises:
+        ValueError: it can't be compiled.
+    """
+    if arguments is None:
+        yield
+        return
+    from torch._dynamo import config, exc
+
+    try:
+        with config.patch(recompile_limit=sys.maxsize, accumulated_recompile_limit=sys.maxsize):
+            yield
+    except exc.TorchDynamoException as error:
+        raise ValueError(f"{what} can't be compiled; give torch_compile=False: {error}") from error
