@@ -21,11 +21,12 @@ tokens are compared and the share that is equal is told: of random weights in bf
 of all arms are those of `batching_models`, whose next token is never close.
 
 Each arm runs once before it is timed, shorter, which warms it up. Where there is a GPU, it runs shorter once more
-afterwards, under CUPTI alone, for what the device did in the third quarter of its steps (transformers' arm: in the
-middle half of the run): the share of the time in which a kernel or a copy ran, and that in which for 3 µs or more
-nothing did, which is the host's. The rest lies between kernels that were launched already. And each of ours runs once
-more with the audit's recorder on the steps in the middle: how often a step the host waited until the device had nothing
-left to do. `synchronous again` is the same as `synchronous`, and is left out of both.
+afterwards, on prompts as long as sequences are in the middle of a timed run, and under CUPTI alone, for what the device
+did in the third quarter of its steps (transformers' arm: in the middle half of the run): the share of the time in which
+a kernel or a copy ran, and that in which for 3 µs or more nothing did, which is the host's. The rest lies between
+kernels that were launched already. And each of ours runs so once more with the audit's recorder on the steps in the
+middle: how often a step the host waited until the device had nothing left to do. `synchronous again` is the same as
+`synchronous`, and is left out of both.
 
 What is being done is told as it is done, and what is known so far can be kept, so that a run that is cut off says what
 it was at. A kernel that FlashInfer has not compiled on this machine yet is compiled as a batcher is made: seconds for
@@ -66,8 +67,8 @@ _PAGE = 256
 _SHORTER_TOKENS = 128
 """New tokens of a run that is not timed; what is recorded of it has to be written and read, every kernel of it."""
 
-Arm = Callable[[int], list[list[int]]]
-"""From new tokens to those of each request."""
+Arm = Callable[..., list[list[int]]]
+"""From how many new tokens, and prompts other than those it was made with, to the tokens of each request."""
 Say = Callable[[str], None]
 """Is told what is being done."""
 Keep = Callable[[dict[str, Any]], None]
@@ -121,8 +122,11 @@ def measure(
     model = make_model(size, device, arranged=bool(drafts))
     # The last token of an arranged vocabulary is the one after which anything may follow.
     vocabulary = model.config.vocab_size - bool(drafts)
-    prompts = torch.randint(vocabulary, (requests, prompt), generator=_generator()).tolist()
     shorter = min(new_tokens, _SHORTER_TOKENS)
+    # As long as sequences are in the middle of a timed run.
+    longer = prompt + (new_tokens - shorter) // 2
+    recorded = torch.randint(vocabulary, (requests, longer), generator=_generator()).tolist()
+    prompts = [each[:prompt] for each in recorded]
     with contextlib.ExitStack() as stack:
         made = make_arms(
             stack,
@@ -194,14 +198,14 @@ def measure(
         for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
             say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
             if name in made.batchers:
-                shares = _shares_of_steps(functools.partial(made.stepping, name, shorter))
+                shares = _shares_of_steps(functools.partial(made.stepping, name, shorter, others=recorded))
             else:
-                shares = _shares(functools.partial(made.runs[name], shorter))
+                shares = _shares(functools.partial(made.runs[name], shorter, recorded))
             busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
                 say(f"{name}: {shorter} tokens twice, for its waits")
                 try:
-                    waits[name] = _waits(functools.partial(made.stepping, name, shorter))
+                    waits[name] = _waits(functools.partial(made.stepping, name, shorter, others=recorded))
                 except MiddleError as error:
                     unrecorded[name] = str(error)
             keep(found_so_far())
@@ -336,10 +340,12 @@ class Arms:
     batchers: dict[str, Any]
     """The `ContinuousBatcher` of each arm of ours."""
 
-    def stepping(self, name: str, new_tokens: int, on_step: OnStep) -> list[list[int]]:
-        """Run an arm of ours, with a call as each step begins."""
+    def stepping(
+        self, name: str, new_tokens: int, on_step: OnStep, *, others: list[list[int]] | None = None
+    ) -> list[list[int]]:
+        """Run an arm of ours, on other prompts if there are any, with a call as each step begins."""
         with before_each(self.batchers[name], "step", on_step):
-            return self.runs[name](new_tokens)
+            return self.runs[name](new_tokens, others)
 
 
 def make_arms(
@@ -372,9 +378,9 @@ def make_arms(
     if compiled:
         options |= {"torch_compile": True, "decode_sizes": [batch]}
 
-    def run(batcher: Any, synchronous: bool, tokens: int) -> list[list[int]]:
+    def run(batcher: Any, synchronous: bool, tokens: int, others: list[list[int]] | None = None) -> list[list[int]]:
         batcher.synchronous = synchronous
-        found = [batcher.submit(prompt, max_new_tokens=tokens) for prompt in prompts]
+        found = [batcher.submit(prompt, max_new_tokens=tokens) for prompt in others or prompts]
         batcher.run()
         return [request.result() for request in found]
 
@@ -433,8 +439,8 @@ def _transformers(
         other.continuous_batching_context_manager(generation_config=settings, continuous_batching_config=cache)
     )
 
-    def run(tokens: int) -> list[list[int]]:
-        order = manager.add_requests(inputs=prompts, max_new_tokens=tokens)
+    def run(tokens: int, others: list[list[int]] | None = None) -> list[list[int]]:
+        order = manager.add_requests(inputs=others or prompts, max_new_tokens=tokens)
         found: dict[str, list[int]] = {}
         while len(found) < len(prompts):
             result = manager.get_result(timeout=1)
@@ -497,7 +503,7 @@ def _shares_of_steps(run: Run) -> Shares:
 
 def _profiler() -> torch.profiler.profile:
     torch.cuda.synchronize()
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
 @contextlib.contextmanager
