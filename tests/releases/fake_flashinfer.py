@@ -37,7 +37,8 @@ class Wrapper:
         self.plans: list[dict[str, Any]] = []
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        self._backend = self.backend
+        if self._backend == "auto":
+            self._backend = self.backend
         starts = kwargs.get("qo_indptr")
         indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
         last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))

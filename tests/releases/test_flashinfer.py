@@ -19,6 +19,7 @@ from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.machine import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
 
@@ -32,6 +33,7 @@ BATCHES = {
     "ragged and a prefill": ([1, 4, 2, 40], [16, 17, 65, 40]),
     "page boundary": ([4, 4, 4], [16, 17, 15]),
     "padded": ([4, 4, 0], [33, 17, 0]),
+    "many drafts": ([4, 4, 4, 4, 4], [33, 17, 50, 16, 48]),
 }
 
 
@@ -253,11 +255,11 @@ def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner
 
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
 def test_without_counting_chunks_again_they_would_be_the_bounds(
-    builder: Any, kind: str, batch: str, monkeypatch: pytest.MonkeyPatch
+    builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
     built = builder.build(0, metadata(*BATCHES[batch], 17))
-    drafts_are_split = kind == "fa2" and built_on_device(built) == 0
+    drafts_are_split = built_on_device(built) == 0 and wrappers(built)[-1]._backend == "fa2"
     assert any(not each.split_is_right(PAGE) for each in wrappers(built)) is drafts_are_split
 
 
@@ -287,6 +289,82 @@ def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: An
     assert wrapper.is_cuda_graph_enabled
     assert wrapper._qo_indptr_buf.tolist() == [0, 4, 8, 8]
     assert wrapper._qo_indptr_last == 12
+
+
+def kernel(builder: Any, query: list[int]) -> str:
+    """What verifies such a batch."""
+    built = builder.build(0, metadata(query, [40 * (tokens > 0) for tokens in query], DRAFTS))
+    if built_on_device(built):
+        return "xqa"
+    (wrapper,) = wrappers(built)
+    return f"{wrapper._backend} in a graph" if wrapper.is_cuda_graph_enabled else wrapper._backend
+
+
+@pytest.mark.parametrize("query", [[4], [4] * 3, [4] * 4, [4, 4, 4, 0], [2, 2], [4] * 5, [4, 4, 4, 4, 0], [4] * 8])
+def test_drafts_are_flash_attention_2s_where_xqa_takes_none(builder: Any, query: list[int]) -> None:
+    assert kernel(builder, query) == ("xqa" if builder.reorder_batch_threshold > 1 else "fa2 in a graph")
+
+
+@pytest.mark.parametrize("query", [[4, 2, 4, 4], [4, 1], [1, 4]])
+def test_so_are_drafts_of_different_numbers(builder: Any, query: list[int], kind: str) -> None:
+    if builder.reorder_batch_threshold > 1:
+        assert kernel(builder, query) == "xqa"
+    else:
+        prefills = builder.build(0, metadata(query, [40] * len(query), DRAFTS)).prefill.wrapper
+        assert (prefills._backend, prefills.is_cuda_graph_enabled) == (kind, False)
+
+
+@pytest.mark.parametrize("requests", range(1, 9))
+def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, requests: int) -> None:
+    captured = builder.build_for_cudagraph_capture(metadata([4] * requests, [4] * requests, 0))
+    for live in range(1, requests + 1):
+        padding = [0] * (requests - live)
+        replayed = builder.build(0, metadata([4] * live + padding, [40] * live + padding, DRAFTS))
+        assert wrappers(replayed) == wrappers(captured)
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: Any, requests: int, kind: str) -> None:
+    assert kernel(builder, [2 + DRAFTS] * requests) == kind
+    xqa = flashinfer_builder._decodes_with_xqa(builder)
+    assert kernel(builder, [1] * requests) == ("xqa" if xqa else f"{kind} in a graph")
+
+
+@pytest.mark.parametrize("changed", [(8, 9), (12, 0), torch.float8_e4m3fn])
+def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
+    module: Any, setting: tuple[Any, ...], kind: str, changed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = module.FlashInferBackend.get_builder_cls()
+    if isinstance(changed, torch.dtype):
+        made = ours.__bases__[0].__init__
+
+        def with_cache(self: Any, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            self.kv_cache_dtype = changed
+
+        monkeypatch.setattr(ours.__bases__[0], "__init__", with_cache)
+        builder = ours(*setting)
+    else:
+        stand_on(changed, "FlashInfer")
+        try:
+            builder = ours(*setting)
+        finally:
+            stand_on(HOPPER, "FlashInfer")
+    takes_drafts = builder.reorder_batch_threshold > 1
+    assert [kernel(builder, [4] * requests) for requests in (1, 4, 5)] == [
+        "xqa" if takes_drafts else f"{kind} in a graph"
+    ] * 3
+
+
+def test_flash_attention_2_is_not_chosen_where_it_has_no_room(
+    builder: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if builder._graph_wrappers is None:
+        pytest.skip("XQA takes the drafts")
+    heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+    room = adapter.split_bytes(3, 4, *heads, builder.device)
+    monkeypatch.setattr(builder, "_workspace_buffer", torch.empty(room, dtype=torch.uint8))
+    assert [kernel(builder, [4] * requests) for requests in (3, 4)] == ["fa2 in a graph", f"{kind} in a graph"]
 
 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:

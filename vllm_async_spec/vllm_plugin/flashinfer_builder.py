@@ -67,10 +67,11 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
                 _unpin(self)
                 compile_kernels(self.device)
+            platform = sys.modules[upstream.__module__].current_platform
             if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
-                self._graph_wrappers = GraphWrappers(self)
+                self._graph_wrappers = GraphWrappers(self, _graph_backend(self, platform))
             if _decodes_with_xqa(self):
-                _check_xqa(self, sys.modules[upstream.__module__].current_platform)
+                _check_xqa(self, platform)
                 compile_xqa(_xqa_shapes(self))
 
         @classmethod
@@ -130,6 +131,16 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
 def _may_capture(config: Any) -> bool:
     # Without splits, as batch invariance has it, a plan for a graph does not say which of its work there is.
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
+
+
+def _graph_backend(builder: Any, platform: Any) -> str:
+    """FlashInfer's, of wrappers for graphs. On Hopper it would choose FlashAttention 3, which is for prompts.
+
+    That neither packs the heads of a group nor splits keys, as few query tokens want it. With a cache of 8 bits queries
+    of wrappers have 8 too, and FlashAttention 2 takes none of those.
+    """
+    sixteen_bits = builder.kv_cache_dtype in (torch.float16, torch.bfloat16)
+    return "fa2" if sixteen_bits and platform.is_device_capability(90) else "auto"
 
 
 def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_async_spec.attention.flashinfer import split_bytes
+
 
 def drafts_in_graphs(config: Any) -> bool:
     """Whether batches of drafts may be captured, as far as the configuration decides; vLLM decides whether they are.
@@ -48,10 +50,11 @@ class GraphWrappers:
 
     Args:
         builder: vLLM's metadata builder; its page buffers are what graphs read.
+        backend: FlashInfer's; `auto`, which leaves the choice to it, for sizes that FlashAttention 2 has no room for.
     """
 
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
+    def __init__(self, builder: Any, backend: str) -> None:
+        self._builder, self._backend = builder, backend
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
         most_requests = config.scheduler_config.max_num_seqs
@@ -70,11 +73,13 @@ class GraphWrappers:
         if not 1 < tokens <= 1 + self._most_drafts or tokens * requests > self._most_tokens:
             return None
         if (requests, tokens) not in self._by_size:
-            self._by_size[requests, tokens] = self._make(requests, make())
+            self._by_size[requests, tokens] = self._make(requests, tokens, make())
         return self._by_size[requests, tokens]
 
-    def _make(self, requests: int, like: Any) -> Any:
+    def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder = self._builder
+        heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+        fits = split_bytes(requests, tokens, *heads, builder.device) <= like._float_workspace_buffer.nbytes
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
         wrapper = type(like)(
             like._float_workspace_buffer,
@@ -84,6 +89,7 @@ class GraphWrappers:
             paged_kv_indptr_buf=builder.paged_kv_indptr.gpu[: requests + 1],
             paged_kv_indices_buf=indices,
             paged_kv_last_page_len_buf=builder.paged_kv_last_page_len.gpu[:requests],
+            backend=self._backend if fits else "auto",
         )
         # 8 MiB each, of which only the last plan's is read.
         wrapper._int_workspace_buffer = next(
