@@ -264,9 +264,6 @@ def test_without_counting_chunks_again_they_would_be_the_bounds(
 
 
 def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
-    if builder._graph_wrappers is None:
-        assert flashinfer_builder._takes_ragged(builder)
-        pytest.skip("XQA takes the drafts")
     (first,) = wrappers(builder.build(0, metadata(*BATCHES["drafts"], DRAFTS)))
     (smaller,) = wrappers(builder.build(0, metadata(*BATCHES["two tokens each"], DRAFTS)))
     (eager,) = wrappers(builder.build(0, metadata([4, 9], [20, 40], DRAFTS)))
@@ -282,8 +279,6 @@ def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
 
 
 def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any) -> None:
-    if builder._graph_wrappers is None:
-        pytest.skip("XQA takes the drafts")
     given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
     (wrapper,) = wrappers(builder.build(0, given))
     assert wrapper.is_cuda_graph_enabled
@@ -300,8 +295,13 @@ def kernel(builder: Any, query: list[int]) -> str:
     return f"{wrapper._backend} in a graph" if wrapper.is_cuda_graph_enabled else wrapper._backend
 
 
-@pytest.mark.parametrize("query", [[4], [4] * 3, [4] * 4, [4, 4, 4, 0], [2, 2], [4] * 5, [4, 4, 4, 4, 0], [4] * 8])
-def test_drafts_are_flash_attention_2s_where_xqa_takes_none(builder: Any, query: list[int]) -> None:
+@pytest.mark.parametrize("query", [[4], [4] * 3, [4] * 4, [4, 4, 4, 0], [4, 0, 0, 0], [2, 2]])
+def test_drafts_of_few_requests_are_flash_attention_2s(builder: Any, query: list[int]) -> None:
+    assert kernel(builder, query) == "fa2 in a graph"
+
+
+@pytest.mark.parametrize("query", [[4] * 5, [4, 4, 4, 4, 0], [4] * 8])
+def test_drafts_of_many_requests_are_xqas_where_it_takes_them(builder: Any, query: list[int]) -> None:
     assert kernel(builder, query) == ("xqa" if builder.reorder_batch_threshold > 1 else "fa2 in a graph")
 
 
@@ -359,12 +359,27 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
 def test_flash_attention_2_is_not_chosen_where_it_has_no_room(
     builder: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if builder._graph_wrappers is None:
-        pytest.skip("XQA takes the drafts")
     heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
     room = adapter.split_bytes(3, 4, *heads, builder.device)
     monkeypatch.setattr(builder, "_workspace_buffer", torch.empty(room, dtype=torch.uint8))
     assert [kernel(builder, [4] * requests) for requests in (3, 4)] == ["fa2 in a graph", f"{kind} in a graph"]
+
+
+@pytest.mark.parametrize("batch", ["drafts", "many drafts"])
+def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threshold, seen = builder.reorder_batch_threshold, []
+    builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+    assert builder.reorder_batch_threshold == threshold
+
+    def build(self: Any, *args: Any) -> Any:
+        seen.append(self.reorder_batch_threshold)
+        raise RuntimeError("a failing build")
+
+    monkeypatch.setattr(type(builder).__bases__[0], "build", build)
+    with pytest.raises(RuntimeError, match="a failing build"):
+        builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+    assert seen == [1 if batch == "drafts" else threshold]
+    assert builder.reorder_batch_threshold == threshold
 
 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
@@ -397,6 +412,8 @@ def test_what_is_not_captured(
         monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
     ours, upstream = type(builder), type(builder).__bases__[0]
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
+    if what in ("not causal", "sinks"):
+        assert ours(*setting)._graph_wrappers is None
 
 
 def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
@@ -431,7 +448,8 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
         asked = set()
         for query, exact in BATCHES.values():
             decode = rebuilt.build(0, metadata(query, exact, DRAFTS)).decode
-            asked.add((decode.q_len_per_req, True) if decode.q_cu_seq_lens is not None else (decode.q_len_per_req,))
+            if decode is not None:
+                asked.add((decode.q_len_per_req, True) if decode.q_cu_seq_lens is not None else (decode.q_len_per_req,))
         assert asked == {(1,), (4,), (4, True)}
     else:
         assert sorted(tokens) == [(count,) for count in range(1, 1 + rebuilt.reorder_batch_threshold)]

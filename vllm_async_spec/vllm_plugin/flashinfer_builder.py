@@ -2,8 +2,9 @@
 
 The builder is a subclass of vLLM's. It hands vLLM's `build` the bound in place of exact lengths, and afterwards
 writes the device's lengths over what was planned. Where drafts are verified by a planned wrapper, it lets vLLM capture
-them in full CUDA graphs. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
-request, and a ragged batch; all are compiled when the builder is made.
+them in full CUDA graphs; on Hopper those of few requests are, and XQA has the others. It also settles which XQA kernels
+decoding needs: one token a request, all drafts of every request, and a ragged batch; all are compiled when the builder
+is made.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
     class FlashInferMetadataBuilder(upstream):  # type: ignore[misc]
         """As vLLM's; see this module."""
 
+        reorder_batch_threshold: int
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._drafts = self.vllm_config.speculative_config is not None
@@ -68,8 +71,10 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 _unpin(self)
                 compile_kernels(self.device)
             platform = sys.modules[upstream.__module__].current_platform
-            if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
-                self._graph_wrappers = GraphWrappers(self, _graph_backend(self, platform))
+            backend = _graph_backend(self, platform)
+            plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
+            if self.enable_cuda_graph and plans_drafts and _may_capture(self.vllm_config):
+                self._graph_wrappers = GraphWrappers(self, backend)
             if _decodes_with_xqa(self):
                 _check_xqa(self, platform)
                 compile_xqa(_xqa_shapes(self))
@@ -87,11 +92,15 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             if reason is not None:
                 record_fallback(reason)
             given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
+            threshold = self.reorder_batch_threshold
+            if self._graph_wrappers is not None and self._graph_wrappers.takes(common_attn_metadata):
+                # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
+                self.reorder_batch_threshold = 1
             self._batch = common_attn_metadata
             try:
                 built = super().build(common_prefix_len, given, fast_build)
             finally:
-                self._batch = None
+                self._batch, self.reorder_batch_threshold = None, threshold
                 self._plan_buffers.planned()
             if reason is None:
                 lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes

@@ -1,4 +1,5 @@
-"""Drafts inside CUDA graphs where FlashInfer's wrappers verify them, as on every GPU without XQA or trtllm-gen.
+"""Drafts inside CUDA graphs where FlashInfer's wrappers verify them, as on every GPU without XQA or trtllm-gen, and on
+Hopper for few requests.
 
 vLLM captures full graphs of such batches only for kernels that it does not plan. The wrappers could always do it: with
 `use_cuda_graph` a plan keeps to the sizes that it was captured with, and its contents are device memory.
@@ -13,6 +14,11 @@ import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import split_bytes
+
+SMALL_BATCH = 4
+"""Most requests whose drafts are not XQA's where it takes them. On an H200 FlashAttention 2, which packs the heads of a
+group and splits keys too, took less time than XQA for up to so many at every context length; for many and long ones
+XQA did."""
 
 
 def drafts_in_graphs(config: Any) -> bool:
@@ -57,24 +63,38 @@ class GraphWrappers:
         self._builder, self._backend = builder, backend
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
-        most_requests = config.scheduler_config.max_num_seqs
-        self._query_indptr = torch.zeros(most_requests + 1, dtype=torch.int32, device=builder.device)
+        beside_xqa = builder.reorder_batch_threshold > 1
+        self._most_requests: int = SMALL_BATCH if beside_xqa else config.scheduler_config.max_num_seqs
+        self._query_indptr = torch.zeros(self._most_requests + 1, dtype=torch.int32, device=builder.device)
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         self._most_drafts: int = config.speculative_config.num_speculative_tokens
 
-    def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
-        """The wrapper for this batch, or None if it is not one of drafts, or larger than any graph.
+    def takes(self, metadata: Any) -> bool:
+        """Whether this is a batch of drafts, and no larger than any graph, or than what is XQA's.
 
         Args:
             metadata: vLLM's common metadata, padded as the graph is.
-            make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
         """
         tokens, requests = drafts_of_each(metadata), metadata.num_reqs
-        if not 1 < tokens <= 1 + self._most_drafts or tokens * requests > self._most_tokens:
+        return (
+            1 < tokens <= 1 + self._most_drafts
+            and requests <= self._most_requests
+            and tokens * requests <= self._most_tokens
+        )
+
+    def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
+        """The wrapper for this batch, or None if it is not one that `takes` says yes to.
+
+        Args:
+            metadata: as there.
+            make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
+        """
+        if not self.takes(metadata):
             return None
-        if (requests, tokens) not in self._by_size:
-            self._by_size[requests, tokens] = self._make(requests, tokens, make())
-        return self._by_size[requests, tokens]
+        size = metadata.num_reqs, int(metadata.max_query_len)
+        if size not in self._by_size:
+            self._by_size[size] = self._make(*size, make())
+        return self._by_size[size]
 
     def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder = self._builder
