@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.attention import ReferenceArguments, paged_attention
 from vllm_async_spec.attention import flashinfer as adapter
-from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths
+from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths, split_bytes
 from vllm_async_spec.kernels import (
     paged_lengths,
     set_chunks,
@@ -225,14 +225,23 @@ class Case:
         return out
 
 
-def make_wrapper(kind: str, **graph: Any) -> Any:
+def make_wrapper(kind: str, room: int = 128 << 20, **graph: Any) -> Any:
     flashinfer = pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    workspace = torch.zeros(room, dtype=torch.uint8, device="cuda")
     if kind == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
     if kind == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 needs SM90")
     return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind, **graph)
+
+
+def graph_buffers(case: Case) -> dict[str, Any]:
+    """What a wrapper for a graph of such batches is made with."""
+    requests = len(case.query_lens)
+    sizes = {"qo_indptr": requests + 1, "paged_kv_indptr": requests + 1, "paged_kv_last_page_len": requests}
+    sizes["paged_kv_indices"] = case.table.numel()
+    made = {f"{name}_buf": torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
+    return made | {"use_cuda_graph": True}
 
 
 def chunk_size(wrapper: Any) -> int:
@@ -342,20 +351,13 @@ def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkey
 @gpu
 @on_a_gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa3"])
-@pytest.mark.parametrize("requests", [1, 3, 32])
+@pytest.mark.parametrize("requests", [1, 3, 4, 32])
 def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
     """Captured with the shortest requests, replayed with long ones, and with a row that only pads the batch."""
     tokens, most = 4, 5000
     lengths = [tokens] * requests
     case = Case(lengths, lengths, lengths, room=most)
-    wrapper = make_wrapper(
-        kind,
-        use_cuda_graph=True,
-        qo_indptr_buf=torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
-        paged_kv_indptr_buf=torch.zeros(requests + 1, dtype=torch.int32, device="cuda"),
-        paged_kv_indices_buf=torch.zeros(case.table.numel(), dtype=torch.int32, device="cuda"),
-        paged_kv_last_page_len_buf=torch.zeros(requests, dtype=torch.int32, device="cuda"),
-    )
+    wrapper = make_wrapper(kind, **graph_buffers(case))
     case.plan(wrapper, case.bound)
     out = case.run(wrapper)
     graph = torch.cuda.CUDAGraph()
@@ -372,6 +374,18 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
         carry_lengths(wrapper, later.seq_lens, PAGE)
         graph.replay()
         assert close(out[: live * tokens], later.oracle()[: live * tokens]), (exact, bound)
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (128, 4), (256, 2)])
+def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int) -> None:
+    case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
+    room = split_bytes(requests, tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
+    case.plan(make_wrapper("fa2", room, **graph_buffers(case)), case.bound)
+    if requests >= 32:  # Pieces of fewer have fewer rows than are counted.
+        with pytest.raises(RuntimeError, match="Buffer overflow"):
+            case.plan(make_wrapper("fa2", room - 16, **graph_buffers(case)), case.bound)
 
 
 def race(kind: str, fenced: bool) -> bool:

@@ -19,6 +19,7 @@ from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.machine import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
 
@@ -287,6 +288,38 @@ def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: An
     assert wrapper.is_cuda_graph_enabled
     assert wrapper._qo_indptr_buf.tolist() == [0, 4, 8, 8]
     assert wrapper._qo_indptr_last == 12
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
+    module: Any, setting: tuple[Any, ...], kind: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it FlashInfer fails: one draft and 256 requests of an 8b need more than vLLM's workspace has."""
+    stand_on(capability, "FlashInfer")
+    try:
+        builder = module.FlashInferBackend.get_builder_cls()(*setting)
+    finally:
+        stand_on(HOPPER, "FlashInfer")
+    if builder._graph_wrappers is None:
+        pytest.skip("XQA takes the drafts")
+    needed = {
+        requests: adapter.split_bytes(
+            requests, 4, builder.num_qo_heads, builder.num_kv_heads, builder.head_dim, builder.device
+        )
+        for requests in (3, 4, 8)
+    }
+    given = torch.empty(needed[3], dtype=torch.uint8)
+    monkeypatch.setattr(builder, "_workspace_buffer", given)
+    found = {}
+    for requests in (8, 3, 4):  # the largest first, as graphs are captured
+        (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
+        found[requests] = wrapper._float_workspace_buffer
+    assert found[3] is given
+    if capability == HOPPER:
+        assert found[8] is found[4] is given, "FlashAttention 3 splits nothing"
+    else:
+        assert found[8] is found[4]
+        assert found[8].nbytes >= needed[8] > needed[4] > given.nbytes
 
 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:

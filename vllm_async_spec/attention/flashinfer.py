@@ -26,6 +26,8 @@ from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_work_len
 
 _INT32_BYTES = 4
 _INT32_MAX = torch.iinfo(torch.int32).max
+_MOST_ROWS = 128
+"""Of a piece of work of FlashAttention 2: query tokens by the heads of a group."""
 # PrefillPlanInfo::ToVector: two sizes, offsets in bytes into the int workspace, and two flags.
 _PLAN_SIZE = 15
 _WORKS, _QUERY_TOKENS, _TILE, _REQUESTS, _CHUNKS = 0, 1, 3, 4, 6
@@ -73,6 +75,30 @@ def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
         raise PlanError(
             f"a plan of {type(wrapper).__name__} with backend {wrapper._backend!r} can't be corrected on the device"
         )
+
+
+def split_bytes(
+    requests: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+) -> int:
+    """What FlashAttention 2 may need of a wrapper's float workspace to plan for a graph; with less its plan may fail.
+
+    A graph always splits keys, into as many pieces of work as any later plan may need, and each piece has room for
+    the outputs of its rows and for their sums, in float32. FlashAttention 3 needs none.
+
+    Args:
+        requests: of the graph.
+        tokens: query tokens of each.
+        num_heads: query heads.
+        num_kv_heads: of the KV cache.
+        head_size: of keys and values.
+        device: the wrapper's.
+
+    Returns:
+        Bytes; no fewer than it takes, since no piece has more rows than is counted here.
+    """
+    rows = requests * tokens * num_heads // num_kv_heads
+    pieces = max(2 * _processors(device) // num_kv_heads, -(-rows // _MOST_ROWS) + requests - 1)
+    return 4 * num_heads * pieces * _MOST_ROWS * (head_size + 1)
 
 
 def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:

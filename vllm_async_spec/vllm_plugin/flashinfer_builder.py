@@ -67,10 +67,12 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
                 _unpin(self)
                 compile_kernels(self.device)
+            platform = sys.modules[upstream.__module__].current_platform
             if self.enable_cuda_graph and self.reorder_batch_threshold == 1 and _may_capture(self.vllm_config):
-                self._graph_wrappers = GraphWrappers(self)
+                # On Hopper wrappers run FlashAttention 3.
+                self._graph_wrappers = GraphWrappers(self, splits=not platform.is_device_capability(90))
             if _decodes_with_xqa(self):
-                _check_xqa(self, sys.modules[upstream.__module__].current_platform)
+                _check_xqa(self, platform)
                 compile_xqa(_xqa_shapes(self))
 
         @classmethod

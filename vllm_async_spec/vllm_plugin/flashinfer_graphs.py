@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_async_spec.attention.flashinfer import split_bytes
+
 
 def drafts_in_graphs(config: Any) -> bool:
     """Whether batches of drafts may be captured, as far as the configuration decides; vLLM decides whether they are.
@@ -48,10 +50,12 @@ class GraphWrappers:
 
     Args:
         builder: vLLM's metadata builder; its page buffers are what graphs read.
+        splits: whether FlashInfer splits keys in a graph, as FlashAttention 2 does and 3 does not.
     """
 
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
+    def __init__(self, builder: Any, *, splits: bool) -> None:
+        self._builder, self._splits = builder, splits
+        self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
         most_requests = config.scheduler_config.max_num_seqs
@@ -70,14 +74,14 @@ class GraphWrappers:
         if not 1 < tokens <= 1 + self._most_drafts or tokens * requests > self._most_tokens:
             return None
         if (requests, tokens) not in self._by_size:
-            self._by_size[requests, tokens] = self._make(requests, make())
+            self._by_size[requests, tokens] = self._make(requests, tokens, make())
         return self._by_size[requests, tokens]
 
-    def _make(self, requests: int, like: Any) -> Any:
+    def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder = self._builder
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
         wrapper = type(like)(
-            like._float_workspace_buffer,
+            self._roomy(requests, tokens, like._float_workspace_buffer),
             like._kv_layout,
             use_cuda_graph=True,
             qo_indptr_buf=self._query_indptr[: requests + 1],
@@ -90,3 +94,14 @@ class GraphWrappers:
             (known._int_workspace_buffer for known in self._by_size.values()), wrapper._int_workspace_buffer
         )
         return wrapper
+
+    def _roomy(self, requests: int, tokens: int, given: torch.Tensor) -> torch.Tensor:
+        """The workspace of vLLM, or one of our own for sizes that may need more; the largest are captured first."""
+        builder = self._builder
+        heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+        needed = split_bytes(requests, tokens, *heads, builder.device) if self._splits else 0
+        if needed <= given.nbytes:
+            return given
+        if self._workspace is None or self._workspace.nbytes < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=builder.device)
+        return self._workspace
