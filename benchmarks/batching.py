@@ -55,7 +55,7 @@ from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.middle import MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 from vllm_async_spec.audit.device_time import Shares, shares_between
-from vllm_async_spec.audit.device_trace import read_trace
+from vllm_async_spec.audit.device_trace import DeviceTrace, read_trace
 from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
@@ -465,11 +465,9 @@ def _waits(run: Run) -> dict[str, float]:
 
 def _shares(arm: Callable[[], object]) -> Shares:
     """What the device spent the middle half of a run on."""
-    with _trace() as path:
-        with _profiler() as profiler:
-            arm()
-        profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
+    with _profiler() as profiler:
+        arm()
+    trace = _traced(profiler)
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
 
@@ -494,9 +492,7 @@ def _shares_of_steps(run: Run) -> Shares:
         step += 1
 
     run(on_step)
-    with _trace() as path:
-        profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
+    trace = _traced(profiler)
     # What was launched before is not in it, and at the end it stops within a step.
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
@@ -507,10 +503,11 @@ def _profiler() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
-@contextlib.contextmanager
-def _trace() -> Iterator[Path]:
+def _traced(profiler: torch.profiler.profile) -> DeviceTrace:
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "trace.json"
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
 
 
 def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:

@@ -87,7 +87,7 @@ _MODEL_OF = {
 """Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
 generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
 
-_OURS = ("graphs", "interleaved", "compiled", "whole", "ungraphed", "ungraphed interleaved", *TUNED)
+_OURS = ("graphs", "interleaved", *(name for name, kind in _MODEL_OF.items() if kind != "static"))
 COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
 Arm = Callable[[], torch.Tensor]
 
