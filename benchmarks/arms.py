@@ -103,8 +103,14 @@ class Plan:
             )
 
     def order(self) -> list[tuple[int, Arm]]:
-        """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ..."""
-        return [(number, arm) for number in range(self.turns) for arm in self.arms[:: -1 if number % 2 else 1]]
+        """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ...
+
+        What others are compared with comes last in the first pass and first in the second, so that a run which is cut
+        in the second has it twice, and ratios of all arms that it came to.
+        """
+        last = {self.control: 1, self.reference: 2}
+        arms = sorted(self.arms, key=lambda arm: last.get(arm.name, 0))
+        return [(number, arm) for number in range(self.turns) for arm in arms[:: -1 if number % 2 else 1]]
 
 
 class PlanError(ValueError):

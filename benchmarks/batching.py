@@ -42,7 +42,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +55,14 @@ from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.middle import MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 from vllm_async_spec.audit.device_time import Shares, shares_between
-from vllm_async_spec.audit.device_trace import read_trace
+from vllm_async_spec.audit.device_trace import DeviceTrace, read_trace
 from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
 ARMS = ("synchronous", "synchronous again", "asynchronous", "transformers")
 DRAFTED = ("drafts synchronous", "drafts asynchronous")
+REFERENCES = ("synchronous", "transformers", "drafts synchronous")
+"""Arms that others are held to."""
 _OURS = (*ARMS[:3], *DRAFTED)
 _ASYNCHRONOUS = ("asynchronous", "drafts asynchronous")
 _PAGE = 256
@@ -249,15 +251,16 @@ def table(found: Mapping[str, Any]) -> Table:
         f"transformers {found['transformers']}, {found['device']}, {found['model']}, {found['requests']} requests, "
         f"batch {found['batch']}, {found['prompt']} prompt and {found['new_tokens']} new tokens"
     )
-    shown = Table(*columns(found), title=title)
-    for row in rows(found):
+    references = [name for name in REFERENCES if name in found["tokens_per_second"]]
+    shown = Table(*columns(references), title=title)
+    for row in rows(found, references):
         shown.add_row(*row)
     return shown
 
 
-def columns(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of the table of this result."""
-    ratios = (f"{name} = 1" for name in _references(found))
+def columns(references: Sequence[str]) -> tuple[str, ...]:
+    """Of a table whose arms are held to these."""
+    ratios = (f"{name} = 1" for name in references)
     return (
         "arm",
         "tokens/s",
@@ -271,11 +274,13 @@ def columns(found: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """One for each arm, in the order of `columns`."""
-    speeds, references = found["tokens_per_second"], _references(found)
+def rows(found: Mapping[str, Any], references: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """One for each arm, in the order of `columns`; arms are held to those of `references` that there are."""
+    speeds = found["tokens_per_second"]
     for name, values in speeds.items():
-        against = [name != other and (other != DRAFTED[0] or name in DRAFTED) for other in references]
+        against = [
+            other in speeds and name != other and (other != DRAFTED[0] or name in DRAFTED) for other in references
+        ]
         waits, accepted = found["waits"].get(name), found["accepted"].get(name)
         busy, idle = found["gpu_busy"].get(name), found.get("host_idle", {}).get(name)
         yield (
@@ -290,12 +295,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             "-" if accepted is None else f"{accepted:.2f}",
             "-" if waits is None else f"{waits[Place.CRITICAL]:.2f}",
             "-" if busy is None else f"{busy:.1%}",
-            "-" if idle is None else f"{idle:.1%}",
+            "-" if idle is None else f"{idle:.2%}",
         )
-
-
-def _references(found: Mapping[str, Any]) -> list[str]:
-    return [name for name in ("synchronous", "transformers", DRAFTED[0]) if name in found["tokens_per_second"]]
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
@@ -464,11 +465,9 @@ def _waits(run: Run) -> dict[str, float]:
 
 def _shares(arm: Callable[[], object]) -> Shares:
     """What the device spent the middle half of a run on."""
-    with _trace() as path:
-        with _profiler() as profiler:
-            arm()
-        profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
+    with _profiler() as profiler:
+        arm()
+    trace = _traced(profiler)
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
 
@@ -493,9 +492,7 @@ def _shares_of_steps(run: Run) -> Shares:
         step += 1
 
     run(on_step)
-    with _trace() as path:
-        profiler.export_chrome_trace(str(path))
-        trace = read_trace(path)
+    trace = _traced(profiler)
     # What was launched before is not in it, and at the end it stops within a step.
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
@@ -506,10 +503,11 @@ def _profiler() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
 
 
-@contextlib.contextmanager
-def _trace() -> Iterator[Path]:
+def _traced(profiler: torch.profiler.profile) -> DeviceTrace:
     with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder) / "trace.json"
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
 
 
 def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:

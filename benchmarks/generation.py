@@ -12,8 +12,7 @@ Arms take turns in one process, in the order ABC CBA, on a model with random wei
 - `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
 - `interleaved`: the same with two slots, and no wait;
 - `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well;
-- `criterion compiled` and `criterion whole`: the same with a stopping criterion of the caller's beside the end of
-  sequence, of two operators, so that what follows a forward is launched by itself, as in published loops;
+- `ungraphed` and `ungraphed interleaved`: the same without CUDA graphs, so that the host launches what was compiled;
 - `tuned compiled` and `tuned whole`: the same, and Inductor tunes each kernel, and makes one of its own of each matrix
   that is multiplied by one row, which takes minutes; only if `--arms` names them;
 - `static`, `static synchronous` and `static asynchronous`: `transformers`, `synchronous` and `asynchronous` with a
@@ -58,8 +57,8 @@ ARMS = ("synchronous", "transformers", "asynchronous", "graphs", "interleaved")
 COMPILED = (
     "compiled",
     "whole",
-    "criterion compiled",
-    "criterion whole",
+    "ungraphed",
+    "ungraphed interleaved",
     "static",
     "static synchronous",
     "static asynchronous",
@@ -74,21 +73,21 @@ WITHOUT = {
     "interleaved": ("graphs",),
     "whole": ("compiled",),
     "tuned whole": ("tuned compiled",),
-    "criterion whole": ("criterion compiled",),
+    "ungraphed interleaved": ("ungraphed",),
     "static asynchronous": ("static synchronous", "static"),
 }
 """What an arm is the same as, but for the wait that it has not got. Results in which it is not have the next best."""
 
 _MODEL_OF = {
     **dict.fromkeys(("compiled", "whole"), "whole"),
-    **dict.fromkeys(("criterion compiled", "criterion whole"), "criterion"),
+    **dict.fromkeys(("ungraphed", "ungraphed interleaved"), "ungraphed"),
     **dict.fromkeys(("static", "static synchronous", "static asynchronous"), "static"),
     **dict.fromkeys(TUNED, "tuned"),
 }
 """Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
 generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
 
-_OURS = ("graphs", "interleaved", "compiled", "whole", "criterion compiled", "criterion whole", *TUNED)
+_OURS = ("graphs", "interleaved", *(name for name, kind in _MODEL_OF.items() if kind != "static"))
 COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
 Arm = Callable[[], torch.Tensor]
 
@@ -231,10 +230,9 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
     if "whole" in models:
         arms["compiled"] = ours(kind="whole", interleaved=False, torch_compile=True)
         arms["whole"] = ours(kind="whole", interleaved=True, torch_compile=True)
-    if "criterion" in models:
-        criterion = {"kind": "criterion", "torch_compile": True, "stopping_criteria": [_pair(prompt.device)]}
-        arms["criterion compiled"] = ours(interleaved=False, **criterion)
-        arms["criterion whole"] = ours(interleaved=True, **criterion)
+    if "ungraphed" in models:
+        arms["ungraphed"] = ours(kind="ungraphed", interleaved=False, torch_compile=True, cuda_graphs=False)
+        arms["ungraphed interleaved"] = ours(kind="ungraphed", interleaved=True, torch_compile=True, cuda_graphs=False)
     if "tuned" in models:
         arms["tuned compiled"] = ours(kind="tuned", interleaved=False, torch_compile=_TUNED)
         arms["tuned whole"] = ours(kind="tuned", interleaved=True, torch_compile=_TUNED)
@@ -244,19 +242,6 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
         arms["static synchronous"] = ours(**static, open_channel=_no_channel)
         arms["static asynchronous"] = ours(**static)
     return arms
-
-
-def _pair(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A stopping criterion: two tokens, the second of which the model can't produce."""
-    from transformers import StoppingCriteria
-
-    class Pair(StoppingCriteria):  # type: ignore[misc]
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            return (input_ids[:, -2:] == self.tokens).all(-1)
-
-        tokens = torch.tensor([0, VOCABULARY], device=device)
-
-    return Pair()
 
 
 def _no_channel(*_: Any) -> None:

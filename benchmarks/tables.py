@@ -115,8 +115,14 @@ def _generation(results: Path) -> str:
 
 
 def _batching(results: Path) -> str:
-    found = json.loads((results / "batching-8b-h200.json").read_text())
-    return Grid(batching.columns(found), list(batching.rows(found))).markdown()
+    paths = [path for size in batching.MODELS[::-1] for path in sorted(results.glob(f"batching-{size}*-h200.json"))]
+    found = [json.loads(path.read_text()) for path in paths]
+    rows = [
+        (each["model"], f"{each['new_tokens']:,}", "yes" if each.get("compiled") else "no", *row)
+        for each in found
+        for row in batching.rows(each, batching.REFERENCES)
+    ]
+    return Grid(("model", "new tokens", "compiled", *batching.columns(batching.REFERENCES)), rows).markdown()
 
 
 def _held(results: Path) -> str:

@@ -468,6 +468,8 @@ def refuse(*_: Any) -> Any:
         ({"decode_sizes": [1, 2]}, r"decode_sizes is \[1, 2\]; it must be positive, and the largest max_batch, 3"),
         ({"cuda_graphs": True}, "cuda_graphs is True and the model is on cpu; leave it out, or move the model"),
         ({"torch_compile": {"mode": "reduce-overhead"}}, "makes CUDA graphs of its own, and here steps are captured"),
+        ({"torch_compile": 2}, "torch_compile is 2; it must be bool or str or dict"),
+        ({"torch_compile": "fast"}, "torch_compile has the backend 'fast', which PyTorch does not know; leave it out"),
         ({"attention": "FAST"}, "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM, TORCH_REFERENCE"),
         ({"attention": "FLASH_ATTN"}, "FLASH_ATTN needs a CUDA device, and the model is on cpu"),
     ],

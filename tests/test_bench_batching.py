@@ -211,6 +211,8 @@ def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: p
             stack, model, [[1, 2]] * 3, batch=2, new_tokens=4, attention="auto", names=["synchronous", "asynchronous"]
         )
         told, untold = (functools.partial(arms.stepping, name, 4) for name in arms.runs)
+        others = [[3, 1]]
+        assert [len(each) for each in arms.stepping("synchronous", 4, list, others=others)] == [4], "on other prompts"
         waits = batching._waits(told)
         with pytest.raises(MiddleError, match="too short"):
             batching._waits(untold)
@@ -245,7 +247,8 @@ def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: 
     class Recording(generation.ContinuousBatcher):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             made.append(dict(options))
-            super().__init__(*arguments, **(options | {"torch_compile": options.get("torch_compile") and "eager"}))
+            quick = {"torch_compile": "eager"} if "torch_compile" in options else {}
+            super().__init__(*arguments, **(options | quick))
 
     monkeypatch.setattr(generation, "ContinuousBatcher", Recording)
     result = tmp_path / "found.json"
@@ -295,7 +298,8 @@ def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:
         "gpu_busy": {"synchronous": 0.75, "asynchronous": 0.979},
         "host_idle": {"asynchronous": 0.004},
     }
-    rows = {row[0]: dict(zip(batching.columns(found), row, strict=True)) for row in batching.rows(found)}
+    columns = batching.columns(batching.REFERENCES)
+    rows = {row[0]: dict(zip(columns, row, strict=True)) for row in batching.rows(found, batching.REFERENCES)}
     assert list(rows) == ["synchronous", "asynchronous", "transformers"]
     assert rows["asynchronous"] == {
         "arm": "asynchronous",
@@ -303,15 +307,16 @@ def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:
         "spread": "180.0-220.0",
         "synchronous = 1": "2.000 (2.000-2.000)",
         "transformers = 1": rows["asynchronous"]["transformers = 1"],
+        "drafts synchronous = 1": "-",
         "equal": "100.0%",
         "tokens a step": "1.00",
         "critical waits": "0.00",
         "GPU busy": "97.9%",
-        "host-caused idle": "0.4%",
+        "host-caused idle": "0.40%",
     }
     assert (rows["synchronous"]["critical waits"], rows["synchronous"]["host-caused idle"]) == ("-", "-")
     before = {name: each for name, each in found.items() if name != "host_idle"}  # files from before it was measured
-    assert {row[-1] for row in batching.rows(before)} == {"-"}
+    assert {row[-1] for row in batching.rows(before, [])} == {"-"}
 
 
 @pytest.mark.gpu

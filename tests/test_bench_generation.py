@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,18 @@ def test_a_static_arm_has_a_static_cache_on_a_model_of_its_own():
         made[name]()
     assert len(caches) == 9
     assert {type(cache).__name__ for cache in caches} == {"StaticCache"}
+
+
+def test_ungraphed_arms_are_compiled_and_launched():
+    asked: list[dict[str, Any]] = []
+    models = {"ungraphed": SimpleNamespace(generate=lambda *_, **way: asked.append(way))}
+    made = generation.make_arms(models, "cpu", 1, 3)
+    made["ungraphed"]()
+    made["ungraphed interleaved"]()
+    assert [(way["torch_compile"], way["cuda_graphs"], way["interleaved"]) for way in asked] == [
+        (True, False, False),
+        (True, False, True),
+    ]
 
 
 def test_an_arm_that_is_not_there_is_named():

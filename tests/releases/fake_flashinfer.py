@@ -18,6 +18,10 @@ compiled: list[tuple[Any, ...]] = []
 """Arguments of every XQA kernel that was compiled."""
 
 
+loaded: list[tuple[Any, ...]] = []
+"""Arguments of every module of wrappers that was loaded before a plan asked for it."""
+
+
 class Wrapper:
     backend = "fa2"
     """What `auto` becomes."""
@@ -39,6 +43,10 @@ class Wrapper:
     def plan(self, *args: Any, **kwargs: Any) -> None:
         if self._backend == "auto":
             self._backend = self.backend
+        if "head_dim_qk" in kwargs:
+            dtypes = kwargs["q_data_type"], kwargs["kv_data_type"], kwargs["o_data_type"], torch.int32
+            flags = kwargs["window_left"] >= 0, (kwargs["logits_soft_cap"] or 0.0) > 0, False
+            self.module = (self._backend, *dtypes, kwargs["head_dim_qk"], kwargs["head_dim_qk"], 0, *flags)
         starts = kwargs.get("qo_indptr")
         indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
         last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))
@@ -176,7 +184,7 @@ def install() -> None:
             "__path__": [],
         },
         "flashinfer.decode": {"fast_decode_plan": fast_decode_plan},
-        "flashinfer.prefill": {},
+        "flashinfer.prefill": {"get_batch_prefill_module": lambda *arguments: loaded.append(arguments)},
         "flashinfer.utils": {},
         "flashinfer.jit": {"__path__": []},
         "flashinfer.jit.xqa": {"gen_xqa_module": XqaSpec},

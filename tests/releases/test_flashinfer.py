@@ -20,7 +20,7 @@ from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
-from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_xqa
+from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_mixed, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
 
 PAGE, DRAFTS = 16, 3
@@ -34,6 +34,7 @@ BATCHES = {
     "page boundary": ([4, 4, 4], [16, 17, 15]),
     "padded": ([4, 4, 0], [33, 17, 0]),
     "many drafts": ([4, 4, 4, 4, 4], [33, 17, 50, 16, 48]),
+    "prompts": ([20, 9], [20, 30]),
 }
 
 
@@ -79,7 +80,13 @@ def setting(request: pytest.FixtureRequest, module: Any) -> Iterator[tuple[Any, 
 
 @pytest.fixture
 def builder(module: Any, setting: tuple[Any, ...], kind: str) -> Any:
-    return module.FlashInferBackend.get_builder_cls()(*setting)
+    return warmed(module.FlashInferBackend.get_builder_cls()(*setting))
+
+
+def warmed(builder: Any) -> Any:
+    """As vLLM's warm-up leaves it."""
+    builder.build(0, metadata([1, 9], [3, 9], 0))
+    return builder
 
 
 def metadata(query: list[int], exact: list[int], slack: int) -> Any:
@@ -91,6 +98,28 @@ def metadata(query: list[int], exact: list[int], slack: int) -> Any:
     lengths = torch.tensor(exact, dtype=torch.int32)
     bound = torch.where(prefilling | (lengths == 0), lengths, lengths + slack)
     return dataclasses.replace(made, seq_lens=lengths, seq_lens_cpu_upper_bound=bound)
+
+
+def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) -> Any:
+    """A builder as on such a GPU."""
+    stand_on(capability, "FlashInfer")
+    try:
+        return warmed(module.FlashInferBackend.get_builder_cls()(*setting))
+    finally:
+        stand_on(HOPPER, "FlashInfer")
+
+
+def room(builder: Any, requests: int, tokens: int) -> int:
+    """Bytes that such a graph needs."""
+    heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+    return adapter.split_bytes(requests, tokens, *heads, builder.device)
+
+
+def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:
+    """A workspace of this size, which wrappers made from now on have."""
+    builder._workspace_buffer = torch.empty(nbytes, dtype=torch.uint8)
+    builder._prefill_wrapper = None
+    return builder._workspace_buffer
 
 
 def wrappers(built: Any) -> list[fake_flashinfer.Wrapper]:
@@ -345,27 +374,14 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
         monkeypatch.setattr(ours.__bases__[0], "__init__", with_cache)
         builder = ours(*setting)
     else:
-        stand_on(changed, "FlashInfer")
-        try:
-            builder = ours(*setting)
-        finally:
-            stand_on(HOPPER, "FlashInfer")
+        builder = made_on(changed, module, setting)
     takes_drafts = builder.reorder_batch_threshold > 1
     assert [kernel(builder, [4] * requests) for requests in (1, 4, 5)] == [
         "xqa" if takes_drafts else f"{kind} in a graph"
     ] * 3
 
 
-def test_flash_attention_2_is_not_chosen_where_it_has_no_room(
-    builder: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-    room = adapter.split_bytes(3, 4, *heads, builder.device)
-    monkeypatch.setattr(builder, "_workspace_buffer", torch.empty(room, dtype=torch.uint8))
-    assert [kernel(builder, [4] * requests) for requests in (3, 4)] == ["fa2 in a graph", f"{kind} in a graph"]
-
-
-@pytest.mark.parametrize("batch", ["drafts", "many drafts"])
+@pytest.mark.parametrize("batch", ["drafts", "many drafts", "mixed", "prompts"])
 def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threshold, seen = builder.reorder_batch_threshold, []
     builder.build(0, metadata(*BATCHES[batch], DRAFTS))
@@ -378,8 +394,96 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
     monkeypatch.setattr(type(builder).__bases__[0], "build", build)
     with pytest.raises(RuntimeError, match="a failing build"):
         builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-    assert seen == [1 if batch == "drafts" else threshold]
+    as_prefills = batch in ("drafts", "mixed") or (batch == "many drafts" and threshold == 1)
+    assert seen == [0 if as_prefills else threshold]
     assert builder.reorder_batch_threshold == threshold
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
+    module: Any, setting: tuple[Any, ...], kind: str, capability: tuple[int, int]
+) -> None:
+    """Without it FlashInfer fails: one draft and 256 requests of an 8b need more than vLLM's workspace has."""
+    builder = made_on(capability, module, setting)
+    sizes = (8, 3, 4) if builder.reorder_batch_threshold == 1 else (4, 3)  # the largest first, as graphs are captured
+    if not builder._whole:
+        pytest.skip("XQA takes all drafts on this GPU")
+    needed = {requests: room(builder, requests, 4) for requests in sizes}
+    given = give_workspace(builder, needed[3])
+    found = {}
+    for requests in sizes:
+        (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
+        found[requests] = wrapper._float_workspace_buffer
+    assert found[3] is given
+    assert found[4] is found[sizes[0]]
+    assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes
+
+
+MIXED = [[4, 9], [4, 4, 9, 40], [1, 1, 9], [1, 4, 2, 40], [4] * 7 + [30]]
+
+
+@pytest.mark.parametrize("query", MIXED)
+def test_drafts_and_short_prompts_are_planned_together(builder: Any, query: list[int]) -> None:
+    built = builder.build(0, metadata(query, [40 + tokens for tokens in query], DRAFTS))
+    assert (built.num_decodes, built.num_prefills, built.num_prefill_tokens) == (0, len(query), sum(query))
+    (wrapper,) = wrappers(built)
+    assert (wrapper._backend, wrapper.is_cuda_graph_enabled) == ("fa2", False)
+
+
+def test_the_warm_up_loads_what_long_prompts_need(module: Any, setting: tuple[Any, ...], kind: str) -> None:
+    builder = module.FlashInferBackend.get_builder_cls()(*setting)
+    found = [builder.build(0, metadata([1, 9], [3, 9], 0)).prefill.wrapper._backend for _ in range(3)]
+    assert found == [kind, "fa2", "fa2"]
+
+
+def test_flash_attention_2_is_loaded_before_the_first_request(
+    module: Any, setting: tuple[Any, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_flashinfer, "loaded", [])
+    flashinfer_mixed._load.cache_clear()
+    builder = module.FlashInferBackend.get_builder_cls()(*setting)
+    loaded = list(fake_flashinfer.loaded)
+    for query in ([4, 4], *MIXED):
+        (*_, wrapper) = wrappers(warmed(builder).build(0, metadata(query, [40 + each for each in query], DRAFTS)))
+        assert [wrapper.module] == loaded
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
+@pytest.mark.parametrize("query", MIXED)
+def test_so_they_are_on_hopper_only(
+    module: Any, setting: tuple[Any, ...], query: list[int], kind: str, capability: tuple[int, int]
+) -> None:
+    built = made_on(capability, module, setting).build(0, metadata(query, [40 + tokens for tokens in query], DRAFTS))
+    assert built.prefill.wrapper._backend == kind
+
+
+def test_long_prompts_stay_flash_attention_3s(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is that of all requests: query tokens times keys, as far as the host knows of them."""
+    query, exact = [4, 4, 50], [33, 17, 60]
+    work = 4 * (33 + DRAFTS) + 4 * (17 + DRAFTS) + 50 * 60
+    together = []
+    for most in (work, work - 1):
+        monkeypatch.setattr(flashinfer_mixed, "MOST_WORK", most)
+        together.append(builder.build(0, metadata(query, exact, DRAFTS)).num_prefills == 3)
+    assert together == [True, builder.reorder_batch_threshold == 1]
+
+
+def test_the_work_of_long_prompts_is_counted_in_64_bits(builder: Any) -> None:
+    given = metadata([4, 8192], [40, 8192], DRAFTS)
+    most = given.seq_lens_cpu_upper_bound.new_tensor([1 << 20, 1 << 20])
+    mixed = builder._whole[-1]
+    assert isinstance(mixed, flashinfer_mixed.MixedWrapper)
+    assert mixed.takes(given) is False  # 67,108,864
+    assert mixed.takes(dataclasses.replace(given, seq_lens_cpu_upper_bound=most)) is False
+    assert mixed.takes(dataclasses.replace(metadata([4, 64], [40, 64], DRAFTS), seq_lens_cpu_upper_bound=None)) is False
+
+
+def test_without_room_for_split_keys_vllm_plans_as_it_would(builder: Any, kind: str) -> None:
+    give_workspace(builder, room(builder, 1, 1) - 1)
+    query, exact = BATCHES["mixed"]
+    for decodes in (0, 2 if builder.reorder_batch_threshold > 1 else 0):
+        built = builder.build(0, metadata(query, exact, DRAFTS))
+        assert (built.num_decodes, built.prefill.wrapper._backend) == (decodes, kind)
 
 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
@@ -413,7 +517,7 @@ def test_what_is_not_captured(
     ours, upstream = type(builder), type(builder).__bases__[0]
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
     if what in ("not causal", "sinks"):
-        assert ours(*setting)._graph_wrappers is None
+        assert not ours(*setting)._whole
 
 
 def test_the_machine_decodes_with_xqa_and_no_server_is_asked(

@@ -155,6 +155,10 @@ class _Anything(ModuleType):
         return type(name, (), {})
 
 
+def _load(*shape: object) -> None:
+    """Kernels, of which there are none."""
+
+
 _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
     "flashinfer": {
         "BatchDecodeWithPagedKVCacheWrapper": _Decode,
@@ -163,7 +167,7 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
         "get_seq_lens": _get_seq_lens,
     },
     "flashinfer.decode": {"fast_decode_plan": _fast_decode_plan},
-    "flashinfer.prefill": {},
+    "flashinfer.prefill": {"get_batch_prefill_module": _load},
     "flashinfer.utils": {},
     "flashinfer.mla": {},
     "flashinfer.jit": {},

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 Compile = bool | str | dict[str, Any]
 """Whether to compile; a name chooses the backend, a dict has arguments of `torch.compile`."""
 
@@ -21,12 +23,21 @@ def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
     Raises:
         ValueError: a step can't be compiled with them; the message names which.
     """
-    if not isinstance(chosen, dict):
-        return {"backend": "inductor" if chosen is True else chosen} if chosen else None
-    for name in chosen:
+    if not isinstance(chosen, bool | str | dict):
+        raise ValueError(f"torch_compile is {chosen!r}; it must be bool or str or dict")
+    if not chosen and not isinstance(chosen, dict):
+        return None
+    named = {"backend": "inductor" if chosen is True else chosen}
+    arguments: dict[str, Any] = dict(chosen) if isinstance(chosen, dict) else named
+    for name in arguments:
         if name not in _ARGUMENTS:
             raise ValueError(f"torch_compile has {name!r}; it may have {', '.join(_ARGUMENTS)}")
-    mode, options = chosen.get("mode"), chosen.get("options")
+    backend, mode, options = (arguments.get(name) for name in ("backend", "mode", "options"))
+    if isinstance(backend, str) and backend not in torch._dynamo.list_backends(()):
+        raise ValueError(
+            f"torch_compile has the backend {backend!r}, which PyTorch does not know; leave it out for inductor, or "
+            "take one of torch._dynamo.list_backends()"
+        )
     if mode is not None and options is not None:
         raise ValueError(
             f"torch_compile has the mode {mode!r} and options, and PyTorch takes one of them; leave out one"
@@ -36,7 +47,7 @@ def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
             f"torch_compile is {chosen!r}, which makes CUDA graphs of its own, and here steps are captured; "
             "for what else it does take the mode 'max-autotune-no-cudagraphs'"
         )
-    return dict(chosen)
+    return arguments
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_async_spec.generation.compiling import Compile, compile_arguments
 
-_KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (bool, str, dict), "memory_limit": (int, type(None))}
-"""Types of the options that are not on or off."""
+_KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (object,), "memory_limit": (int, type(None))}
+"""Types of the options that are not on or off; `compile_arguments` judges the first."""
 
 
 @dataclass(frozen=True, slots=True)

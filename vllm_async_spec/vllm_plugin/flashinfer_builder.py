@@ -2,9 +2,9 @@
 
 The builder is a subclass of vLLM's. It hands vLLM's `build` the bound in place of exact lengths, and afterwards
 writes the device's lengths over what was planned. Where drafts are verified by a planned wrapper, it lets vLLM capture
-them in full CUDA graphs; on Hopper those of few requests are, and XQA has the others. It also settles which XQA kernels
-decoding needs: one token a request, all drafts of every request, and a ragged batch; all are compiled when the builder
-is made.
+them in full CUDA graphs; on Hopper those of few requests are, and XQA has the others, while drafts and short prompts
+are planned together. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
+request, and a ragged batch; all are compiled when the builder is made.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vllm_async_spec.attention.trtllm_shape import XQA, FlashInferFeatures, Trtl
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers, drafts_in_graphs
+from vllm_async_spec.vllm_plugin.flashinfer_mixed import MixedWrapper, load_flash_attention_2
 from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
@@ -65,16 +66,21 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             super().__init__(*args, **kwargs)
             self._drafts = self.vllm_config.speculative_config is not None
             self._batch: Any = None
-            self._graph_wrappers: GraphWrappers | None = None
+            self._whole: list[GraphWrappers | MixedWrapper] = []
+            self._chosen: GraphWrappers | MixedWrapper | None = None
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
                 _unpin(self)
                 compile_kernels(self.device)
             platform = sys.modules[upstream.__module__].current_platform
-            backend = _graph_backend(self, platform)
-            plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
-            if self.enable_cuda_graph and plans_drafts and _may_capture(self.vllm_config):
-                self._graph_wrappers = GraphWrappers(self, backend)
+            if _may_plan(self.vllm_config):
+                backend = _backend_of_wrappers(self, platform)
+                plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
+                if plans_drafts and self.enable_cuda_graph:
+                    self._whole.append(GraphWrappers(self, backend))
+                if backend == "fa2":
+                    self._whole.append(MixedWrapper(self))
+                    load_flash_attention_2(self)
             if _decodes_with_xqa(self):
                 _check_xqa(self, platform)
                 compile_xqa(_xqa_shapes(self))
@@ -82,7 +88,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
             found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-            wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_capture(vllm_config)
+            wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_plan(vllm_config)
             return support.UNIFORM_BATCH if wider else found
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -93,14 +99,15 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 record_fallback(reason)
             given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
             threshold = self.reorder_batch_threshold
-            if self._graph_wrappers is not None and self._graph_wrappers.takes(common_attn_metadata):
-                # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
-                self.reorder_batch_threshold = 1
             self._batch = common_attn_metadata
+            self._chosen = next((each for each in self._whole if each.takes(common_attn_metadata)), None)
+            if self._chosen is not None:
+                # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
+                self.reorder_batch_threshold = 0
             try:
                 built = super().build(common_prefix_len, given, fast_build)
             finally:
-                self._batch, self.reorder_batch_threshold = None, threshold
+                self._batch, self._chosen, self.reorder_batch_threshold = None, None, threshold
                 self._plan_buffers.planned()
             if reason is None:
                 lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
@@ -115,9 +122,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
-            graphs = self._graph_wrappers
-            wrapper = None if graphs is None or self._batch is None else graphs.of(self._batch, make)
-            return self._with_plan_buffer(make() if wrapper is None else wrapper)
+            return self._with_plan_buffer(make() if self._chosen is None else self._chosen.of(self._batch, make))
 
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
@@ -137,13 +142,14 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
     return FlashInferMetadataBuilder
 
 
-def _may_capture(config: Any) -> bool:
+def _may_plan(config: Any) -> bool:
+    """Whether drafts may be planned for by wrappers of the plugin's, as far as the configuration decides."""
     # Without splits, as batch invariance has it, a plan for a graph does not say which of its work there is.
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
 
 
-def _graph_backend(builder: Any, platform: Any) -> str:
-    """FlashInfer's, of wrappers for graphs. On Hopper it would choose FlashAttention 3, which is for prompts.
+def _backend_of_wrappers(builder: Any, platform: Any) -> str:
+    """FlashInfer's, of wrappers that have drafts. On Hopper it would choose FlashAttention 3, which is for prompts.
 
     That neither packs the heads of a group nor splits keys, as few query tokens want it. With a cache of 8 bits queries
     of wrappers have 8 too, and FlashAttention 2 takes none of those.

@@ -56,11 +56,12 @@ class GraphWrappers:
 
     Args:
         builder: vLLM's metadata builder; its page buffers are what graphs read.
-        backend: FlashInfer's; `auto`, which leaves the choice to it, for sizes that FlashAttention 2 has no room for.
+        backend: FlashInfer's; `auto` leaves the choice to it.
     """
 
     def __init__(self, builder: Any, backend: str) -> None:
         self._builder, self._backend = builder, backend
+        self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
         beside_xqa = builder.reorder_batch_threshold > 1
@@ -83,14 +84,12 @@ class GraphWrappers:
         )
 
     def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
-        """The wrapper for this batch, or None if it is not one that `takes` says yes to.
+        """The wrapper for a batch that `takes` says yes to.
 
         Args:
             metadata: as there.
             make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
         """
-        if not self.takes(metadata):
-            return None
         size = metadata.num_reqs, int(metadata.max_query_len)
         if size not in self._by_size:
             self._by_size[size] = self._make(*size, make())
@@ -98,21 +97,30 @@ class GraphWrappers:
 
     def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder = self._builder
-        heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-        fits = split_bytes(requests, tokens, *heads, builder.device) <= like._float_workspace_buffer.nbytes
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
         wrapper = type(like)(
-            like._float_workspace_buffer,
+            self._roomy(requests, tokens, like._float_workspace_buffer),
             like._kv_layout,
             use_cuda_graph=True,
             qo_indptr_buf=self._query_indptr[: requests + 1],
             paged_kv_indptr_buf=builder.paged_kv_indptr.gpu[: requests + 1],
             paged_kv_indices_buf=indices,
             paged_kv_last_page_len_buf=builder.paged_kv_last_page_len.gpu[:requests],
-            backend=self._backend if fits else "auto",
+            backend=self._backend,
         )
         # 8 MiB each, of which only the last plan's is read.
         wrapper._int_workspace_buffer = next(
             (known._int_workspace_buffer for known in self._by_size.values()), wrapper._int_workspace_buffer
         )
         return wrapper
+
+    def _roomy(self, requests: int, tokens: int, given: torch.Tensor) -> torch.Tensor:
+        """The workspace of vLLM, or one of our own for sizes that may need more; the largest are captured first."""
+        builder = self._builder
+        heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+        needed = split_bytes(requests, tokens, *heads, builder.device)
+        if needed <= given.nbytes:
+            return given
+        if self._workspace is None or self._workspace.nbytes < needed:
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=builder.device)
+        return self._workspace

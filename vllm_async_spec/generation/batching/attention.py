@@ -73,7 +73,7 @@ def _worker() -> Any:
     return worker
 
 
-# No argument is mutated: the cache is none, and only attention in the same call of this operator reads it.
+# It mutates no argument: the cache is none, and nothing but this operator reads it.
 @torch.library.custom_op("vllm_async_spec::attend_in_layer", mutates_args=())
 def _attend_in_layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
     attended: torch.Tensor = _worker().attend_in(layer, query, key, value)

@@ -83,8 +83,7 @@ class SingleTokens:
             slot_mapping=inputs.slot_mapping[:size],
         )
         tokens = self._last_tokens.index_select(0, inputs.seats[:size])
-        attend = self._target.kernels.decode(metadata)
-        return self._target.logits(tokens, inputs.positions[:size], metadata.slot_mapping, attend, decodes=True)
+        return self._target.decode(metadata, tokens, inputs.positions[:size])
 
     def hand_over(
         self, found: torch.Tensor, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor

@@ -113,16 +113,7 @@ class DraftedTokens:
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
         """Let the drafter read the prompts too. See `Decoding`."""
-        tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
-        attend = self._drafter.kernels.prefill(metadata, host, inputs)
-        self._drafter.logits(
-            inputs.tokens[:tokens],
-            inputs.positions[:tokens],
-            metadata.slot_mapping,
-            attend,
-            inputs.last[:rows],
-            decodes=False,
-        )
+        self._drafter.prefill(metadata, host, inputs)
 
     def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
         """See `Decoding`; no row is sampled."""
@@ -162,5 +153,4 @@ class DraftedTokens:
         )
         # A draft may lie behind the model's last position. Nothing that it gives is kept.
         positions = at.clamp(max=self._last_position).flatten()
-        attend = model.kernels.decode(metadata)
-        return model.logits(tokens.flatten(), positions, metadata.slot_mapping, attend, wanted, decodes=True)
+        return model.decode(metadata, tokens.flatten(), positions, wanted)

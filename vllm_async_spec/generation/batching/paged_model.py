@@ -12,6 +12,8 @@ from vllm_async_spec.generation.batching.attention import Attend, Forward, at_wo
 from vllm_async_spec.generation.batching.kernels import Kernels
 from vllm_async_spec.generation.batching.model_check import takes_logits_to_keep
 from vllm_async_spec.generation.batching.paged_cache import PagedCache
+from vllm_async_spec.generation.batching.step_slots import PrefillInputs
+from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,43 +25,67 @@ class PagedModel:
     kernels: Kernels
     keeps: bool
     """Whether it can be told which tokens' logits are wanted."""
-    decodes: Callable[..., Any]
-    """Its forward for decodes, compiled if it is to be."""
+    forward: Callable[..., Any]
+    """For decodes, compiled if it is to be."""
 
     @classmethod
     def of(
         cls, model: Any, cache: PagedCache, kernels: Kernels, *, compile_with: dict[str, Any] | None = None
     ) -> PagedModel:
         """The same, having asked the model what it can be told; with arguments of `torch.compile`, or None."""
-        decodes = model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
-        return cls(model, cache, kernels, takes_logits_to_keep(model), decodes)
+        forward = model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
+        return cls(model, cache, kernels, takes_logits_to_keep(model), forward)
 
-    def logits(
+    def decode(
         self,
+        metadata: CommonAttentionMetadata,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        attend: Attend,
         wanted: torch.Tensor | None = None,
-        *,
-        decodes: bool,
     ) -> torch.Tensor:
-        """Logits of a batch, whose keys and values are written on the way.
+        """Logits of a batch of decodes, which come in few sizes; may be captured in a CUDA graph.
 
         Args:
+            metadata: the batch.
             tokens: (tokens,) int64.
             positions: (tokens,) int64.
-            slot_mapping: (tokens,) int64: where its keys and values are written.
-            attend: how it attends.
             wanted: (rows,) int64, among `tokens`; all if None.
-            decodes: whether it is a batch of decodes, which come in few sizes; prompts come in any.
 
         Returns:
             (rows, vocabulary), or (tokens, vocabulary).
         """
+        attend = self.kernels.decode(metadata)
+        return self._logits(self.forward, metadata, attend, tokens, positions, wanted)
+
+    def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> torch.Tensor:
+        """Logits of the last token of each prompt, or of each chunk of one.
+
+        Args:
+            metadata: the batch.
+            host: its inputs on the host.
+            inputs: and on the device.
+
+        Returns:
+            (rows, vocabulary).
+        """
+        tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
+        attend = self.kernels.prefill(metadata, host, inputs)
+        return self._logits(
+            self.model, metadata, attend, inputs.tokens[:tokens], inputs.positions[:tokens], inputs.last[:rows]
+        )
+
+    def _logits(
+        self,
+        forward: Callable[..., Any],
+        metadata: CommonAttentionMetadata,
+        attend: Attend,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Of a batch whose keys and values are written on the way."""
         keep = {"logits_to_keep": wanted} if wanted is not None and self.keeps else {}
-        forward = self.decodes if decodes else self.model
-        with at_work(Forward(self.cache, slot_mapping, attend)):
+        with at_work(Forward(self.cache, metadata.slot_mapping, attend)):
             logits: torch.Tensor = forward(
                 input_ids=tokens[None], position_ids=positions[None], use_cache=False, **keep
             ).logits[0]

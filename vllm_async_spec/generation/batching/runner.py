@@ -163,15 +163,7 @@ class Runner:
             slot_mapping=inputs.slot_mapping[:tokens],
             seq_lens_cpu_upper_bound=known.seq_lens[:rows],
         )
-        attend = self._target.kernels.prefill(metadata, known, inputs)
-        logits = self._target.logits(
-            inputs.tokens[:tokens],
-            inputs.positions[:tokens],
-            metadata.slot_mapping,
-            attend,
-            inputs.last[:rows],
-            decodes=False,
-        )
+        logits = self._target.prefill(metadata, known, inputs)
         self._decoding.prefill(metadata, known, inputs)
         batch = self._sizes.batch
         self._decoding.seat(logits, inputs, rows, warm, slot.results[batch : batch + rows])
