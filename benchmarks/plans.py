@@ -90,6 +90,24 @@ def flashinfer(shape: str) -> Plan:
     )
 
 
+def flashinfer_mixed(shape: str) -> Plan:
+    """FlashInfer under mixed load alone, with engines side by side: the host is what differs most between two turns."""
+
+    def arm(name: str, plugin: Plugin, attention: dict[str, Any]) -> Arm:
+        engine = GPU_ENGINE | BESIDE_OTHERS | {"attention_config": attention}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
+
+    plan = _flashinfer(
+        name=f"flashinfer-{shape}-mixed",
+        about=f"FlashInfer under mixed load with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin, FLASHINFER) for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
+        ),
+    )
+    return replace(plan, loads=find_loads(("mixed",)), repetitions=1, keep=True)
+
+
 def flashinfer_before(shape: str, runner: str) -> Plan:
     """FlashInfer in vLLM 0.26.0, which decodes drafts with the wrappers alone, in one of its two runners."""
 
@@ -395,6 +413,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-mla": lambda: overhead("mla"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
+    "flashinfer-8b-mixed": lambda: flashinfer_mixed("8b"),
     "flashinfer-8b-fa2": lambda: flashinfer_older_gpu("8b"),
     "flashinfer-8b-0.26.0-V1": lambda: flashinfer_before("8b", "V1"),
     "flashinfer-8b-0.26.0-V2": lambda: flashinfer_before("8b", "V2"),

@@ -108,7 +108,16 @@ def _host_time(results: Path) -> str:
 
 def _generation(results: Path) -> str:
     # Not every size has been measured, and some with two releases of transformers.
-    paths = [path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))]
+    return _generated(
+        path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))
+    )
+
+
+def _ungraphed(results: Path) -> str:
+    return _generated([results / "generation-ungraphed-gpt2-h200.json"])
+
+
+def _generated(paths: Iterable[Path]) -> str:
     found = [json.loads(path.read_text()) for path in paths]
     rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
@@ -178,6 +187,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "demo": _demo,
     "features": _features,
     "generation": _generation,
+    "generation-ungraphed": _ungraphed,
     "held": _held,
     "host-time": _host_time,
     "soak": _soak,
