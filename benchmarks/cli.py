@@ -193,6 +193,21 @@ def held(
 
 
 @app.command()
+def kernels(
+    json_file: _Json = None,
+    tokens: Annotated[int, typer.Option(min=2, max=32, help="Query tokens of each request.")] = 4,
+) -> None:
+    """How long kernels take to verify drafts, each alone in a CUDA graph, on a Hopper GPU."""
+    from benchmarks.kernels import KernelError, measure, table
+
+    try:
+        found = measure(tokens)
+    except KernelError as error:
+        _fail(str(error))
+    _tell(found, table(found), json_file=json_file)
+
+
+@app.command()
 def step_time(
     json_file: _Json = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batching, generation, step_time
+from benchmarks import batching, generation, kernels, step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
@@ -139,6 +139,11 @@ def _held(results: Path) -> str:
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
+def _kernels(results: Path) -> str:
+    found = json.loads((results / "kernels-h200.json").read_text())
+    return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
+
+
 def _step_time(results: Path) -> str:
     found = json.loads((results / "step-time-h200.json").read_text())
     rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
@@ -190,6 +195,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "generation-ungraphed": _ungraphed,
     "held": _held,
     "host-time": _host_time,
+    "kernels": _kernels,
     "soak": _soak,
     "step-time": _step_time,
 }

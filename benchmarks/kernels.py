@@ -1,0 +1,236 @@
+"""How long kernels take to verify drafts over a paged KV cache, each alone in a CUDA graph.
+
+    python -m benchmarks kernels [--json FILE] [--tokens N]
+
+Which kernel has which batch on Hopper follows from this. A graph holds 16 calls over the caches of four layers, so that
+keys come from memory; what is told is the median of ten replays. An engine's block table is as wide as its longest
+request may become, and XQA splits keys by that width: `XQA, wide table` has room for 8,192 keys.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn.functional import pad
+
+REQUESTS = (1, 2, 4, 6, 8)
+KEYS = (264, 1024, 4096, 16384)
+HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
+"""Of a Llama of 8b."""
+_LAYERS, _CALLS, _REPLAYS = 4, 16, 10
+_WIDE = 8192
+_WORKSPACE = 394 << 20  # bytes, vLLM's
+_NEAR = 2e-2
+"""What two kernels' outputs may differ by in bfloat16, where values are of size 1."""
+
+
+class KernelError(RuntimeError):
+    """There is nothing to measure on, or a kernel is wrong; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests of one length with as many query tokens each, and the caches of some layers."""
+
+    requests: int
+    keys: int
+    tokens: int
+
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values, (page, KV head, token, head size), of each layer."""
+        shape = self.requests * self._pages + 1, KV_HEADS, PAGE, HEAD_SIZE
+        return [(_noise(*shape), _noise(*shape)) for _ in range(_LAYERS)]
+
+    def table(self, keys: int = 0) -> torch.Tensor:
+        """The block table, with room for that many keys."""
+        pages = 1 + torch.arange(self.requests * self._pages, dtype=torch.int32, device="cuda")
+        width = max(self._pages, -(-keys // PAGE))
+        return pad(pages.view(self.requests, -1), (0, width - self._pages)).contiguous()
+
+    @property
+    def _pages(self) -> int:
+        return -(-self.keys // PAGE)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """Where each request's query tokens begin, on the host."""
+        return torch.arange(self.requests + 1, dtype=torch.int32) * self.tokens
+
+    @property
+    def page_starts(self) -> torch.Tensor:
+        """Where each request's pages begin, on the host."""
+        return torch.arange(self.requests + 1, dtype=torch.int32) * self._pages
+
+
+Call = Callable[[int], torch.Tensor]
+"""Attends in a layer."""
+
+
+def measure(tokens: int) -> dict[str, Any]:
+    """The result file: microseconds of a call with `tokens` query tokens a request.
+
+    Raises:
+        KernelError: there is no Hopper GPU, or kernels differ in what they say.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise KernelError("PyTorch finds no GPU of compute capability 9.0, which alone has all of these kernels")
+    batches = [Batch(requests, keys, tokens) for requests in REQUESTS for keys in KEYS]
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "flashinfer": version("flashinfer-python"),
+        "tokens": tokens,
+        "rows": [{"requests": each.requests, "keys": each.keys, "us": _measured(each)} for each in batches],
+    }
+
+
+def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One for each batch, in the order of `columns`."""
+    for row in found["rows"]:
+        yield (f"{row['requests']}", f"{row['keys']:,}", *(f"{row['us'][name]:.1f}" for name in _kernels(found)))
+
+
+def columns(found: dict[str, Any]) -> tuple[str, ...]:
+    """Of the table."""
+    return ("requests", "keys each", *(f"{name}, µs" for name in _kernels(found)))
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The same for the terminal."""
+    title = f"{found['device']}, FlashInfer {found['flashinfer']}, {found['tokens']} query tokens a request"
+    shown = Table(*columns(found), title=title)
+    for row in rows(found):
+        shown.add_row(*row)
+    return shown
+
+
+def _kernels(found: dict[str, Any]) -> list[str]:
+    return list(found["rows"][0]["us"])
+
+
+def _measured(batch: Batch) -> dict[str, float]:
+    query, caches = _noise(batch.requests * batch.tokens, HEADS, HEAD_SIZE), batch.caches()
+    calls = {
+        "FlashAttention 2": _planned(batch, query, caches, "fa2"),
+        "FlashAttention 3": _planned(batch, query, caches, "fa3"),
+        "XQA": _xqa(batch, query, caches, 0),
+        "XQA, wide table": _xqa(batch, query, caches, _WIDE),
+        "vLLM's FlashAttention 3": _vllms(batch, query, caches),
+    }
+    said = {name: call(0).clone().view_as(query) for name, call in calls.items()}
+    first = next(iter(said))
+    for name, output in said.items():
+        if not torch.allclose(output, said[first], rtol=_NEAR, atol=_NEAR):
+            raise KernelError(f"{name} says something else than {first} for {batch}, so no time of it means anything")
+    return {name: _microseconds(call) for name, call in calls.items()}
+
+
+def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str) -> Call:
+    from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+    pages, out = batch.table().flatten(), torch.empty_like(query)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda"),
+        "HND",
+        use_cuda_graph=True,
+        qo_indptr_buf=batch.starts.cuda(),
+        paged_kv_indptr_buf=batch.page_starts.cuda(),
+        paged_kv_indices_buf=torch.zeros_like(pages),
+        paged_kv_last_page_len_buf=torch.zeros(batch.requests, dtype=torch.int32, device="cuda"),
+        backend=backend,
+    )
+    last = torch.full((batch.requests,), (batch.keys - 1) % PAGE + 1, dtype=torch.int32)
+    heads, dtypes = (HEADS, KV_HEADS, HEAD_SIZE, PAGE), {"q_data_type": query.dtype, "kv_data_type": query.dtype}
+    wrapper.plan(batch.starts, batch.page_starts, pages, last, *heads, causal=True, **dtypes)
+    return lambda layer: wrapper.run(query, caches[layer], out=out)
+
+
+def _xqa(batch: Batch, query: torch.Tensor, caches: list[Any], room: int) -> Call:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    from vllm_async_spec import CommonAttentionMetadata
+    from vllm_async_spec.attention import TrtllmAdapter, TrtllmShape, bmm_scales
+
+    shape = TrtllmShape(
+        kernel="xqa",
+        capability=(9, 0),
+        page_size=PAGE,
+        head_size=HEAD_SIZE,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        query_dtype=query.dtype,
+        kv_dtype=query.dtype,
+        query_tokens=batch.tokens,
+        sliding_window=None,
+        kv_layout="HND",
+    )
+    metadata = CommonAttentionMetadata(
+        query_start_loc=batch.starts.cuda(),
+        query_start_loc_cpu=batch.starts,
+        seq_lens=torch.full((batch.requests,), batch.keys, dtype=torch.int32, device="cuda"),
+        num_reqs=batch.requests,
+        num_actual_tokens=query.shape[0],
+        max_query_len=batch.tokens,
+        max_seq_len=batch.keys,
+        block_table_tensor=batch.table(room),
+        slot_mapping=torch.zeros(query.shape[0], dtype=torch.int64, device="cuda"),
+    )
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
+    decode = TrtllmAdapter(shape).arguments(metadata).decode
+    assert decode is not None
+    given = decode.xqa_batch_decode() | bmm_scales(HEAD_SIZE**-0.5)
+    return lambda layer: xqa_batch_decode_with_kv_cache(
+        query=query, kv_cache=caches[layer], workspace_buffer=workspace, **given
+    )
+
+
+def _vllms(batch: Batch, query: torch.Tensor, caches: list[Any]) -> Call:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    out, table = torch.empty_like(query), batch.table()
+    starts, used = batch.starts.cuda(), torch.full((batch.requests,), batch.keys, dtype=torch.int32, device="cuda")
+    by_token = [tuple(each.transpose(1, 2).contiguous() for each in layer) for layer in caches]
+    return lambda layer: flash_attn_varlen_func(
+        q=query,
+        k=by_token[layer][0],
+        v=by_token[layer][1],
+        out=out,
+        cu_seqlens_q=starts,
+        max_seqlen_q=batch.tokens,
+        seqused_k=used,
+        max_seqlen_k=batch.keys,
+        softmax_scale=HEAD_SIZE**-0.5,
+        causal=True,
+        block_table=table,
+        fa_version=3,
+    )
+
+
+def _microseconds(call: Call) -> float:
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for layer in range(_LAYERS):
+            call(layer)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for number in range(_CALLS):
+            call(number % _LAYERS)
+    times: list[float] = []
+    for _ in range(3 + _REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
+    return round(statistics.median(times[3:]), 2)
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
