@@ -448,6 +448,18 @@ def test_flash_attention_2_is_loaded_before_the_first_request(
         assert [wrapper.module] == loaded
 
 
+def test_where_queries_have_one_dtype_it_is_loaded_for_that(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 0.24, of which no release is fetched here."""
+    query = getattr(builder, "q_data_type_prefill", None) or builder.q_data_type
+    older = types.SimpleNamespace(**{name: each for name, each in vars(builder).items() if name[:12] != "q_data_type_"})
+    older.q_data_type, older.window_left, older.logits_soft_cap = query, -1, None
+    monkeypatch.setattr(fake_flashinfer, "loaded", [])
+    flashinfer_mixed._load.cache_clear()
+    flashinfer_mixed.load_flash_attention_2(older)
+    flashinfer_mixed.load_flash_attention_2(builder)
+    assert [arguments[:2] for arguments in fake_flashinfer.loaded] == [("fa2", query)]
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (12, 0)])
 @pytest.mark.parametrize("query", MIXED)
 def test_so_they_are_on_hopper_only(

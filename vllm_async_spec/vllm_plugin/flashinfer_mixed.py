@@ -79,7 +79,9 @@ def load_flash_attention_2(builder: Any) -> None:
     Raises:
         RuntimeError: the compiler failed; FlashInfer's message.
     """
-    dtypes = builder.q_data_type_prefill, builder.kv_cache_dtype, builder.model_config.dtype, torch.int32
+    # Up to 0.24 queries of prompts and of decodes have one dtype.
+    query = builder.q_data_type_prefill if hasattr(builder, "q_data_type_prefill") else builder.q_data_type
+    dtypes = query, builder.kv_cache_dtype, builder.model_config.dtype, torch.int32
     heads = builder.head_dim, builder.head_dim
     _load(*dtypes, *heads, _NO_ROTATION, builder.window_left >= 0, (builder.logits_soft_cap or 0) > 0, False)
 
