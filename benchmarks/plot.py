@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ _INK, _FAINT, _BAND = "#1a1a1a", "#8a8f98", "#e7e9ee"
 _COLOURS = ("#0b6e8a", "#c2571a", "#6a4c93", "#3d7a35")
 _FACET, _COLOUR = "size", "backend"
 """Labels of arms that make rows of panels, and colours."""
+_TITLE = 84
+"""Characters that fit into a line above a figure."""
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -167,4 +170,4 @@ def _title(document: dict[str, Any]) -> str:
     facts = [turn["facts"] for turn in document["turns"] if "facts" in turn]
     releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
     devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
-    return f"{document['plan']['about']}\nvLLM {releases} on {devices}"
+    return f"{textwrap.fill(document['plan']['about'], _TITLE)}\nvLLM {releases} on {devices}"
