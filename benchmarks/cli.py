@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -56,6 +57,15 @@ console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
 def _fail(message: str) -> NoReturn:
     typer.echo(f"benchmarks: {message}", err=True)
     raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _failing(*errors: type[Exception]) -> Iterator[None]:
+    """End with the message of any of `errors`, which is one sentence for whoever gave the command."""
+    try:
+        yield
+    except errors as error:
+        _fail(str(error))
 
 
 @app.command()
@@ -130,10 +140,8 @@ def tables(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
 ) -> None:
     """Write the tables in README.md and docs/*.md from the results."""
-    try:
+    with _failing(TableError, PlanError):
         stale = rewrite(documents())
-    except (TableError, PlanError) as error:
-        _fail(str(error))
     if check and stale:
         _fail(f"stale tables in {', '.join(path.name for path in stale)}; `python -m benchmarks tables` writes them")
     for path, text in stale.items():
@@ -155,10 +163,8 @@ def trace(
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
     command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
-    try:
+    with _failing(AttentionChoiceError, TraceError):
         found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command)
-    except (AttentionChoiceError, TraceError) as error:
-        _fail(str(error))
     write(found, out)
     for name, arm in found["arms"].items():
         typer.echo(f"{name}: {arm['step_us']} µs a step, {arm['critical_waits']} critical waits a step, while recorded")
@@ -185,10 +191,8 @@ def held(
     """How long single calls of a step hold the host while the device is busy."""
     from benchmarks.held import HeldError, measure, table
 
-    try:
+    with _failing(HeldError):
         found = measure(times)
-    except HeldError as error:
-        _fail(str(error))
     _tell(found, table(found), json_file=json_file)
 
 
@@ -200,10 +204,8 @@ def kernels(
     """How long kernels take to verify drafts, each alone in a CUDA graph, on a Hopper GPU."""
     from benchmarks.kernels import KernelError, measure, table
 
-    try:
+    with _failing(KernelError):
         found = measure(tokens)
-    except KernelError as error:
-        _fail(str(error))
     _tell(found, table(found), json_file=json_file)
 
 
@@ -216,10 +218,8 @@ def step_time(
     """Host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and takes away."""
     from benchmarks.step_time import StepTimeError, measure, table
 
-    try:
+    with _failing(StepTimeError):
         found = measure(batch, rounds)
-    except StepTimeError as error:
-        _fail(str(error))
     _tell(found, table(found), json_file=json_file)
 
 
@@ -242,10 +242,8 @@ def generation(
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     every = [*ARMS, *(COMPILED if compiled and chosen.startswith("cuda") else [])]
     names = _named(arms, every)
-    try:
+    with _failing(GenerationError):
         found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, arms=names)
-    except GenerationError as error:
-        _fail(str(error))
     _tell(found, table(found), notes(found), json_file)
 
 
@@ -273,7 +271,7 @@ def batching(
     from benchmarks.batching import ARMS, DRAFTED, BatchingError, measure, notes, table
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
-    try:
+    with _failing(AttentionChoiceError, BatchingError):
         found = measure(
             size=model,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
@@ -289,8 +287,6 @@ def batching(
             say=_progress(),
             keep=lambda so_far: _write(so_far, json_file),
         )
-    except (AttentionChoiceError, BatchingError) as error:
-        _fail(str(error))
     _tell(found, table(found), notes(found), json_file)
 
 
@@ -315,7 +311,7 @@ def soak(
     """
     _check_control(control, SOAK_CONTROLS, plugin)
     path: Path | None = None
-    try:
+    with _failing(PlanError, ChildError, SoakError):
         chosen = find_soak(name)
         if control:
             _check_shown(control, chosen)
@@ -331,8 +327,6 @@ def soak(
         ):
             if out is not None:
                 path = _written(out, f"soak-{name}", found)
-    except (PlanError, ChildError, SoakError) as error:
-        _fail(str(error))
     if path is not None:
         typer.echo(f"written to {path}")
     outcomes, delayed = found["outcomes"], sum(found["delays"].values())
@@ -371,10 +365,8 @@ def features(
     if control and (cpu or release not in RUNNER_RELEASES):
         _fail(f"--control {control} breaks {BREAKS[control]}; give --release {RUNNER_RELEASES[-1]}, and not --cpu")
     envs = _environments(env, release or None)
-    try:
+    with _failing(FeatureError):
         chosen = [find_feature(name) for name in names or FEATURES]
-    except FeatureError as error:
-        _fail(str(error))
     for feature in chosen:
         if cpu and feature.no_cpu:
             _say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")

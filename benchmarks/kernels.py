@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -76,10 +77,14 @@ def measure(tokens: int) -> dict[str, Any]:
     """The result file: microseconds of a call with `tokens` query tokens a request.
 
     Raises:
-        KernelError: there is no Hopper GPU, or kernels differ in what they say.
+        KernelError: there is no Hopper GPU, a library is missing, or kernels differ in what they say.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise KernelError("PyTorch finds no GPU of compute capability 9.0, which alone has all of these kernels")
+    if missing := [name for name in ("flashinfer", "vllm") if find_spec(name) is None]:
+        raise KernelError(
+            f"{' and '.join(missing)} can't be imported here, and some of the kernels are theirs; install it"
+        )
     batches = [Batch(requests, keys, tokens) for requests in REQUESTS for keys in KEYS]
     return {
         "device": torch.cuda.get_device_name(),

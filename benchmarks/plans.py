@@ -93,19 +93,16 @@ def flashinfer(shape: str) -> Plan:
 def flashinfer_mixed(shape: str) -> Plan:
     """FlashInfer under mixed load alone, with engines side by side: the host is what differs most between two turns."""
 
-    def arm(name: str, plugin: Plugin, attention: dict[str, Any]) -> Arm:
-        engine = GPU_ENGINE | BESIDE_OTHERS | {"attention_config": attention}
-        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
-
-    plan = _flashinfer(
+    plan, wanted = flashinfer(shape), {*(plugin.value for plugin in Plugin), "FLASH_ATTN"}
+    return replace(
+        plan,
         name=f"flashinfer-{shape}-mixed",
         about=f"FlashInfer under mixed load with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
-        arms=(
-            *(arm(plugin.value, plugin, FLASHINFER) for plugin in Plugin),
-            arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
-        ),
+        arms=tuple(replace(arm, engine={**arm.engine, **BESIDE_OTHERS}) for arm in plan.arms if arm.name in wanted),
+        loads=find_loads(("mixed",)),
+        repetitions=1,
+        keep=True,
     )
-    return replace(plan, loads=find_loads(("mixed",)), repetitions=1, keep=True)
 
 
 def flashinfer_before(shape: str, runner: str) -> Plan:
