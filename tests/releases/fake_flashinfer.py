@@ -17,7 +17,6 @@ PROCESSORS = 3
 compiled: list[tuple[Any, ...]] = []
 """Arguments of every XQA kernel that was compiled."""
 
-
 loaded: list[tuple[Any, ...]] = []
 """Arguments of every module of wrappers that was loaded before a plan asked for it."""
 

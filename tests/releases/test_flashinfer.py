@@ -406,7 +406,7 @@ def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     """Without it FlashInfer fails: one draft and 256 requests of an 8b need more than vLLM's workspace has."""
     builder = made_on(capability, module, setting)
     sizes = (8, 3, 4) if builder.reorder_batch_threshold == 1 else (4, 3)  # the largest first, as graphs are captured
-    if not builder._whole:
+    if not builder._planners:
         pytest.skip("XQA takes all drafts on this GPU")
     needed = {requests: room(builder, requests, 4) for requests in sizes}
     given = give_workspace(builder, needed[3])
@@ -451,7 +451,8 @@ def test_flash_attention_2_is_loaded_before_the_first_request(
 def test_where_queries_have_one_dtype_it_is_loaded_for_that(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 0.24, of which no release is fetched here."""
     query = getattr(builder, "q_data_type_prefill", None) or builder.q_data_type
-    older = types.SimpleNamespace(**{name: each for name, each in vars(builder).items() if name[:12] != "q_data_type_"})
+    kept = {name: each for name, each in vars(builder).items() if not name.startswith("q_data_type_")}
+    older = types.SimpleNamespace(**kept)
     older.q_data_type, older.window_left, older.logits_soft_cap = query, -1, None
     monkeypatch.setattr(fake_flashinfer, "loaded", [])
     flashinfer_mixed._load.cache_clear()
@@ -481,7 +482,7 @@ def test_long_prompts_stay_flash_attention_3s(builder: Any, monkeypatch: pytest.
 
 
 def test_the_work_of_long_prompts_is_counted_in_64_bits(builder: Any) -> None:
-    mixed, given = builder._whole[-1], metadata([4, 4096], [40, 4096], DRAFTS)
+    mixed, given = builder._planners[-1], metadata([4, 4096], [40, 4096], DRAFTS)
     assert isinstance(mixed, flashinfer_mixed.MixedWrapper)
     bound = torch.tensor([40, 1 << 20], dtype=torch.int32)  # 2 ** 32 for the prompt
     assert mixed.takes(dataclasses.replace(given, seq_lens_cpu_upper_bound=bound)) is False
@@ -527,7 +528,7 @@ def test_what_is_not_captured(
     ours, upstream = type(builder), type(builder).__bases__[0]
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
     if what in ("not causal", "sinks"):
-        assert not ours(*setting)._whole
+        assert not ours(*setting)._planners
 
 
 def test_the_machine_decodes_with_xqa_and_no_server_is_asked(

@@ -66,8 +66,9 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             super().__init__(*args, **kwargs)
             self._drafts = self.vllm_config.speculative_config is not None
             self._batch: Any = None
-            self._whole: list[GraphWrappers | MixedWrapper] = []
-            self._chosen: GraphWrappers | MixedWrapper | None = None
+            # Who may plan a whole batch, drafts and prompts alike, and who has the one that is being built.
+            self._planners: list[GraphWrappers | MixedWrapper] = []
+            self._planner: GraphWrappers | MixedWrapper | None = None
             if self._drafts:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
                 _unpin(self)
@@ -77,9 +78,9 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 backend = _backend_of_wrappers(self, platform)
                 plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
                 if plans_drafts and self.enable_cuda_graph:
-                    self._whole.append(GraphWrappers(self, backend))
+                    self._planners.append(GraphWrappers(self, backend))
                 if backend == "fa2":
-                    self._whole.append(MixedWrapper(self))
+                    self._planners.append(MixedWrapper(self))
                     load_flash_attention_2(self)
             if _decodes_with_xqa(self):
                 _check_xqa(self, platform)
@@ -100,14 +101,14 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
             threshold = self.reorder_batch_threshold
             self._batch = common_attn_metadata
-            self._chosen = next((each for each in self._whole if each.takes(common_attn_metadata)), None)
-            if self._chosen is not None:
+            self._planner = next((each for each in self._planners if each.takes(common_attn_metadata)), None)
+            if self._planner is not None:
                 # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
                 self.reorder_batch_threshold = 0
             try:
                 built = super().build(common_prefix_len, given, fast_build)
             finally:
-                self._batch, self._chosen, self.reorder_batch_threshold = None, None, threshold
+                self._batch, self._planner, self.reorder_batch_threshold = None, None, threshold
                 self._plan_buffers.planned()
             if reason is None:
                 lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
@@ -122,7 +123,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
-            return self._with_plan_buffer(make() if self._chosen is None else self._chosen.of(self._batch, make))
+            return self._with_plan_buffer(make() if self._planner is None else self._planner.of(self._batch, make))
 
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
             return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))

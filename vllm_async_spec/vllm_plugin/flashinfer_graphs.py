@@ -38,17 +38,20 @@ def drafts_in_graphs(config: Any) -> bool:
     )
 
 
-def drafts_of_each(metadata: Any) -> int:
-    """How many query tokens each request has, all the same number; 1 if they differ, or are no drafts.
+def as_many_of_each(metadata: Any) -> bool:
+    """Whether all requests have the same number of query tokens.
 
     Requests without query tokens at the end are what pads a batch to the size of its graph.
     """
-    tokens = int(metadata.max_query_len)
-    if tokens == 1 or not metadata.causal:
-        return 1
     query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
     live = np.count_nonzero(query_lens)
-    return tokens if bool((query_lens[:live] == tokens).all()) else 1
+    return bool((query_lens[:live] == metadata.max_query_len).all())
+
+
+def split_room(builder: Any, requests: int, tokens: int) -> int:
+    """`split_bytes` of a graph of so many requests, with so many query tokens each, of `builder`'s heads."""
+    heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+    return split_bytes(requests, tokens, *heads, builder.device)
 
 
 class GraphWrappers:
@@ -76,11 +79,13 @@ class GraphWrappers:
         Args:
             metadata: vLLM's common metadata, padded as the graph is.
         """
-        tokens, requests = drafts_of_each(metadata), metadata.num_reqs
-        return (
+        tokens, requests = int(metadata.max_query_len), metadata.num_reqs
+        return bool(
             1 < tokens <= 1 + self._most_drafts
             and requests <= self._most_requests
             and tokens * requests <= self._most_tokens
+            and metadata.causal
+            and as_many_of_each(metadata)
         )
 
     def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
@@ -116,11 +121,9 @@ class GraphWrappers:
 
     def _roomy(self, requests: int, tokens: int, given: torch.Tensor) -> torch.Tensor:
         """The workspace of vLLM, or one of our own for sizes that may need more; the largest are captured first."""
-        builder = self._builder
-        heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-        needed = split_bytes(requests, tokens, *heads, builder.device)
+        needed = split_room(self._builder, requests, tokens)
         if needed <= given.nbytes:
             return given
         if self._workspace is None or self._workspace.nbytes < needed:
-            self._workspace = torch.empty(needed, dtype=torch.uint8, device=builder.device)
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._builder.device)
         return self._workspace

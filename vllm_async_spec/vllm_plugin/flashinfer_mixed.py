@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import split_bytes
+from vllm_async_spec.vllm_plugin.flashinfer_graphs import split_room
 from vllm_async_spec.vllm_plugin.log import inform
 
 MOST_WORK = 1 << 19
 """Query tokens times keys, summed over the requests: a prompt of 512 tokens, and 32 requests with three drafts and
 2,000 keys each. For those drafts FlashAttention 2 takes an H200 some 30 µs a layer more than XQA, and more with longer
 ones. The host is held up longer by a second call: mixed steps of an 8b took 17 ms with one, and 20 with vLLM's two."""
+
+_NO_ROTATION = 0
+"""`PosEncodingMode.NONE`: vLLM rotates keys and queries itself."""
 
 
 class MixedWrapper:
@@ -60,14 +63,14 @@ class MixedWrapper:
             metadata: as there.
             make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
         """
-        if self._wrapper is None and self._has_room:
-            builder, like = self._builder, make()
-            heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
+        if self._wrapper is None:
+            like = make()
             # Outside a graph keys are split into no more pieces than those of a single row are inside one.
-            self._has_room = split_bytes(1, 1, *heads, builder.device) <= like._float_workspace_buffer.nbytes
-            if self._has_room:
-                self._wrapper = type(like)(like._float_workspace_buffer, like._kv_layout, backend="fa2")
-        return make() if self._wrapper is None else self._wrapper
+            self._has_room = split_room(self._builder, 1, 1) <= like._float_workspace_buffer.nbytes
+            if not self._has_room:
+                return like
+            self._wrapper = type(like)(like._float_workspace_buffer, like._kv_layout, backend="fa2")
+        return self._wrapper
 
 
 def load_flash_attention_2(builder: Any) -> None:
@@ -84,10 +87,6 @@ def load_flash_attention_2(builder: Any) -> None:
     dtypes = query, builder.kv_cache_dtype, builder.model_config.dtype, torch.int32
     heads = builder.head_dim, builder.head_dim
     _load(*dtypes, *heads, _NO_ROTATION, builder.window_left >= 0, (builder.logits_soft_cap or 0) > 0, False)
-
-
-_NO_ROTATION = 0
-"""`PosEncodingMode.NONE`: vLLM rotates keys and queries itself."""
 
 
 @functools.cache
