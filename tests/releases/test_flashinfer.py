@@ -343,6 +343,17 @@ def test_so_are_drafts_of_different_numbers(builder: Any, query: list[int], kind
         assert (prefills._backend, prefills.is_cuda_graph_enabled) == (kind, False)
 
 
+def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, given = builder._planners[0], metadata(*BATCHES["drafts"], DRAFTS)
+    assert graphs.takes(given)
+    assert not graphs.takes(dataclasses.replace(given, causal=False))
+    found = []
+    for most in (12, 11):
+        monkeypatch.setattr(graphs, "_most_tokens", most)
+        found.append(graphs.takes(given))
+    assert found == [True, False]
+
+
 @pytest.mark.parametrize("requests", range(1, 9))
 def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, requests: int) -> None:
     captured = builder.build_for_cudagraph_capture(metadata([4] * requests, [4] * requests, 0))
