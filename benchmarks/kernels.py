@@ -1,10 +1,11 @@
-"""How long kernels take to verify drafts over a paged KV cache, each alone in a CUDA graph.
+"""How long kernels take to verify drafts over a paged KV cache: each alone, and in a layer.
 
     python -m benchmarks kernels [--json FILE] [--tokens N]
 
-Which kernel has which batch on Hopper follows from this. A graph holds 16 calls over the caches of four layers, so that
-keys come from memory; what is told is the median of ten replays. An engine's block table is as wide as its longest
-request may become, and XQA splits keys by that width: `XQA, wide table` has room for 8,192 keys.
+Which kernel has which batch on Hopper follows from this. A CUDA graph holds 16 calls over the caches of four layers, so
+that keys come from memory; what is told is the median of ten replays. In a layer, the matrices of an 8b are multiplied
+before and after each call, as in an engine, and what those take without attention is taken off. Calls of one kernel in
+a row find its code in the caches of the GPU; in an engine 436 MB of weights went through them since the last one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.nn.functional import pad
+from torch.nn.functional import linear, silu
 
-REQUESTS = (1, 2, 4, 6, 8)
+REQUESTS = (1, 2, 4, 8, 16, 32)
 KEYS = (264, 1024, 4096, 16384)
 HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
 """Of a Llama of 8b."""
+HIDDEN, INTERMEDIATE = HEADS * HEAD_SIZE, 14336
 _LAYERS, _CALLS, _REPLAYS = 4, 16, 10
-_WIDE = 8192
 _WORKSPACE = 394 << 20  # bytes, vLLM's
 _NEAR = 2e-2
 """What two kernels' outputs may differ by in bfloat16, where values are of size 1."""
@@ -48,11 +49,10 @@ class Batch:
         shape = self.requests * self._pages + 1, KV_HEADS, PAGE, HEAD_SIZE
         return [(_noise(*shape), _noise(*shape)) for _ in range(_LAYERS)]
 
-    def table(self, keys: int = 0) -> torch.Tensor:
-        """The block table, with room for that many keys."""
+    def table(self) -> torch.Tensor:
+        """The block table."""
         pages = 1 + torch.arange(self.requests * self._pages, dtype=torch.int32, device="cuda")
-        width = max(self._pages, -(-keys // PAGE))
-        return pad(pages.view(self.requests, -1), (0, width - self._pages)).contiguous()
+        return pages.view(self.requests, -1)
 
     @property
     def _pages(self) -> int:
@@ -85,30 +85,34 @@ def measure(tokens: int) -> dict[str, Any]:
         raise KernelError(
             f"{' and '.join(missing)} can't be imported here, and some of the kernels are theirs; install it"
         )
-    batches = [Batch(requests, keys, tokens) for requests in REQUESTS for keys in KEYS]
+    batches, matrices = [Batch(requests, keys, tokens) for requests in REQUESTS for keys in KEYS], Matrices()
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "flashinfer": version("flashinfer-python"),
         "tokens": tokens,
-        "rows": [{"requests": each.requests, "keys": each.keys, "us": _measured(each)} for each in batches],
+        "rows": [{"requests": each.requests, "keys": each.keys, **_measured(each, matrices)} for each in batches],
     }
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """One for each batch, in the order of `columns`."""
     for row in found["rows"]:
-        yield (f"{row['requests']}", f"{row['keys']:,}", *(f"{row['us'][name]:.1f}" for name in _kernels(found)))
+        times = (f"{row['alone_us'][name]:.0f} / {row['layer_us'][name]:.0f}" for name in _kernels(found))
+        yield (f"{row['requests']}", f"{row['keys']:,}", *times)
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
     """Of the table."""
-    return ("requests", "keys each", *(f"{name}, µs" for name in _kernels(found)))
+    return ("requests", "keys each", *_kernels(found))
 
 
 def table(found: dict[str, Any]) -> Table:
     """The same for the terminal."""
-    title = f"{found['device']}, FlashInfer {found['flashinfer']}, {found['tokens']} query tokens a request"
+    title = (
+        f"Microseconds of a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
+        f"{found['tokens']} query tokens a request"
+    )
     shown = Table(*columns(found), title=title)
     for row in rows(found):
         shown.add_row(*row)
@@ -116,16 +120,15 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:
-    return list(found["rows"][0]["us"])
+    return list(found["rows"][0]["alone_us"])
 
 
-def _measured(batch: Batch) -> dict[str, float]:
+def _measured(batch: Batch, matrices: Matrices) -> dict[str, dict[str, float]]:
     query, caches = _noise(batch.requests * batch.tokens, HEADS, HEAD_SIZE), batch.caches()
     calls = {
         "FlashAttention 2": _planned(batch, query, caches, "fa2"),
         "FlashAttention 3": _planned(batch, query, caches, "fa3"),
-        "XQA": _xqa(batch, query, caches, 0),
-        "XQA, wide table": _xqa(batch, query, caches, _WIDE),
+        "XQA": _xqa(batch, query, caches),
         "vLLM's FlashAttention 3": _vllms(batch, query, caches),
     }
     said = {name: call(0).clone().view_as(query) for name, call in calls.items()}
@@ -133,7 +136,38 @@ def _measured(batch: Batch) -> dict[str, float]:
     for name, output in said.items():
         if not torch.allclose(output, said[first], rtol=_NEAR, atol=_NEAR):
             raise KernelError(f"{name} says something else than {first} for {batch}, so no time of it means anything")
-    return {name: _microseconds(call) for name, call in calls.items()}
+    rest = _microseconds(matrices.around(lambda layer: query, query.shape[0]))
+    layers = {name: matrices.around(call, query.shape[0]) for name, call in calls.items()}
+    return {
+        "alone_us": {name: round(_microseconds(call), 2) for name, call in calls.items()},
+        "layer_us": {name: round(_microseconds(layer) - rest, 2) for name, layer in layers.items()},
+    }
+
+
+class Matrices:
+    """What a layer of a Llama of 8b does but for attention, with the weights of some layers."""
+
+    def __init__(self) -> None:
+        shapes = (
+            (HIDDEN + 2 * KV_HEADS * HEAD_SIZE, HIDDEN),
+            (HIDDEN, HIDDEN),
+            (2 * INTERMEDIATE, HIDDEN),
+            (HIDDEN, INTERMEDIATE),
+        )
+        self._weights = [tuple(_noise(*shape) for shape in shapes) for _ in range(_LAYERS)]
+
+    def around(self, attend: Call, tokens: int) -> Call:
+        """A whole layer, with that for attention."""
+        hidden = _noise(tokens, HIDDEN)
+
+        def run(layer: int) -> torch.Tensor:
+            qkv, out, gate_up, down = self._weights[layer]
+            linear(hidden, qkv)
+            attend(layer)
+            gate, up = linear(linear(hidden, out), gate_up).chunk(2, dim=-1)
+            return linear(silu(gate) * up, down)
+
+        return run
 
 
 def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str) -> Call:
@@ -156,7 +190,7 @@ def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str)
     return lambda layer: wrapper.run(query, caches[layer], out=out)
 
 
-def _xqa(batch: Batch, query: torch.Tensor, caches: list[Any], room: int) -> Call:
+def _xqa(batch: Batch, query: torch.Tensor, caches: list[Any]) -> Call:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     from vllm_async_spec import CommonAttentionMetadata
@@ -183,7 +217,7 @@ def _xqa(batch: Batch, query: torch.Tensor, caches: list[Any], room: int) -> Cal
         num_actual_tokens=query.shape[0],
         max_query_len=batch.tokens,
         max_seq_len=batch.keys,
-        block_table_tensor=batch.table(room),
+        block_table_tensor=batch.table(),
         slot_mapping=torch.zeros(query.shape[0], dtype=torch.int64, device="cuda"),
     )
     workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
@@ -234,7 +268,7 @@ def _microseconds(call: Call) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / _CALLS)
-    return round(statistics.median(times[3:]), 2)
+    return statistics.median(times[3:])
 
 
 def _noise(*shape: int) -> torch.Tensor:

@@ -21,9 +21,10 @@ from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_mixed, flashinfer_xqa
+from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers
 from vllm_async_spec.vllm_plugin.ledger import State
 
-PAGE, DRAFTS = 16, 3
+PAGE, DRAFTS, LONGEST = 16, 3, 8192
 BATCHES = {
     "one token each": ([1, 1, 1], [33, 1, 48]),
     "drafts": ([4, 4, 4], [33, 17, 50]),
@@ -56,7 +57,7 @@ def module(release: str) -> Any:
         if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
             patch.setattr(module.FlashInferMetadataBuilder, "kv_cache_layout", None)
             patch.setattr(module, "get_flashinfer_layout_string", lambda layout: "NHD")
-        patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 9)}})
+        patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 64)}})
         for outcome in ledger.outcomes.values():
             assert outcome.state in (State.APPLIED, State.NOT_NEEDED), outcome.detail
         assert ledger.outcomes["flashinfer-builder"].state is State.APPLIED
@@ -74,7 +75,9 @@ def setting(request: pytest.FixtureRequest, module: Any) -> Iterator[tuple[Any, 
     if request.param == "xqa" and not hasattr(module, "FlashInferDecodeKernel"):
         pytest.skip("this vLLM has no XQA")
     trtllm = None if request.param == "xqa" else False
-    with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=trtllm) as arguments:
+    with builders.flashinfer_setting(
+        spec_tokens=DRAFTS, block_size=PAGE, trtllm=trtllm, max_model_len=LONGEST
+    ) as arguments:
         yield arguments
 
 
@@ -332,6 +335,19 @@ def test_drafts_of_few_requests_are_flash_attention_2s(builder: Any, query: list
 @pytest.mark.parametrize("query", [[4] * 5, [4, 4, 4, 4, 0], [4] * 8])
 def test_drafts_of_many_requests_are_xqas_where_it_takes_them(builder: Any, query: list[int]) -> None:
     assert kernel(builder, query) == ("xqa" if builder.reorder_batch_threshold > 1 else "fa2 in a graph")
+
+
+@pytest.mark.parametrize(("longest", "most"), [(1024, 32), (4096, 8), (5000, 6), (8192, 4), (131072, 4)])
+def test_many_requests_that_stay_short_count_as_few(builder: Any, longest: int, most: int) -> None:
+    """As no graph can be told how long its requests will be, the longest that they may become decides."""
+    if builder.reorder_batch_threshold == 1:
+        pytest.skip("there is no XQA, and FlashAttention 2 has the drafts of any number of requests")
+    builder.vllm_config.model_config.max_model_len = longest
+    builder._planners[0] = GraphWrappers(builder, "fa2")
+    try:
+        assert [kernel(builder, [4] * requests) for requests in (most, most + 1)] == ["fa2 in a graph", "xqa"]
+    finally:
+        builder.vllm_config.model_config.max_model_len = LONGEST
 
 
 @pytest.mark.parametrize("query", [[4, 2, 4, 4], [4, 1], [1, 4]])

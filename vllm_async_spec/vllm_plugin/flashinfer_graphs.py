@@ -15,10 +15,11 @@ import torch
 
 from vllm_async_spec.attention.flashinfer import split_bytes
 
-SMALL_BATCH = 4
-"""Most requests whose drafts are not XQA's where it takes them. FlashAttention 2 packs the heads of a group and splits
-keys too. On an H200 a call with four tokens a request took it 12 and 79 µs for four requests with 264 and 16,384 keys
-each, XQA 12 and 85; for six 15 and 168, XQA 13 and 141. In an engine XQA took some 15 µs more than alone at batch 1."""
+SMALL_BATCH, FEW_KEYS = 4, 1 << 15
+"""Of batches of drafts that XQA takes too, those that are not its: of so few requests, or with no more keys in all,
+however long each becomes. XQA reads keys faster, and takes an H200 some 15 µs more in a layer than alone, probably for
+code that has left the caches; FlashAttention 2 takes 3. In a layer, with four tokens a request, that one took 81 µs for
+four requests with 16,384 keys each, XQA 98; for eight with 4,096 keys 62 and 61, and with 16,384 keys 221 and 177."""
 
 
 def drafts_in_graphs(config: Any) -> bool:
@@ -68,7 +69,8 @@ class GraphWrappers:
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
         beside_xqa = builder.reorder_batch_threshold > 1
-        self._most_requests: int = SMALL_BATCH if beside_xqa else config.scheduler_config.max_num_seqs
+        small = max(SMALL_BATCH, FEW_KEYS // config.model_config.max_model_len)
+        self._most_requests: int = small if beside_xqa else config.scheduler_config.max_num_seqs
         self._query_indptr = torch.zeros(self._most_requests + 1, dtype=torch.int32, device=builder.device)
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         self._most_drafts: int = config.speculative_config.num_speculative_tokens
