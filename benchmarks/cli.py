@@ -29,6 +29,7 @@ from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read
 from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
 from benchmarks.soaking import Soak, SoakError, run_soak
+from benchmarks.summary import against
 from benchmarks.tables import TableError, documents, rewrite
 
 app = typer.Typer(
@@ -107,10 +108,15 @@ def run(
 
 
 @app.command()
-def show(files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None) -> None:
+def show(
+    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
+    to: Annotated[str, typer.Option("--against", help="Compare with this arm instead of the plan's reference.")] = "",
+) -> None:
     """Print results that are there."""
     for path in files or result_files():
-        _show(_read(path))
+        found = _read(path)
+        with _failing(PlanError):
+            _show(against(found, to) if to else found)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
+from benchmarks.arms import PlanError
 from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
 
 Row = dict[str, Any]
@@ -34,6 +35,25 @@ def summarise(document: dict[str, Any]) -> list[Row]:
                 row = {"load": load["name"], "steady": steady, "arm": arm["name"]} | _figures(found)
                 rows.append(row | _comparison(document, speeds, arm["name"]))
     return rows
+
+
+def against(document: dict[str, Any], other: str) -> dict[str, Any]:
+    """`document` with its arms compared with `other`; where noise forbids ratios to its own reference, it does here.
+
+    Raises:
+        PlanError: the document has no such arm.
+    """
+    plan = document["plan"]
+    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
+        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
+    changed = document | {"plan": plan | {"reference": other, "control": None}}
+    refused = {row["load"]: row["refused"] for row in summarise(document) if "refused" in row}
+    changed["summary"] = summarise(changed)
+    for row in changed["summary"]:
+        if "ratio" in row and row["load"] in refused:
+            del row["ratio"]
+            row["refused"] = refused[row["load"]]
+    return changed
 
 
 def pass_ratios(document: dict[str, Any], load: str, arm: str) -> list[float]:

@@ -19,8 +19,9 @@ from typing import Any
 from benchmarks import batching, generation, kernels, step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
-from benchmarks.present import Grid, grid, notes
+from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.results import RESULTS, read_result
+from benchmarks.summary import against
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -139,6 +140,25 @@ def _held(results: Path) -> str:
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
+def _flashinfer(results: Path) -> str:
+    """Speeds of FlashInfer with the plugin, a column for each arm that it is held to."""
+    others = ("stock", "stock-xqa", "FLASH_ATTN")
+    rows = []
+    for name in ("flashinfer-8b", "flashinfer-8b-0.26.0-V2", "flashinfer-8b-0.26.0-V1"):
+        found = read_result(results / f"{name}.json")
+        facts = found["turns"][0]["facts"]
+        arms = {arm["name"] for arm in found["plan"]["arms"]}
+        compared = {other: against(found, other)["summary"] for other in others if other in arms}
+        for load in found["plan"]["loads"]:
+            cells = {
+                other: next(row for row in summary if (row["load"], row["arm"]) == (load["name"], "plugin"))
+                for other, summary in compared.items()
+            }
+            speeds = [ratio(cells[other]) if other in cells else "-" for other in others]
+            rows.append((facts["vllm"], facts["runner"], load["name"], speed(cells["stock"]), *speeds))
+    return Grid(("vLLM", "runner", "load", "plugin", *(f"{other} = 1" for other in others)), rows).markdown()
+
+
 def _kernels(results: Path) -> str:
     found = json.loads((results / "kernels-h200.json").read_text())
     return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
@@ -191,6 +211,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "batching": _batching,
     "demo": _demo,
     "features": _features,
+    "flashinfer": _flashinfer,
     "generation": _generation,
     "generation-ungraphed": _ungraphed,
     "held": _held,

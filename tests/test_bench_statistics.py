@@ -8,9 +8,10 @@ import re
 import pytest
 from bench_documents import FACTS, document, row
 
+from benchmarks.arms import PlanError
 from benchmarks.present import grid, notes
 from benchmarks.statistics import paired_ratio, refusal, student_quantile
-from benchmarks.summary import summarise
+from benchmarks.summary import against, summarise
 
 
 def noisy(source: random.Random, factor: float = 1.0, passes: int = 4, noise: float = 0.005) -> list[float]:
@@ -94,3 +95,25 @@ def test_turns_of_two_machines_are_not_compared():
         turn["facts"] = other
     one["summary"] = summarise(one)
     assert row(one, "plugin")["refused"] == "the turns were had on 2 different machines"
+
+
+def test_arms_can_be_compared_with_another_than_the_reference():
+    found = document({"stock": [100, 102], "sham": [101, 100], "plugin": [210, 190]})
+    compared = against(found, "plugin")
+    assert row(compared, "stock")["ratio"]["value"] == pytest.approx((100 / 210 * 102 / 190) ** 0.5)
+    assert "ratio" not in row(compared, "plugin")
+    assert grid(compared).head[6] == "speed, plugin = 1"
+    assert row(found, "plugin")["ratio"]["value"] == pytest.approx(1 / row(compared, "stock")["ratio"]["value"])
+
+
+def test_noise_that_forbids_ratios_forbids_those_to_another_arm_too():
+    source = random.Random(4)
+    found = document({"stock": noisy(source), "sham": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    compared = against(found, "plugin")
+    assert "ratio" not in row(compared, "sham")
+    assert row(compared, "sham")["refused"] == row(found, "plugin")["refused"]
+
+
+def test_an_arm_that_is_not_there_is_named():
+    with pytest.raises(PlanError, match="has no arm 'nobody'; it has stock, sham, plugin"):
+        against(document({"stock": [100, 102]}), "nobody")

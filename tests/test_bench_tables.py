@@ -116,6 +116,7 @@ def test_the_figure_of_each_result_is_there():
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
         (["run", "baseline", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
         (["run", "baseline", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
         (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
         (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
     ],
