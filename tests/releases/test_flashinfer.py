@@ -20,8 +20,7 @@ from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
-from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_mixed, flashinfer_xqa
-from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers
+from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
 
 PAGE, DRAFTS, LONGEST = 16, 3, 8192
@@ -338,16 +337,22 @@ def test_drafts_of_many_requests_are_xqas_where_it_takes_them(builder: Any, quer
 
 
 @pytest.mark.parametrize(("longest", "most"), [(1024, 32), (4096, 8), (5000, 6), (8192, 4), (131072, 4)])
-def test_many_requests_that_stay_short_count_as_few(builder: Any, longest: int, most: int) -> None:
+def test_many_requests_that_stay_short_count_as_few(
+    builder: Any, longest: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As no graph can be told how long its requests will be, the longest that they may become decides."""
     if builder.reorder_batch_threshold == 1:
         pytest.skip("there is no XQA, and FlashAttention 2 has the drafts of any number of requests")
-    builder.vllm_config.model_config.max_model_len = longest
-    builder._planners[0] = GraphWrappers(builder, "fa2")
-    try:
-        assert [kernel(builder, [4] * requests) for requests in (most, most + 1)] == ["fa2 in a graph", "xqa"]
-    finally:
-        builder.vllm_config.model_config.max_model_len = LONGEST
+    monkeypatch.setattr(builder.vllm_config.model_config, "max_model_len", longest)
+    told = []
+    monkeypatch.setattr(flashinfer_graphs, "inform", lambda line, *values: told.append(line % values))
+    flashinfer_graphs._say.cache_clear()
+    for _ in range(2):  # a drafter has a builder too
+        builder._planners[0] = flashinfer_graphs.GraphWrappers(builder, "fa2")
+    assert [kernel(builder, [4] * requests) for requests in (most, most + 1)] == ["fa2 in a graph", "xqa"]
+    assert told == [
+        f"vllm-async-spec: FlashAttention 2 verifies the drafts of up to {most} requests, XQA those of more"
+    ]
 
 
 @pytest.mark.parametrize("query", [[4, 2, 4, 4], [4, 1], [1, 4]])

@@ -7,6 +7,7 @@ vLLM captures full graphs of such batches only for kernels that it does not plan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import split_bytes
+from vllm_async_spec.vllm_plugin.log import inform
 
 SMALL_BATCH, FEW_KEYS = 4, 1 << 15
 """Of batches of drafts that XQA takes too, those that are not its: of so few requests, or with no more keys in all,
@@ -71,6 +73,8 @@ class GraphWrappers:
         beside_xqa = builder.reorder_batch_threshold > 1
         small = max(SMALL_BATCH, FEW_KEYS // config.model_config.max_model_len)
         self._most_requests: int = small if beside_xqa else config.scheduler_config.max_num_seqs
+        if beside_xqa:
+            _say(small)
         self._query_indptr = torch.zeros(self._most_requests + 1, dtype=torch.int32, device=builder.device)
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         self._most_drafts: int = config.speculative_config.num_speculative_tokens
@@ -129,3 +133,8 @@ class GraphWrappers:
         if self._workspace is None or self._workspace.nbytes < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._builder.device)
         return self._workspace
+
+
+@functools.cache
+def _say(most: int) -> None:
+    inform("vllm-async-spec: FlashAttention 2 verifies the drafts of up to %d requests, XQA those of more", most)
