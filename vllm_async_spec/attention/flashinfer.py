@@ -118,6 +118,7 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
             # Pageable, so that a copy to the device has read them when it returns.
             sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
             self._filled = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+            self._views = {name: filled.numpy() for name, filled in self._filled.items()}
 
         def plan(
             self,
@@ -131,20 +132,20 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
         ) -> None:
             """As the base's."""
             if seq_lens is not None:
-                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens, 0)
+                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
             super().plan(
-                qo_indptr=self._fill("qo_indptr", qo_indptr, qo_indptr[-1]),
-                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, paged_kv_indptr[-1]),
+                qo_indptr=self._fill("qo_indptr", qo_indptr, cumulative=True),
+                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
                 paged_kv_indices=paged_kv_indices,
-                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len, 0),
+                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
                 **kwargs,
             )
 
-        def _fill(self, name: str, values: torch.Tensor, behind: torch.Tensor | int) -> torch.Tensor:
-            filled, count = self._filled[name], values.shape[0]
-            filled[:count] = values
-            filled[count:] = behind
-            return filled
+        def _fill(self, name: str, values: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
+            given, filled = values.numpy(), self._views[name]
+            filled[: len(given)] = given
+            filled[len(given) :] = given[-1] if cumulative else 0
+            return self._filled[name]
 
     return WithEmptyRequests
 
