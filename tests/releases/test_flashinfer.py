@@ -378,7 +378,7 @@ def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_where_that_needs_more_room_than_there_is_pieces_stay_large(
+def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
     module: Any, setting: tuple[Any, ...], missing: int
 ) -> None:
     builder = made_on(HOPPER, module, setting)
@@ -482,12 +482,14 @@ def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     sizes = (8, 3, 4) if builder.reorder_batch_threshold == 1 else (4, 3)  # the largest first, as graphs are captured
     if not builder._planners:
         pytest.skip("XQA takes all drafts on this GPU")
-    needed = {requests: room(builder, requests, 4 * requests) for requests in sizes}
+    group = builder.num_qo_heads // builder.num_kv_heads
+    needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
     given = give_workspace(builder, needed[3])
     found = {}
     for requests in sizes:
         (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
         found[requests] = wrapper._float_workspace_buffer
+        assert wrapper._plan_info[3] == 16
     assert found[3] is given
     assert found[4] is found[sizes[0]]
     assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes

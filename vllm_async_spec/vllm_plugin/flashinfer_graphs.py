@@ -106,16 +106,17 @@ class GraphWrappers:
     def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder, workspace = self._builder, like._float_workspace_buffer
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
-        planned = requests
+        planned, needed = requests, self._needed(requests, requests * tokens)
         if self._flash_attention_2:
             more = planned_requests(requests, tokens, builder.num_qo_heads // builder.num_kv_heads)
-            # More pieces of work may need more room than fewer that are too large; vLLM's serves or they are too many.
-            if self._needed(more, requests * tokens) <= workspace.nbytes:
-                planned = more
+            # Smaller pieces of work are more, and may need more room in all.
+            room = self._needed(more, requests * tokens)
+            if room <= max(needed, workspace.nbytes):
+                planned, needed = more, room
         query_indptr, page_indptr, last_page_lens = self._buffers
         upstream: Any = type(like)
         wrapper = with_empty_requests(upstream)(
-            self._roomy(self._needed(planned, requests * tokens), workspace),
+            self._roomy(needed, workspace),
             like._kv_layout,
             use_cuda_graph=True,
             qo_indptr_buf=query_indptr[: planned + 1],
