@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_async_spec.attention import flashinfer as adapter
-from vllm_async_spec.attention.flashinfer import planned_requests, split_bytes, with_empty_requests
+from vllm_async_spec.attention.flashinfer import carry_lengths, planned_requests, split_bytes, with_empty_requests
 
 HERE = Path(__file__).parent / "planner"
 FETCHED = Path(os.environ.get("PLANNER", ".cache/planner"))
@@ -41,17 +41,22 @@ class Graph:
     def room(self) -> int:
         return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
 
-    def plan(self, planner: Planner, lengths: list[int], missing: int = 0) -> Plan:
-        """Plan for live requests of these lengths, with `missing` bytes fewer than are counted."""
+    def handed(self, lengths: list[int]) -> Any:
+        """A wrapper that was to plan for live requests of these lengths."""
         live = len(lengths)
         starts = torch.arange(self.requests + 1, dtype=torch.int32).clamp(max=live) * self.tokens
         pages = torch.tensor([-(-length // PAGE) for length in lengths] + [0] * (self.requests - live))
         indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
-        wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=torch.zeros(self.planned))
+        last = torch.zeros(self.planned, dtype=torch.int32)
+        wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=last)
         wrapper.plan(starts, indptr, torch.zeros(0), torch.ones(self.requests, dtype=torch.int32))
-        room = self.room - missing
+        return wrapper
+
+    def plan(self, planner: Planner, lengths: list[int], missing: int = 0) -> Plan:
+        """Plan for live requests of these lengths, with `missing` bytes fewer than are counted."""
+        given, room = self.handed(lengths).given, self.room - missing
         shape = (*self.heads, HEAD_SIZE, PAGE, self.requests * self.tokens, room, self.planned)
-        return planner(*shape, *wrapper.given["qo_indptr"].tolist(), *wrapper.given["paged_kv_indptr"].tolist())
+        return planner(*shape, *given["qo_indptr"].tolist(), *given["paged_kv_indptr"].tolist())
 
 
 class Handed:
@@ -70,6 +75,8 @@ class Plan:
     works: list[tuple[int, int]]
     """The request and the chunk of each piece of work."""
     chunk: int
+    ints: torch.Tensor
+    """What is copied to the device."""
 
     @property
     def tile(self) -> int:
@@ -95,13 +102,16 @@ def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found = {"LD_PRELOAD": str(built / "gpu.so"), "LD_LIBRARY_PATH": str((cuda / "lib").resolve())}
 
     def plan(*numbers: int) -> Plan:
+        written = built / "ints"
+        given = " ".join(map(str, numbers))
         done = subprocess.run(
-            [built / "plan"], input=" ".join(map(str, numbers)), env=os.environ | found, capture_output=True, text=True
+            [built / "plan", written], input=given, env=os.environ | found, capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(done.stderr)
         info, requests, chunks, size = ([int(word) for word in part.split()] for part in done.stdout.split("|"))
-        return Plan(info, list(zip(requests, chunks, strict=True)), *size)
+        ints = torch.frombuffer(bytearray(written.read_bytes()), dtype=torch.int32)
+        return Plan(info, list(zip(requests, chunks, strict=True)), *size, ints)
 
     return plan
 
@@ -149,3 +159,32 @@ def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Pla
     assert Graph(32, 4, (32, 8), 32).plan(planner, [100] * 32).tile == 128
     assert Graph(32, 4, (32, 8), 125).plan(planner, [100] * 32).tile == 16
     assert Graph(32, 4, (32, 8), 124).plan(planner, [100] * 32).tile == 64
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), data=st.data())
+def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
+    planner: Planner, graph: Graph, data: st.DataObject
+) -> None:
+    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged."""
+    exact = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
+    bound = [length + data.draw(st.integers(0, 17)) for length in exact]
+    plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
+    wrapper._backend, wrapper._window_left, wrapper._max_q_len = "fa2", -1, graph.tokens
+    wrapper._plan_info, wrapper._int_workspace_buffer = plan.numbers, plan.ints.view(torch.uint8)
+    wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = (
+        wrapper.given[name] for name in ("qo_indptr", "paged_kv_indptr")
+    )
+    seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
+    carry_lengths(wrapper, seq_lens, PAGE)
+
+    counts = [-(-length // plan.chunk) for length in exact]
+    merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
+    tokens = graph.tokens * len(exact)
+    assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
+    assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
+    requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
+    assert set(zip(requests, chunks, strict=True)) == {(r, c) for r, n in enumerate(counts) for c in range(n)}
+    pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
+    lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
+    assert lengths.tolist() == exact

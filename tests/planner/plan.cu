@@ -3,15 +3,17 @@
 // On standard input: query heads, KV heads, head size, page size, tokens of the graph, bytes of room, requests planned,
 // then their cumulative query tokens and their cumulative pages. On standard output: the plan's numbers
 // (PrefillPlanInfo::ToVector), and after each bar the requests of its pieces of work, their chunks, and keys in a chunk.
+// What it would copy to the device goes into the file that is named.
 
 #include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <flashinfer/attention/scheduler.cuh>
+#include <fstream>
 #include <iostream>
 #include <vector>
 
-int main() {
+int main(int count, char** arguments) {
   uint32_t heads, kv_heads, head_size, page, tokens, requests;
   size_t room;
   std::cin >> heads >> kv_heads >> head_size >> page >> tokens >> room >> requests;
@@ -46,4 +48,5 @@ int main() {
       if (valid[work]) std::printf("%d ", ints(offset)[work]);
   }
   std::printf("| %d\n", *ints(plan.kv_chunk_size_ptr_offset));
+  if (count > 1) std::ofstream(arguments[1], std::ios::binary).write(host.data(), size);
 }
