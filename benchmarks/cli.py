@@ -207,7 +207,7 @@ def kernels(
     json_file: _Json = None,
     tokens: Annotated[int, typer.Option(min=2, max=32, help="Query tokens of each request.")] = 4,
 ) -> None:
-    """How long kernels take to verify drafts, each alone in a CUDA graph, on a Hopper GPU."""
+    """How long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
     from benchmarks.kernels import KernelError, measure, table
 
     with _failing(KernelError):

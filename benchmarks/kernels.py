@@ -23,11 +23,14 @@ import torch
 from rich.table import Table
 from torch.nn.functional import linear, silu
 
+from benchmarks.shapes import find_shape
+
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 KEYS = (264, 1024, 4096, 16384)
-HEADS, KV_HEADS, HEAD_SIZE, PAGE = 32, 8, 128, 16
-"""Of a Llama of 8b."""
-HIDDEN, INTERMEDIATE = HEADS * HEAD_SIZE, 14336
+PAGE = 16
+_8B = find_shape("8b").target
+HEADS, KV_HEADS, HEAD_SIZE = _8B["num_attention_heads"], _8B["num_key_value_heads"], _8B["head_dim"]
+HIDDEN, INTERMEDIATE = _8B["hidden_size"], _8B["intermediate_size"]
 _LAYERS, _CALLS, _REPLAYS = 4, 16, 10
 _WORKSPACE = 394 << 20  # bytes, vLLM's
 _NEAR = 2e-2
@@ -152,8 +155,8 @@ class Matrices:
 
     def __init__(self) -> None:
         shapes = (
-            (HIDDEN + 2 * KV_HEADS * HEAD_SIZE, HIDDEN),
-            (HIDDEN, HIDDEN),
+            ((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
+            (HIDDEN, HEADS * HEAD_SIZE),
             (2 * INTERMEDIATE, HIDDEN),
             (HIDDEN, INTERMEDIATE),
         )

@@ -47,7 +47,7 @@ def against(document: dict[str, Any], other: str) -> dict[str, Any]:
     if other not in (arms := [arm["name"] for arm in plan["arms"]]):
         raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
     changed = document | {"plan": plan | {"reference": other, "control": None}}
-    refused = {row["load"]: row["refused"] for row in summarise(document) if "refused" in row}
+    refused = {row["load"]: row["refused"] for row in document["summary"] if "refused" in row}
     changed["summary"] = summarise(changed)
     for row in changed["summary"]:
         if "ratio" in row and row["load"] in refused:

@@ -148,14 +148,14 @@ def _flashinfer(results: Path) -> str:
         found = read_result(results / f"{name}.json")
         facts = found["turns"][0]["facts"]
         arms = {arm["name"] for arm in found["plan"]["arms"]}
-        compared = {other: against(found, other)["summary"] for other in others if other in arms}
-        for load in found["plan"]["loads"]:
-            cells = {
-                other: next(row for row in summary if (row["load"], row["arm"]) == (load["name"], "plugin"))
-                for other, summary in compared.items()
-            }
-            speeds = [ratio(cells[other]) if other in cells else "-" for other in others]
-            rows.append((facts["vllm"], facts["runner"], load["name"], speed(cells["stock"]), *speeds))
+        by_load = {
+            other: {row["load"]: row for row in against(found, other)["summary"] if row["arm"] == "plugin"}
+            for other in others
+            if other in arms
+        }
+        for load, row in by_load["stock"].items():
+            ratios = [ratio(by_load[other][load]) if other in by_load else "-" for other in others]
+            rows.append((facts["vllm"], facts["runner"], load, speed(row), *ratios))
     return Grid(("vLLM", "runner", "load", "plugin", *(f"{other} = 1" for other in others)), rows).markdown()
 
 

@@ -56,7 +56,7 @@ def module(release: str) -> Any:
         if hasattr(module.FlashInferMetadataBuilder, "kv_cache_layout"):
             patch.setattr(module.FlashInferMetadataBuilder, "kv_cache_layout", None)
             patch.setattr(module, "get_flashinfer_layout_string", lambda layout: "NHD")
-        patch.setattr(module, "_copy_page_indices_kernel", {**{(n,): lambda *a, **k: None for n in range(1, 64)}})
+        patch.setattr(module, "_copy_page_indices_kernel", {(n,): lambda *a, **k: None for n in range(1, 64)})
         for outcome in ledger.outcomes.values():
             assert outcome.state in (State.APPLIED, State.NOT_NEEDED), outcome.detail
         assert ledger.outcomes["flashinfer-builder"].state is State.APPLIED
