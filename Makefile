@@ -11,8 +11,10 @@ LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-li
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
+FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1
+NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
-.PHONY: demo bench test test-slow coverage test-releases test-transformers compat docs wheel lint clean
+.PHONY: demo bench test test-slow coverage test-releases test-transformers test-planner compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -55,6 +57,13 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
 	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
 	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping*.py tests/test_interleaving*.py tests/test_batching.py tests/test_batching_drafts.py tests/test_batching_kernels.py
+
+test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own planner, compiled for the host; fetched once, half a gigabyte
+	test -d $(CACHE)/planner/cuda || $(UV) --target $(CACHE)/planner/cuda $(NVCC)
+	@for release in $(FLASHINFER); do \
+		test -d $(CACHE)/planner/$$release || $(UV) --no-deps --target $(CACHE)/planner/$$release flashinfer-python==$$release || exit 1; \
+	done
+	PLANNER=$(CACHE)/planner $(PYTHON) -m pytest -m slow tests/test_flashinfer_planner.py
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,10 +6,12 @@ Which kernel has which batch on Hopper follows from this. A CUDA graph holds 16 
 that keys come from memory; what is told is the median of ten replays. In a layer, the matrices of an 8b are multiplied
 before and after each call, as in an engine, and what those take without attention is taken off. Calls of one kernel in
 a row find its code in the caches of the GPU; in an engine 436 MB of weights went through them since the last one.
+FlashAttention 2 is planned as the plugin does it, and, *wide*, as FlashInfer does it alone.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from torch.nn.functional import linear, silu
 
 from benchmarks.shapes import find_shape
 
-REQUESTS = (1, 2, 4, 8, 16, 32)
+REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 KEYS = (264, 1024, 4096, 16384)
 PAGE = 16
 _8B = find_shape("8b").target
@@ -129,8 +131,9 @@ def _kernels(found: dict[str, Any]) -> list[str]:
 def _measured(batch: Batch, matrices: Matrices) -> dict[str, dict[str, float]]:
     query, caches = _noise(batch.requests * batch.tokens, HEADS, HEAD_SIZE), batch.caches()
     calls = {
-        "FlashAttention 2": _planned(batch, query, caches, "fa2"),
-        "FlashAttention 3": _planned(batch, query, caches, "fa3"),
+        "FlashAttention 2": _planned(batch, query, caches, "fa2", _planned_requests(batch)),
+        "FlashAttention 2, wide": _planned(batch, query, caches, "fa2", batch.requests),
+        "FlashAttention 3": _planned(batch, query, caches, "fa3", batch.requests),
         "XQA": _xqa(batch, query, caches),
         "vLLM's FlashAttention 3": _vllms(batch, query, caches),
     }
@@ -173,23 +176,33 @@ class Matrices:
         return run
 
 
-def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str) -> Call:
+def _planned_requests(batch: Batch) -> int:
+    from vllm_async_spec.attention.flashinfer import planned_requests
+
+    return planned_requests(batch.requests, batch.tokens, HEADS // KV_HEADS)
+
+
+def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str, planned: int) -> Call:
     from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
+    from vllm_async_spec.attention.flashinfer import with_empty_requests
+
     pages, out = batch.table().flatten(), torch.empty_like(query)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device="cuda")
+    wrapper = with_empty_requests(BatchPrefillWithPagedKVCacheWrapper)(
         torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda"),
         "HND",
         use_cuda_graph=True,
-        qo_indptr_buf=batch.starts.cuda(),
-        paged_kv_indptr_buf=batch.page_starts.cuda(),
+        qo_indptr_buf=zeros(planned + 1),
+        paged_kv_indptr_buf=zeros(planned + 1),
         paged_kv_indices_buf=torch.zeros_like(pages),
-        paged_kv_last_page_len_buf=torch.zeros(batch.requests, dtype=torch.int32, device="cuda"),
+        paged_kv_last_page_len_buf=zeros(planned),
         backend=backend,
     )
     last = torch.full((batch.requests,), (batch.keys - 1) % PAGE + 1, dtype=torch.int32)
-    heads, dtypes = (HEADS, KV_HEADS, HEAD_SIZE, PAGE), {"q_data_type": query.dtype, "kv_data_type": query.dtype}
-    wrapper.plan(batch.starts, batch.page_starts, pages, last, *heads, causal=True, **dtypes)
+    heads = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim_qk": HEAD_SIZE, "page_size": PAGE}
+    dtypes = {"q_data_type": query.dtype, "kv_data_type": query.dtype}
+    wrapper.plan(batch.starts, batch.page_starts, pages, last, causal=True, **heads, **dtypes)
     return lambda layer: wrapper.run(query, caches[layer], out=out)
 
 

@@ -23,7 +23,14 @@ from torch.nn.functional import pad
 from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.attention import ReferenceArguments, paged_attention
 from vllm_async_spec.attention import flashinfer as adapter
-from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError, carry_lengths, split_bytes
+from vllm_async_spec.attention.flashinfer import (
+    PlanBuffers,
+    PlanError,
+    carry_lengths,
+    planned_requests,
+    split_bytes,
+    with_empty_requests,
+)
 from vllm_async_spec.kernels import (
     paged_lengths,
     set_chunks,
@@ -232,12 +239,12 @@ def make_wrapper(kind: str, room: int = 128 << 20, **graph: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True, backend="fa2")
     if kind == "fa3" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("FlashAttention 3 needs SM90")
-    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kind, **graph)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    return (with_empty_requests(wrapper) if graph else wrapper)(workspace, "NHD", backend=kind, **graph)
 
 
-def graph_buffers(case: Case) -> dict[str, Any]:
-    """What a wrapper for a graph of such batches is made with."""
-    requests = len(case.query_lens)
+def graph_buffers(case: Case, requests: int) -> dict[str, Any]:
+    """What a wrapper for a graph of such batches is made with, planned for so many requests."""
     sizes = {"qo_indptr": requests + 1, "paged_kv_indptr": requests + 1, "paged_kv_last_page_len": requests}
     sizes["paged_kv_indices"] = case.table.numel()
     made = {f"{name}_buf": torch.zeros(size, dtype=torch.int32, device="cuda") for name, size in sizes.items()}
@@ -348,17 +355,36 @@ def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkey
     assert close(case.run(wrapper), case.oracle())
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16, 20])
+@pytest.mark.parametrize("tokens", [2, 4, 5, 9])
+@pytest.mark.parametrize("requests", [1, 2, 7, 32, 256])
+def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: int, tokens: int, group: int) -> None:
+    def rows(planned: int) -> int:
+        """Of a piece of work, by FlashInfer's rule."""
+        largest = (requests * tokens - planned + 1) * group
+        return 16 if largest <= 16 else 64 if largest <= 64 else 128
+
+    planned = planned_requests(requests, tokens, group)
+    needed = tokens * group
+    assert rows(planned) == (16 if needed <= 16 else 64 if needed <= 64 else 128)
+    assert planned == requests or rows(planned - 1) > rows(planned)
+    assert requests <= planned <= requests * tokens
+
+
 @gpu
 @on_a_gpu
-@pytest.mark.parametrize("kind", ["fa2", "fa3"])
+@pytest.mark.parametrize("kind", ["fa2", "fa2 with empty requests", "fa3"])
 @pytest.mark.parametrize("requests", [1, 3, 4, 32])
 def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
     """Captured with the shortest requests, replayed with long ones, and with a row that only pads the batch."""
     tokens, most = 4, 5000
     lengths = [tokens] * requests
     case = Case(lengths, lengths, lengths, room=most)
-    wrapper = make_wrapper(kind, **graph_buffers(case))
+    planned = planned_requests(requests, tokens, HEADS // KV_HEADS) if kind == "fa2 with empty requests" else requests
+    wrapper = make_wrapper(kind[:3], **graph_buffers(case, planned))
     case.plan(wrapper, case.bound)
+    if planned > requests:
+        assert wrapper._plan_info[3] == 16, "every piece of work has room for one request"
     out = case.run(wrapper)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -378,14 +404,15 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
 
 @gpu
 @on_a_gpu
+@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (128, 4), (256, 2)])
-def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int) -> None:
+def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool) -> None:
     case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
-    room = split_bytes(requests, tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
-    case.plan(make_wrapper("fa2", room, **graph_buffers(case)), case.bound)
-    if requests >= 32:  # Pieces of fewer have fewer rows than are counted.
-        with pytest.raises(RuntimeError, match="Buffer overflow"):
-            case.plan(make_wrapper("fa2", room - 16, **graph_buffers(case)), case.bound)
+    planned = planned_requests(requests, tokens, HEADS // KV_HEADS) if empty else requests
+    room = split_bytes(planned, requests * tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
+    case.plan(make_wrapper("fa2", room, **graph_buffers(case, planned)), case.bound)
+    with pytest.raises(RuntimeError, match="Buffer overflow"):
+        case.plan(make_wrapper("fa2", room - 16, **graph_buffers(case, planned)), case.bound)
 
 
 def race(kind: str, fenced: bool) -> bool:

@@ -23,11 +23,11 @@ loaded: list[tuple[Any, ...]] = []
 
 class Wrapper:
     backend = "fa2"
-    """What `auto` becomes."""
+    """What `auto` becomes; on Hopper it may be either, elsewhere it is this."""
 
     def __init__(self, workspace: torch.Tensor, layout: str = "NHD", use_cuda_graph: bool = False, **buffers: Any):
         self._float_workspace_buffer, self._kv_layout = workspace, layout
-        self._backend = buffers.get("backend", "auto")
+        self.asked = self._backend = buffers.get("backend", "auto")
         self.is_cuda_graph_enabled = use_cuda_graph
         # Prefills and decodes name their buffers differently.
         given = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
@@ -37,6 +37,7 @@ class Wrapper:
         self._pin_memory_int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
         self._int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
         self._window_left = -1
+        self._max_total_num_rows = 0
         self.plans: list[dict[str, Any]] = []
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
@@ -66,9 +67,17 @@ class Wrapper:
         if self._backend == "fa3":
             self._plan_sm90(indptr, last, page_size)
         elif starts is not None:
-            self._plan_split(starts.diff(), indptr.diff(), page_size, not kwargs["disable_split_kv"])
+            # The first plan of a graph says how many tokens it has, in whatever shares.
+            self._max_total_num_rows = self._max_total_num_rows or int(starts[-1])
+            most = self._max_total_num_rows - (len(starts) - 1) + 1
+            group = kwargs["num_qo_heads"] // kwargs["num_kv_heads"]
+            rows = group * (most if self.is_cuda_graph_enabled else int(starts[-1]) // (len(starts) - 1))
+            tile = 16 if rows <= 16 else 64 if rows <= 64 else 128
+            self._plan_split(starts.diff(), indptr.diff(), page_size, tile, not kwargs["disable_split_kv"])
 
-    def _plan_split(self, query_lens: torch.Tensor, pages: torch.Tensor, page_size: int, split: bool) -> None:
+    def _plan_split(
+        self, query_lens: torch.Tensor, pages: torch.Tensor, page_size: int, tile: int, split: bool
+    ) -> None:
         """A chunk for each page; in a graph there is work behind the last that is none."""
         counts = pages.clamp(min=1) if split else torch.ones_like(pages)
         rows = torch.arange(len(pages))
@@ -87,7 +96,7 @@ class Wrapper:
             end += -(-len(values) // 4) * 4
         at = dict(zip(("requests", "chunks", "merge", "output", "size"), offsets, strict=True))
         works, tokens = len(requests) + len(unused), int(query_lens.sum())
-        plan = [works, tokens, 0, 16, at["requests"], 0, at["chunks"], at["merge"], at["output"], at["size"], 0, 0, 0]
+        plan = [works, tokens, 0, tile, at["requests"], 0, at["chunks"], at["merge"], at["output"], at["size"], 0, 0, 0]
         self._plan_info = [*plan, int(self.is_cuda_graph_enabled), int(split)]
 
     def split_is_right(self, page_size: int) -> bool:
@@ -105,7 +114,8 @@ class Wrapper:
         return (
             work == expected
             and merge[: len(by_token) + 1].diff().tolist() == by_token
-            and output[: len(counts) + 1].diff().tolist() == by_request
+            # Nothing is read of requests without tokens.
+            and all(n in (0, found) for n, found in zip(by_request, output.diff().tolist(), strict=False))
         )
 
     def _plan_sm90(self, indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import fake_flashinfer
@@ -111,10 +111,10 @@ def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) 
         stand_on(HOPPER, "FlashInfer")
 
 
-def room(builder: Any, requests: int, tokens: int) -> int:
-    """Bytes that such a graph needs."""
+def room(builder: Any, planned: int, tokens: int) -> int:
+    """Bytes that a graph of so many tokens in all needs."""
     heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-    return adapter.split_bytes(requests, tokens, *heads, builder.device)
+    return adapter.split_bytes(planned, tokens, *heads, builder.device)
 
 
 def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:
@@ -146,14 +146,21 @@ def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
         built = builder.build(0, given)
     report = sync_report()
     assert (report.count, report.fallbacks) == (0, {})
-    assert [pages for each in wrappers(built) for pages in pages_planned(each)] == [
-        -(-bound // PAGE) for bound in given.seq_lens_cpu_upper_bound.tolist()[built_on_device(built) :]
-    ]
-    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == exact[built_on_device(built) :]
+    first = built_on_device(built)
+    bounds = given.seq_lens_cpu_upper_bound.tolist()[first:]
+    assert_before_empty(map(pages_planned, wrappers(built)), [-(-bound // PAGE) for bound in bounds])
+    assert_before_empty((each.lengths(PAGE) for each in wrappers(built)), exact[first:])
     assert all(each.split_is_right(PAGE) for each in wrappers(built))
     if built_on_device(built):
         assert type(built.decode.seq_lens) is torch.Tensor
         assert built.decode.seq_lens.tolist() == exact[: built.num_decodes]
+
+
+def assert_before_empty(found: Iterable[list[int]], expected: list[int]) -> None:
+    """Whether the wrappers have these requests, and a graph nothing but empty ones behind them."""
+    joined = [value for each in found for value in each]
+    assert joined[: len(expected)] == expected
+    assert not any(joined[len(expected) :])
 
 
 def built_on_device(built: Any) -> int:
@@ -313,7 +320,8 @@ def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: An
     given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
     (wrapper,) = wrappers(builder.build(0, given))
     assert wrapper.is_cuda_graph_enabled
-    assert wrapper._qo_indptr_buf.tolist() == [0, 4, 8, 8]
+    assert wrapper._qo_indptr_buf.tolist()[:4] == [0, 4, 8, 8]
+    assert set(wrapper._qo_indptr_buf.tolist()[4:]) <= {8}
     assert wrapper._qo_indptr_last == 12
 
 
@@ -348,11 +356,40 @@ def test_many_requests_that_stay_short_count_as_few(
     monkeypatch.setattr(flashinfer_graphs, "inform", lambda line, *values: told.append(line % values))
     flashinfer_graphs._say.cache_clear()
     for _ in range(2):  # a drafter has a builder too
-        builder._planners[0] = flashinfer_graphs.GraphWrappers(builder, "fa2")
+        builder._planners[0] = flashinfer_graphs.GraphWrappers(builder, "fa2", True)
     assert [kernel(builder, [4] * requests) for requests in (most, most + 1)] == ["fa2 in a graph", "xqa"]
     assert told == [
         f"vllm-async-spec: FlashAttention 2 verifies the drafts of up to {most} requests, XQA those of more"
     ]
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 3)])
+def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
+    module: Any, setting: tuple[Any, ...], capability: tuple[int, int], requests: int, tokens: int
+) -> None:
+    """FlashInfer alone has room in each for as many as one request could have: 52 and not 16 for four with four."""
+    builder = made_on(capability, module, setting)
+    (wrapper,) = wrappers(builder.build(0, metadata([tokens] * requests, [40] * requests, DRAFTS)))
+    for live in range(1, requests + 1):
+        padding = [0] * (requests - live)
+        builder.build(0, metadata([tokens] * live + padding, [40] * live + padding, DRAFTS))
+        assert wrapper._plan_info[3] == 16
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
+    module: Any, setting: tuple[Any, ...], missing: int
+) -> None:
+    builder = made_on(HOPPER, module, setting)
+    builder.num_qo_heads = 8 * builder.num_kv_heads
+    planned = adapter.planned_requests(4, 4, 8)
+    assert room(builder, planned, 16) > room(builder, 4, 16)
+    given = give_workspace(builder, room(builder, planned, 16) - missing)
+    (wrapper,) = wrappers(builder.build(0, metadata([4] * 4, [40] * 4, DRAFTS)))
+    assert len(wrapper._paged_kv_last_page_len_buf) == (4 if missing else planned)
+    assert wrapper._float_workspace_buffer is given
+    assert wrapper._plan_info[3] == (128 if missing else 64)
 
 
 @pytest.mark.parametrize("query", [[4, 2, 4, 4], [4, 1], [1, 4]])
@@ -406,11 +443,16 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
         monkeypatch.setattr(ours.__bases__[0], "__init__", with_cache)
         builder = ours(*setting)
     else:
+        kind = "fa2"
+        monkeypatch.setattr(fake_flashinfer.Wrapper, "backend", kind)
         builder = made_on(changed, module, setting)
     takes_drafts = builder.reorder_batch_threshold > 1
     assert [kernel(builder, [4] * requests) for requests in (1, 4, 5)] == [
         "xqa" if takes_drafts else f"{kind} in a graph"
     ] * 3
+    if not takes_drafts:
+        (wrapper,) = wrappers(builder.build(0, metadata([4], [40], DRAFTS)))
+        assert wrapper.asked == "auto"
 
 
 @pytest.mark.parametrize("batch", ["drafts", "many drafts", "mixed", "prompts"])
@@ -433,19 +475,21 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER])
 def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
-    module: Any, setting: tuple[Any, ...], kind: str, capability: tuple[int, int]
+    module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
 ) -> None:
-    """Without it FlashInfer fails: one draft and 256 requests of an 8b need more than vLLM's workspace has."""
+    """Without it FlashInfer fails: three drafts and 512 requests of an 8b need more than vLLM's workspace has."""
     builder = made_on(capability, module, setting)
     sizes = (8, 3, 4) if builder.reorder_batch_threshold == 1 else (4, 3)  # the largest first, as graphs are captured
     if not builder._planners:
         pytest.skip("XQA takes all drafts on this GPU")
-    needed = {requests: room(builder, requests, 4) for requests in sizes}
+    group = builder.num_qo_heads // builder.num_kv_heads
+    needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
     given = give_workspace(builder, needed[3])
     found = {}
     for requests in sizes:
         (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
         found[requests] = wrapper._float_workspace_buffer
+        assert wrapper._plan_info[3] == 16
     assert found[3] is given
     assert found[4] is found[sizes[0]]
     assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes
@@ -657,9 +701,9 @@ def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: 
         built = builder.build(0, given)
     assert (sync_report().count, sync_report().fallbacks) == (0, {})
     first = built_on_device(built)
-    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == exact[first:]
+    assert_before_empty((each.lengths(PAGE) for each in wrappers(built)), exact[first:])
     pages = -(-(max(exact) + 2) // PAGE)
-    assert [each for wrapper in wrappers(built) for each in pages_planned(wrapper)] == [pages] * (len(exact) - first)
+    assert_before_empty(map(pages_planned, wrappers(built)), [pages] * (len(exact) - first))
 
 
 def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:

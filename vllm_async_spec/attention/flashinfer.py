@@ -10,6 +10,8 @@ Three things were safe only because the host used to wait before it planned:
 - A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
   `PlanBuffers` hands out another one, fenced by an event.
 
+And one was never fast: FlashAttention 2 in a CUDA graph, for a batch of drafts. See `planned_requests`.
+
 Sources: flashinfer-python 0.6.14 and 0.7.0, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
 `hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
 """
@@ -26,8 +28,9 @@ from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_work_len
 
 _INT32_BYTES = 4
 _INT32_MAX = torch.iinfo(torch.int32).max
-_MOST_ROWS = 128
-"""Of a piece of work of FlashAttention 2: query tokens by the heads of a group."""
+_TILES = (16, 64, 128)
+"""Rows that a piece of work of FlashAttention 2 has room for: query tokens by the heads of a group. With heads of 256
+and more it never has more of them than this."""
 # PrefillPlanInfo::ToVector: two sizes, offsets in bytes into the int workspace, and two flags.
 _PLAN_SIZE = 15
 _WORKS, _QUERY_TOKENS, _TILE, _REQUESTS, _CHUNKS = 0, 1, 3, 4, 6
@@ -77,8 +80,78 @@ def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
         )
 
 
+def planned_requests(requests: int, tokens: int, group: int) -> int:
+    """How many requests to plan a graph of FlashAttention 2 for, of which those behind `requests` are empty.
+
+    In a graph FlashInfer allows for any share of the tokens between the requests planned, and so for one that has all
+    but one of each other; every piece of work then has room for as many rows as that request, and computes them. For 32
+    requests with four tokens in groups of four heads it is 128 rows, of which 16 are needed. What is empty leaves fewer
+    tokens to the largest.
+
+    Args:
+        requests: of the graph.
+        tokens: query tokens of each.
+        group: query heads for each KV head.
+
+    Returns:
+        The fewest for which no piece is larger than a request needs; `requests` where more would not help.
+    """
+    tile = _tile(tokens * group)
+    most_tokens = tile // group if tile < _TILES[-1] else requests * tokens
+    return max(requests, requests * tokens - most_tokens + 1)
+
+
+@functools.cache
+def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
+    """A subclass that plans for as many requests as its buffers are made for, whatever it is given.
+
+    Args:
+        wrapper_class: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python; the subclass is for CUDA graphs.
+    """
+
+    class WithEmptyRequests(wrapper_class):  # type: ignore[misc]
+        """As its base; those behind the ones given have no tokens and no keys."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            count = self._paged_kv_last_page_len_buf.shape[0]
+            # Pageable, so that a copy to the device has read them when it returns.
+            sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
+            self._filled = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+            self._views = {name: filled.numpy() for name, filled in self._filled.items()}
+
+        def plan(
+            self,
+            qo_indptr: torch.Tensor,
+            paged_kv_indptr: torch.Tensor,
+            paged_kv_indices: torch.Tensor,
+            paged_kv_last_page_len: torch.Tensor,
+            *,
+            seq_lens: torch.Tensor | None = None,
+            **kwargs: Any,
+        ) -> None:
+            """As the base's."""
+            if seq_lens is not None:
+                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
+            super().plan(
+                qo_indptr=self._fill("qo_indptr", qo_indptr, cumulative=True),
+                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
+                paged_kv_indices=paged_kv_indices,
+                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
+                **kwargs,
+            )
+
+        def _fill(self, name: str, values: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
+            given, filled = values.numpy(), self._views[name]
+            filled[: len(given)] = given
+            filled[len(given) :] = given[-1] if cumulative else 0
+            return self._filled[name]
+
+    return WithEmptyRequests
+
+
 def split_bytes(
-    requests: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
+    planned: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
 ) -> int:
     """What FlashAttention 2 may need of a wrapper's float workspace to plan for a graph; with less its plan may fail.
 
@@ -86,19 +159,38 @@ def split_bytes(
     the outputs of its rows and for their sums, in float32. FlashAttention 3 needs none.
 
     Args:
-        requests: of the graph.
-        tokens: query tokens of each.
+        planned: requests that the graph is planned for.
+        tokens: query tokens of the graph.
         num_heads: query heads.
         num_kv_heads: of the KV cache.
         head_size: of keys and values.
         device: the wrapper's.
 
     Returns:
-        Bytes; no fewer than it takes, since no piece has more rows than is counted here.
+        Bytes; no fewer than it takes.
     """
-    rows = requests * tokens * num_heads // num_kv_heads
-    pieces = max(2 * _processors(device) // num_kv_heads, -(-rows // _MOST_ROWS) + requests - 1)
-    return 4 * num_heads * pieces * _MOST_ROWS * (head_size + 1)
+    group = num_heads // num_kv_heads
+    tile = max(_tile((tokens - planned + 1) * group), _least_tile(device))
+    pieces = max(_splits(num_kv_heads, device), -(-tokens * group // tile) + planned - 1)
+    return _output_bytes(pieces * tile, num_heads, head_size)
+
+
+def split_bytes_outside_graphs(num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> int:
+    """The same for plans outside a graph, whatever their batches."""
+    return _output_bytes(_splits(num_kv_heads, device) * _TILES[-1], num_heads, head_size)
+
+
+def _splits(num_kv_heads: int, device: torch.device) -> int:
+    """Into how many pieces of work keys are split at most."""
+    return 2 * _processors(device) // num_kv_heads
+
+
+def _output_bytes(rows: int, num_heads: int, head_size: int) -> int:
+    return 4 * num_heads * rows * (head_size + 1)
+
+
+def _tile(rows: int) -> int:
+    return next((tile for tile in _TILES if rows <= tile), _TILES[-1])
 
 
 def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
@@ -110,7 +202,7 @@ def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
     ints, window = wrapper._int_workspace_buffer.view(torch.int32), wrapper._window_left
     set_chunks(
         seq_lens,
-        wrapper._qo_indptr_buf,
+        wrapper._qo_indptr_buf[: seq_lens.shape[0] + 1],
         _INT32_MAX if window < 0 else window + plan[_TILE],
         _at(ints, plan[_CHUNK_SIZE], 1),
         _at(ints, plan[_REQUESTS], plan[_WORKS]),
@@ -122,6 +214,13 @@ def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
 
 def _at(ints: torch.Tensor, offset: int, count: int) -> torch.Tensor:
     return ints[offset // _INT32_BYTES :][:count]
+
+
+@functools.cache
+def _least_tile(device: torch.device) -> int:
+    """Before Ampere there are no narrow ones."""
+    before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return _TILES[1 if before_ampere else 0]
 
 
 @functools.cache

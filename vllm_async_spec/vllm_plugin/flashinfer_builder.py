@@ -78,7 +78,9 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 backend = _backend_of_wrappers(self, platform)
                 plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
                 if plans_drafts and self.enable_cuda_graph:
-                    self._planners.append(GraphWrappers(self, backend))
+                    # Elsewhere FlashInfer has no other kernels to choose.
+                    flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
+                    self._planners.append(GraphWrappers(self, backend, flash_attention_2))
                 if backend == "fa2":
                     self._planners.append(MixedWrapper(self))
                     load_flash_attention_2(self)

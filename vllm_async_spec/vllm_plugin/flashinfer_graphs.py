@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import split_bytes
+from vllm_async_spec.attention.flashinfer import planned_requests, split_bytes, with_empty_requests
 from vllm_async_spec.vllm_plugin.log import inform
 
 SMALL_BATCH, FEW_KEYS = 4, 1 << 15
@@ -51,22 +51,17 @@ def as_many_of_each(metadata: Any) -> bool:
     return bool((query_lens[:live] == metadata.max_query_len).all())
 
 
-def split_room(builder: Any, requests: int, tokens: int) -> int:
-    """`split_bytes` of a graph of so many requests, with so many query tokens each, of `builder`'s heads."""
-    heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
-    return split_bytes(requests, tokens, *heads, builder.device)
-
-
 class GraphWrappers:
-    """One wrapper for each size of a batch of drafts; all share the builder's buffers, of which one plan is in use.
+    """One wrapper for each size of a batch of drafts; all share their buffers, of which one plan is in use.
 
     Args:
-        builder: vLLM's metadata builder; its page buffers are what graphs read.
+        builder: vLLM's metadata builder; its page indices are what graphs read.
         backend: FlashInfer's; `auto` leaves the choice to it.
+        flash_attention_2: whether that is its choice then, or it is given.
     """
 
-    def __init__(self, builder: Any, backend: str) -> None:
-        self._builder, self._backend = builder, backend
+    def __init__(self, builder: Any, backend: str, flash_attention_2: bool) -> None:
+        self._builder, self._backend, self._flash_attention_2 = builder, backend, flash_attention_2
         self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
@@ -75,8 +70,10 @@ class GraphWrappers:
         self._most_requests: int = small if beside_xqa else config.scheduler_config.max_num_seqs
         if beside_xqa:
             _say(small)
-        self._query_indptr = torch.zeros(self._most_requests + 1, dtype=torch.int32, device=builder.device)
         self._most_tokens: int = builder._decode_cudagraph_max_bs
+        # More requests than tokens are never planned.
+        shape = 3, max(self._most_tokens, self._most_requests) + 1
+        self._buffers = torch.zeros(shape, dtype=torch.int32, device=builder.device)
         self._most_drafts: int = config.speculative_config.num_speculative_tokens
 
     def takes(self, metadata: Any) -> bool:
@@ -107,16 +104,25 @@ class GraphWrappers:
         return self._by_size[size]
 
     def _make(self, requests: int, tokens: int, like: Any) -> Any:
-        builder = self._builder
+        builder, workspace = self._builder, like._float_workspace_buffer
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
-        wrapper = type(like)(
-            self._roomy(requests, tokens, like._float_workspace_buffer),
+        planned, needed = requests, self._needed(requests, requests * tokens)
+        if self._flash_attention_2:
+            more = planned_requests(requests, tokens, builder.num_qo_heads // builder.num_kv_heads)
+            # Smaller pieces of work are more, and may need more room in all.
+            room = self._needed(more, requests * tokens)
+            if room <= max(needed, workspace.nbytes):
+                planned, needed = more, room
+        query_indptr, page_indptr, last_page_lens = self._buffers
+        upstream: Any = type(like)
+        wrapper = with_empty_requests(upstream)(
+            self._roomy(needed, workspace),
             like._kv_layout,
             use_cuda_graph=True,
-            qo_indptr_buf=self._query_indptr[: requests + 1],
-            paged_kv_indptr_buf=builder.paged_kv_indptr.gpu[: requests + 1],
+            qo_indptr_buf=query_indptr[: planned + 1],
+            paged_kv_indptr_buf=page_indptr[: planned + 1],
             paged_kv_indices_buf=indices,
-            paged_kv_last_page_len_buf=builder.paged_kv_last_page_len.gpu[:requests],
+            paged_kv_last_page_len_buf=last_page_lens[:planned],
             backend=self._backend,
         )
         # 8 MiB each, of which only the last plan's is read.
@@ -125,9 +131,14 @@ class GraphWrappers:
         )
         return wrapper
 
-    def _roomy(self, requests: int, tokens: int, given: torch.Tensor) -> torch.Tensor:
+    def _needed(self, planned: int, tokens: int) -> int:
+        builder = self._builder
+        return split_bytes(
+            planned, tokens, builder.num_qo_heads, builder.num_kv_heads, builder.head_dim, builder.device
+        )
+
+    def _roomy(self, needed: int, given: torch.Tensor) -> torch.Tensor:
         """The workspace of vLLM, or one of our own for sizes that may need more; the largest are captured first."""
-        needed = split_room(self._builder, requests, tokens)
         if needed <= given.nbytes:
             return given
         if self._workspace is None or self._workspace.nbytes < needed:

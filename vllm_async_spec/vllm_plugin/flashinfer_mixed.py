@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.vllm_plugin.flashinfer_graphs import split_room
+from vllm_async_spec.attention.flashinfer import split_bytes_outside_graphs
 from vllm_async_spec.vllm_plugin.log import inform
 
 MOST_WORK = 1 << 19
@@ -65,8 +65,11 @@ class MixedWrapper:
         """
         if self._wrapper is None:
             like = make()
-            # Outside a graph keys are split into no more pieces than those of a single row are inside one.
-            self._has_room = split_room(self._builder, 1, 1) <= like._float_workspace_buffer.nbytes
+            builder = self._builder
+            needed = split_bytes_outside_graphs(
+                builder.num_qo_heads, builder.num_kv_heads, builder.head_dim, builder.device
+            )
+            self._has_room = needed <= like._float_workspace_buffer.nbytes
             if not self._has_room:
                 return like
             self._wrapper = type(like)(like._float_workspace_buffer, like._kv_layout, backend="fa2")

@@ -1,0 +1,190 @@
+"""Plans for CUDA graphs by FlashInfer's own planner, compiled for the host: no GPU. `make test-planner` fetches it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_async_spec.attention import flashinfer as adapter
+from vllm_async_spec.attention.flashinfer import carry_lengths, planned_requests, split_bytes, with_empty_requests
+
+HERE = Path(__file__).parent / "planner"
+FETCHED = Path(os.environ.get("PLANNER", ".cache/planner"))
+RELEASES = ("0.6.8.post1", "0.6.14", "0.7.0.post1")
+"""FlashInfer's, beside vLLM 0.20, 0.26 and 0.32."""
+HEADS = ((32, 8), (64, 8), (28, 4), (32, 32), (8, 1))
+HEAD_SIZE, PAGE, PROCESSORS = 128, 16, 132
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Drafts of so many requests, and what the wrapper hands to the planner for them."""
+
+    requests: int
+    tokens: int
+    heads: tuple[int, int]
+    planned: int
+
+    @property
+    def room(self) -> int:
+        return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
+
+    def handed(self, lengths: list[int]) -> Any:
+        """A wrapper that was to plan for live requests of these lengths."""
+        live = len(lengths)
+        starts = torch.arange(self.requests + 1, dtype=torch.int32).clamp(max=live) * self.tokens
+        pages = torch.tensor([-(-length // PAGE) for length in lengths] + [0] * (self.requests - live))
+        indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        last = torch.zeros(self.planned, dtype=torch.int32)
+        wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=last)
+        wrapper.plan(starts, indptr, torch.zeros(0), torch.ones(self.requests, dtype=torch.int32))
+        return wrapper
+
+    def plan(self, planner: Planner, lengths: list[int], missing: int = 0) -> Plan:
+        """Plan for live requests of these lengths, with `missing` bytes fewer than are counted."""
+        given, room = self.handed(lengths).given, self.room - missing
+        shape = (*self.heads, HEAD_SIZE, PAGE, self.requests * self.tokens, room, self.planned)
+        return planner(*shape, *given["qo_indptr"].tolist(), *given["paged_kv_indptr"].tolist())
+
+
+class Handed:
+    """A wrapper that keeps what it is to plan."""
+
+    def __init__(self, paged_kv_last_page_len_buf: torch.Tensor) -> None:
+        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
+
+    def plan(self, **given: Any) -> None:
+        self.given = given
+
+
+@dataclass(frozen=True)
+class Plan:
+    numbers: list[int]
+    works: list[tuple[int, int]]
+    """The request and the chunk of each piece of work."""
+    chunk: int
+    ints: torch.Tensor
+    """What is copied to the device."""
+
+    @property
+    def tile(self) -> int:
+        return self.numbers[3]
+
+
+Planner = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planner:
+    cuda, source = FETCHED / "cuda/nvidia/cu13", FETCHED / request.param / "flashinfer/data/include"
+    if not (cuda / "bin/nvcc").is_file() or not source.is_dir():
+        pytest.skip(f"{FETCHED} has no nvcc or no FlashInfer {request.param}; `make test-planner` fetches them")
+    built = tmp_path_factory.mktemp("planner")
+    (built / "libcudart.so").symlink_to(next((cuda / "lib").glob("libcudart.so.*")).resolve())
+    scheduler = (source / "flashinfer/attention/scheduler.cuh").read_text()
+    options = ["-DUNIFORM_Q_LEN"] if "uniform_q_len" in scheduler else []
+    options += [f"-I{folder}" for folder in (source, cuda / "include", cuda / "include/cccl")]
+    compiler = [cuda / "bin/nvcc", "-std=c++17", "-arch=sm_90", "-cudart=shared", f"-L{built}", *options]
+    subprocess.run([*compiler, "-o", built / "plan", HERE / "plan.cu"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", built / "gpu.so", HERE / "gpu.c"], check=True)
+    found = {"LD_PRELOAD": str(built / "gpu.so"), "LD_LIBRARY_PATH": str((cuda / "lib").resolve())}
+
+    def plan(*numbers: int) -> Plan:
+        written = built / "ints"
+        given = " ".join(map(str, numbers))
+        done = subprocess.run(
+            [built / "plan", written], input=given, env=os.environ | found, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        info, requests, chunks, size = ([int(word) for word in part.split()] for part in done.stdout.split("|"))
+        ints = torch.frombuffer(bytearray(written.read_bytes()), dtype=torch.int32)
+        return Plan(info, list(zip(requests, chunks, strict=True)), *size, ints)
+
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_processors", lambda device: PROCESSORS)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    requests, tokens, heads = draw(st.integers(1, 96)), draw(st.integers(2, 9)), draw(st.sampled_from(HEADS))
+    return Graph(requests, tokens, heads, planned_requests(requests, tokens, heads[0] // heads[1]))
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), data=st.data())
+def test_pieces_of_work_are_no_larger_than_a_request_and_every_plan_has_one_form(
+    planner: Planner, graph: Graph, data: st.DataObject
+) -> None:
+    rows = graph.tokens * graph.heads[0] // graph.heads[1]
+    captured = graph.plan(planner, [graph.tokens] * graph.requests)
+    assert captured.tile == (16 if rows <= 16 else 64 if rows <= 64 else 128)
+    lengths = data.draw(st.lists(st.integers(graph.tokens, 40_000), min_size=1, max_size=graph.requests))
+    later = graph.plan(planner, lengths)
+    assert later.numbers == captured.numbers, "the graph's kernels were launched for another plan"
+    tiles, expected = -(-rows // later.tile), list[tuple[int, int]]()
+    for request, length in enumerate(lengths):
+        chunks = math.ceil(math.ceil(length / PAGE) * PAGE / later.chunk)
+        expected += [(request, chunk) for _ in range(tiles) for chunk in range(chunks)]
+    assert later.works == expected
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), empty=st.booleans())
+def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Graph, empty: bool) -> None:
+    chosen = graph if empty else Graph(graph.requests, graph.tokens, graph.heads, graph.requests)
+    lengths = [5000] * graph.requests
+    chosen.plan(planner, lengths)
+    with pytest.raises(RuntimeError, match="Buffer overflow"):
+        chosen.plan(planner, lengths, missing=16)
+
+
+def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Planner) -> None:
+    assert Graph(32, 4, (32, 8), 32).plan(planner, [100] * 32).tile == 128
+    assert Graph(32, 4, (32, 8), 125).plan(planner, [100] * 32).tile == 16
+    assert Graph(32, 4, (32, 8), 124).plan(planner, [100] * 32).tile == 64
+
+
+@settings(max_examples=60)
+@given(graph=graphs(), data=st.data())
+def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
+    planner: Planner, graph: Graph, data: st.DataObject
+) -> None:
+    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged."""
+    exact = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
+    bound = [length + data.draw(st.integers(0, 17)) for length in exact]
+    plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
+    wrapper._backend, wrapper._window_left, wrapper._max_q_len = "fa2", -1, graph.tokens
+    wrapper._plan_info, wrapper._int_workspace_buffer = plan.numbers, plan.ints.view(torch.uint8)
+    wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = (
+        wrapper.given[name] for name in ("qo_indptr", "paged_kv_indptr")
+    )
+    seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
+    carry_lengths(wrapper, seq_lens, PAGE)
+
+    counts = [-(-length // plan.chunk) for length in exact]
+    merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
+    tokens = graph.tokens * len(exact)
+    assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
+    assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
+    requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
+    assert set(zip(requests, chunks, strict=True)) == {(r, c) for r, n in enumerate(counts) for c in range(n)}
+    pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
+    lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
+    assert lengths.tolist() == exact
