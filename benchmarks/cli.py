@@ -206,12 +206,13 @@ def held(
 def kernels(
     json_file: _Json = None,
     tokens: Annotated[int, typer.Option(min=2, max=32, help="Query tokens of each request.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads, of 32 query heads.")] = 8,
 ) -> None:
     """How long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
     from benchmarks.kernels import KernelError, measure, table
 
     with _failing(KernelError):
-        found = measure(tokens)
+        found = measure(tokens, kv_heads)
     _tell(found, table(found), json_file=json_file)
 
 

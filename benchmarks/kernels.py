@@ -1,6 +1,6 @@
 """How long kernels take to verify drafts over a paged KV cache: each alone, and in a layer.
 
-    python -m benchmarks kernels [--json FILE] [--tokens N]
+    python -m benchmarks kernels [--json FILE] [--tokens N] [--kv-heads N]
 
 Which kernel has which batch on Hopper follows from this. A CUDA graph holds 16 calls over the caches of four layers, so
 that keys come from memory; what is told is the median of ten replays. In a layer, the matrices of an 8b are multiplied
@@ -48,10 +48,11 @@ class Batch:
     requests: int
     keys: int
     tokens: int
+    kv_heads: int = KV_HEADS
 
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, (page, KV head, token, head size), of each layer."""
-        shape = self.requests * self._pages + 1, KV_HEADS, PAGE, HEAD_SIZE
+        shape = self.requests * self._pages + 1, self.kv_heads, PAGE, HEAD_SIZE
         return [(_noise(*shape), _noise(*shape)) for _ in range(_LAYERS)]
 
     def table(self) -> torch.Tensor:
@@ -78,24 +79,31 @@ Call = Callable[[int], torch.Tensor]
 """Attends in a layer."""
 
 
-def measure(tokens: int) -> dict[str, Any]:
-    """The result file: microseconds of a call with `tokens` query tokens a request.
+def measure(tokens: int, kv_heads: int) -> dict[str, Any]:
+    """The result file: microseconds of a call with `tokens` query tokens a request, and 32 query heads.
 
     Raises:
-        KernelError: there is no Hopper GPU, a library is missing, or kernels differ in what they say.
+        KernelError: there is no Hopper GPU, a library is missing, the heads have no groups, or kernels differ in what
+            they say.
     """
+    if HEADS % kv_heads:
+        raise KernelError(
+            f"{HEADS} query heads have no groups over {kv_heads} KV heads; give a number that divides {HEADS}"
+        )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise KernelError("PyTorch finds no GPU of compute capability 9.0, which alone has all of these kernels")
     if missing := [name for name in ("flashinfer", "vllm") if find_spec(name) is None]:
         raise KernelError(
             f"{' and '.join(missing)} can't be imported here, and some of the kernels are theirs; install it"
         )
-    batches, matrices = [Batch(requests, keys, tokens) for requests in REQUESTS for keys in KEYS], Matrices()
+    batches = [Batch(requests, keys, tokens, kv_heads) for requests in REQUESTS for keys in KEYS]
+    matrices = Matrices(kv_heads)
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "flashinfer": version("flashinfer-python"),
         "tokens": tokens,
+        "group": HEADS // kv_heads,
         "rows": [{"requests": each.requests, "keys": each.keys, **_measured(each, matrices)} for each in batches],
     }
 
@@ -112,11 +120,18 @@ def columns(found: dict[str, Any]) -> tuple[str, ...]:
     return ("requests", "keys each", *_kernels(found))
 
 
+def by_rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """FlashAttention 2 and XQA in a layer: one row for each batch, one cell for each of `results`."""
+    for batches in zip(*(found["rows"] for found in results), strict=True):
+        times = (f"{row['layer_us']['FlashAttention 2']:.0f} / {row['layer_us']['XQA']:.0f}" for row in batches)
+        yield (f"{batches[0]['requests']}", f"{batches[0]['keys']:,}", *times)
+
+
 def table(found: dict[str, Any]) -> Table:
     """The same for the terminal."""
     title = (
         f"Microseconds of a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
-        f"{found['tokens']} query tokens a request"
+        f"{found['tokens']} query tokens a request, {found['group']} query heads a KV head"
     )
     shown = Table(*columns(found), title=title)
     for row in rows(found):
@@ -153,9 +168,9 @@ def _measured(batch: Batch, matrices: Matrices) -> dict[str, dict[str, float]]:
 class Matrices:
     """What a layer of a Llama of 8b does but for attention, with the weights of some layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int = KV_HEADS) -> None:
         shapes = (
-            ((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
+            ((HEADS + 2 * kv_heads) * HEAD_SIZE, HIDDEN),
             (HIDDEN, HEADS * HEAD_SIZE),
             (2 * INTERMEDIATE, HIDDEN),
             (HIDDEN, INTERMEDIATE),
@@ -179,7 +194,7 @@ class Matrices:
 def _planned_requests(batch: Batch) -> int:
     from vllm_async_spec.attention.flashinfer import planned_requests
 
-    return planned_requests(batch.requests, batch.tokens, HEADS // KV_HEADS)
+    return planned_requests(batch.requests, batch.tokens, HEADS // batch.kv_heads)
 
 
 def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str, planned: int) -> Call:
@@ -200,7 +215,7 @@ def _planned(batch: Batch, query: torch.Tensor, caches: list[Any], backend: str,
         backend=backend,
     )
     last = torch.full((batch.requests,), (batch.keys - 1) % PAGE + 1, dtype=torch.int32)
-    heads = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim_qk": HEAD_SIZE, "page_size": PAGE}
+    heads = {"num_qo_heads": HEADS, "num_kv_heads": batch.kv_heads, "head_dim_qk": HEAD_SIZE, "page_size": PAGE}
     dtypes = {"q_data_type": query.dtype, "kv_data_type": query.dtype}
     wrapper.plan(batch.starts, batch.page_starts, pages, last, causal=True, **heads, **dtypes)
     return lambda layer: wrapper.run(query, caches[layer], out=out)
@@ -218,7 +233,7 @@ def _xqa(batch: Batch, query: torch.Tensor, caches: list[Any]) -> Call:
         page_size=PAGE,
         head_size=HEAD_SIZE,
         num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
+        num_kv_heads=batch.kv_heads,
         query_dtype=query.dtype,
         kv_dtype=query.dtype,
         query_tokens=batch.tokens,

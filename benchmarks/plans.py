@@ -342,7 +342,6 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     elif backend == "FLASHINFER" and not wrappers:
         # Stock is given the kernels that the plugin opens, or it would add up in another order.
         environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
-        engine["max_model_len"] = 8192  # were all requests short, XQA would have no drafts
     return Soak(
         name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds]),
         subject=Arm(

@@ -164,6 +164,13 @@ def _kernels(results: Path) -> str:
     return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
 
 
+def _kernels_by_rows(results: Path) -> str:
+    found = [json.loads(path.read_text()) for path in results.glob("kernels-h200*.json")]
+    found.sort(key=lambda each: each["tokens"] * each["group"])
+    told = (f"{each['tokens']} tokens, groups of {each['group']}" for each in found)
+    return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()
+
+
 def _step_time(results: Path) -> str:
     found = json.loads((results / "step-time-h200.json").read_text())
     rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
@@ -217,6 +224,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "held": _held,
     "host-time": _host_time,
     "kernels": _kernels,
+    "kernels-by-rows": _kernels_by_rows,
     "soak": _soak,
     "step-time": _step_time,
 }

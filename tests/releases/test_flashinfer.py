@@ -20,7 +20,7 @@ from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
-from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
+from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_mixed, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
 
 PAGE, DRAFTS, LONGEST = 16, 3, 8192
@@ -33,7 +33,6 @@ BATCHES = {
     "ragged and a prefill": ([1, 4, 2, 40], [16, 17, 65, 40]),
     "page boundary": ([4, 4, 4], [16, 17, 15]),
     "padded": ([4, 4, 0], [33, 17, 0]),
-    "many drafts": ([4, 4, 4, 4, 4], [33, 17, 50, 16, 48]),
     "prompts": ([20, 9], [20, 30]),
 }
 
@@ -334,33 +333,37 @@ def kernel(builder: Any, query: list[int]) -> str:
     return f"{wrapper._backend} in a graph" if wrapper.is_cuda_graph_enabled else wrapper._backend
 
 
-@pytest.mark.parametrize("query", [[4], [4] * 3, [4] * 4, [4, 4, 4, 0], [4, 0, 0, 0], [2, 2]])
-def test_drafts_of_few_requests_are_flash_attention_2s(builder: Any, query: list[int]) -> None:
+@pytest.mark.parametrize("query", [[4], [4] * 4, [4, 4, 4, 0], [4, 0, 0, 0], [2, 2], [4] * 5, [4, 4, 4, 4, 0], [4] * 8])
+def test_drafts_are_flash_attention_2s(builder: Any, query: list[int]) -> None:
     assert kernel(builder, query) == "fa2 in a graph"
 
 
-@pytest.mark.parametrize("query", [[4] * 5, [4, 4, 4, 4, 0], [4] * 8])
-def test_drafts_of_many_requests_are_xqas_where_it_takes_them(builder: Any, query: list[int]) -> None:
-    assert kernel(builder, query) == ("xqa" if builder.reorder_batch_threshold > 1 else "fa2 in a graph")
-
-
-@pytest.mark.parametrize(("longest", "most"), [(1024, 32), (4096, 8), (5000, 6), (8192, 4), (131072, 4)])
-def test_many_requests_that_stay_short_count_as_few(
-    builder: Any, longest: int, most: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("group", [1, 16, 17])
+def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
+    module: Any, setting: tuple[Any, ...], group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As no graph can be told how long its requests will be, the longest that they may become decides."""
-    if builder.reorder_batch_threshold == 1:
-        pytest.skip("there is no XQA, and FlashAttention 2 has the drafts of any number of requests")
-    monkeypatch.setattr(builder.vllm_config.model_config, "max_model_len", longest)
-    told = []
-    monkeypatch.setattr(flashinfer_graphs, "inform", lambda line, *values: told.append(line % values))
-    flashinfer_graphs._say.cache_clear()
+    """Four tokens in groups of 16 heads are 64 rows, in groups of 17 more."""
+    told: list[str] = []
+    monkeypatch.setattr(flashinfer_builder, "inform", told.append)
+    flashinfer_builder._say.cache_clear()
+    upstream = module.FlashInferBackend.get_builder_cls().__bases__[0]
+    made = upstream.__init__
+
+    def with_groups(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        self.num_qo_heads = group * self.num_kv_heads
+
+    monkeypatch.setattr(upstream, "__init__", with_groups)
     for _ in range(2):  # a drafter has a builder too
-        builder._planners[0] = flashinfer_graphs.GraphWrappers(builder, "fa2", True)
-    assert [kernel(builder, [4] * requests) for requests in (most, most + 1)] == ["fa2 in a graph", "xqa"]
-    assert told == [
-        f"vllm-async-spec: FlashAttention 2 verifies the drafts of up to {most} requests, XQA those of more"
-    ]
+        builder = made_on(HOPPER, module, setting)
+    if builder.reorder_batch_threshold == 1:
+        pytest.skip("there is no XQA, and FlashAttention 2 has all drafts")
+    assert kernel(builder, [4] * 2) == ("xqa" if group == 17 else "fa2 in a graph")
+    assert told == (
+        []
+        if group == 17
+        else ["vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs, XQA has the other decodes"]
+    )
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER])
@@ -455,7 +458,7 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
         assert wrapper.asked == "auto"
 
 
-@pytest.mark.parametrize("batch", ["drafts", "many drafts", "mixed", "prompts"])
+@pytest.mark.parametrize("batch", ["drafts", "fewer drafts", "mixed", "prompts"])
 def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threshold, seen = builder.reorder_batch_threshold, []
     builder.build(0, metadata(*BATCHES[batch], DRAFTS))
@@ -468,8 +471,7 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
     monkeypatch.setattr(type(builder).__bases__[0], "build", build)
     with pytest.raises(RuntimeError, match="a failing build"):
         builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-    as_prefills = batch in ("drafts", "mixed") or (batch == "many drafts" and threshold == 1)
-    assert seen == [0 if as_prefills else threshold]
+    assert seen == [0 if batch in ("drafts", "mixed") else threshold]
     assert builder.reorder_batch_threshold == threshold
 
 

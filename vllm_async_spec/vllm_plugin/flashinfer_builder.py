@@ -2,8 +2,8 @@
 
 The builder is a subclass of vLLM's. It hands vLLM's `build` the bound in place of exact lengths, and afterwards
 writes the device's lengths over what was planned. Where drafts are verified by a planned wrapper, it lets vLLM capture
-them in full CUDA graphs; on Hopper those of few requests are, and XQA has the others, while drafts and short prompts
-are planned together. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
+them in full CUDA graphs, and so it does on Hopper, though XQA would take them, while drafts and short prompts are
+planned together. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
 request, and a ragged batch; all are compiled when the builder is made.
 """
 
@@ -24,10 +24,11 @@ from vllm_async_spec.attention.trtllm import causal_draft_masks
 from vllm_async_spec.attention.trtllm_shape import XQA, FlashInferFeatures, TrtllmShape, takes_ragged
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
-from vllm_async_spec.vllm_plugin.flashinfer_graphs import GraphWrappers, drafts_in_graphs
+from vllm_async_spec.vllm_plugin.flashinfer_graphs import MOST_ROWS, GraphWrappers, drafts_in_graphs
 from vllm_async_spec.vllm_plugin.flashinfer_mixed import MixedWrapper, load_flash_attention_2
 from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
 from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _PLANS_IN_FLIGHT = 8
@@ -76,8 +77,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             platform = sys.modules[upstream.__module__].current_platform
             if _may_plan(self.vllm_config):
                 backend = _backend_of_wrappers(self, platform)
-                plans_drafts = self.reorder_batch_threshold == 1 or (_decodes_with_xqa(self) and backend == "fa2")
-                if plans_drafts and self.enable_cuda_graph:
+                if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
                     # Elsewhere FlashInfer has no other kernels to choose.
                     flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
                     self._planners.append(GraphWrappers(self, backend, flash_attention_2))
@@ -159,6 +159,21 @@ def _backend_of_wrappers(builder: Any, platform: Any) -> str:
     """
     sixteen_bits = builder.kv_cache_dtype in (torch.float16, torch.bfloat16)
     return "fa2" if sixteen_bits and platform.is_device_capability(90) else "auto"
+
+
+def _takes_over(builder: Any, backend: str) -> bool:
+    """Whether drafts that XQA takes are planned for instead."""
+    drafts = builder.vllm_config.speculative_config.num_speculative_tokens
+    rows = (1 + drafts) * builder.num_qo_heads // builder.num_kv_heads
+    if not _decodes_with_xqa(builder) or backend != "fa2" or rows > MOST_ROWS:
+        return False
+    _say()
+    return True
+
+
+@functools.cache
+def _say() -> None:
+    inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs, XQA has the other decodes")
 
 
 def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:

@@ -1,5 +1,5 @@
 """Drafts inside CUDA graphs where FlashInfer's wrappers verify them, as on every GPU without XQA or trtllm-gen, and on
-Hopper for few requests.
+Hopper.
 
 vLLM captures full graphs of such batches only for kernels that it does not plan. The wrappers could always do it: with
 `use_cuda_graph` a plan keeps to the sizes that it was captured with, and its contents are device memory.
@@ -7,7 +7,6 @@ vLLM captures full graphs of such batches only for kernels that it does not plan
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,13 @@ import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import planned_requests, split_bytes, with_empty_requests
-from vllm_async_spec.vllm_plugin.log import inform
 
-SMALL_BATCH, FEW_KEYS = 4, 1 << 15
-"""Of batches of drafts that XQA takes too, those that are not its: of so few requests, or with no more keys in all,
-however long each becomes. XQA reads keys faster, and takes an H200 some 15 µs more in a layer than alone, probably for
-code that has left the caches; FlashAttention 2 takes 3. In a layer, with four tokens a request, that one took 81 µs for
-four requests with 16,384 keys each, XQA 98; for eight with 4,096 keys 62 and 61, and with 16,384 keys 221 and 177."""
+MOST_ROWS = 64
+"""Of a request, query tokens by the heads of a group, for its drafts not to be XQA's, which takes them too. XQA takes
+an H200 some 15 µs more in a layer than alone, probably for code that has left the caches; FlashAttention 2 takes 3. In
+a layer that one is faster for every batch with up to 16 rows a request: 15 µs and 29 for one short request, 497 and 605
+for 32 with 16,384 keys each. With more rows it is for all but the largest: 26 µs and 25 for 32 requests with 264 keys,
+99 and 97 with 4,096, 363 and 317 with 16,384. Beyond 64 rows its pieces of work are the widest either way."""
 
 
 def drafts_in_graphs(config: Any) -> bool:
@@ -65,19 +64,13 @@ class GraphWrappers:
         self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
         config = builder.vllm_config
-        beside_xqa = builder.reorder_batch_threshold > 1
-        small = max(SMALL_BATCH, FEW_KEYS // config.model_config.max_model_len)
-        self._most_requests: int = small if beside_xqa else config.scheduler_config.max_num_seqs
-        if beside_xqa:
-            _say(small)
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         # More requests than tokens are never planned.
-        shape = 3, max(self._most_tokens, self._most_requests) + 1
-        self._buffers = torch.zeros(shape, dtype=torch.int32, device=builder.device)
+        self._buffers = torch.zeros(3, self._most_tokens + 1, dtype=torch.int32, device=builder.device)
         self._most_drafts: int = config.speculative_config.num_speculative_tokens
 
     def takes(self, metadata: Any) -> bool:
-        """Whether this is a batch of drafts, and no larger than any graph, or than what is XQA's.
+        """Whether this is a batch of drafts, and no larger than any graph.
 
         Args:
             metadata: vLLM's common metadata, padded as the graph is.
@@ -85,7 +78,6 @@ class GraphWrappers:
         tokens, requests = int(metadata.max_query_len), metadata.num_reqs
         return bool(
             1 < tokens <= 1 + self._most_drafts
-            and requests <= self._most_requests
             and tokens * requests <= self._most_tokens
             and metadata.causal
             and as_many_of_each(metadata)
@@ -144,8 +136,3 @@ class GraphWrappers:
         if self._workspace is None or self._workspace.nbytes < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._builder.device)
         return self._workspace
-
-
-@functools.cache
-def _say(most: int) -> None:
-    inform("vllm-async-spec: FlashAttention 2 verifies the drafts of up to %d requests, XQA those of more", most)
