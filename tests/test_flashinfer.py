@@ -27,6 +27,7 @@ from vllm_async_spec.attention.flashinfer import (
     PlanBuffers,
     PlanError,
     carry_lengths,
+    keep_plan,
     planned_requests,
     split_bytes,
     with_empty_requests,
@@ -37,6 +38,8 @@ from vllm_async_spec.kernels import (
     set_chunks_reference,
     set_last_page_lens,
     set_last_page_lens_reference,
+    set_pages,
+    set_pages_reference,
     set_work_lens,
     set_work_lens_reference,
 )
@@ -82,6 +85,30 @@ def test_last_page_lens_equal_their_reference(batch: int, device: str) -> None:
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 40), (64, 600)])
+def test_pages_equal_their_reference(batch: int, width: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(batch)
+    bound = torch.randint(0, width * PAGE + 1, (batch,), generator=generator, dtype=torch.int32)
+    exact = (bound - torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32)).clamp(min=0)
+    indptr = pad(-(-bound // PAGE), (1, 0)).cumsum(0, dtype=torch.int32)
+    table = torch.randint(0, 10_000, (batch + 3, width + 5), generator=generator, dtype=torch.int32)[:, :width]
+
+    def outputs() -> list[torch.Tensor]:
+        return [torch.full((int(indptr[-1]) + 9,), -99).int(), torch.full((batch,), -99).int()]
+
+    expected = outputs()
+    set_pages_reference(exact, table, indptr, PAGE, *expected)
+    rows = [table[row, : -(-int(bound[row]) // PAGE)].tolist() for row in range(batch)]
+    assert expected[0].tolist() == [page for row in rows for page in row] + [-99] * 9
+    last = torch.empty_like(exact)
+    set_last_page_lens_reference(exact, indptr, PAGE, last)
+    assert torch.equal(expected[1], last)
+    got = [each.to(device) for each in outputs()]
+    on_device = torch.nn.functional.pad(table, (0, 5)).to(device)[:, :width]
+    set_pages(exact.to(device), on_device, indptr.to(device), PAGE, *got)
+    assert [each.tolist() for each in got] == [each.tolist() for each in expected]
+
+
 @pytest.mark.parametrize("works", [1, 5, 256, 700])
 def test_work_lens_equal_their_reference(works: int, device: str) -> None:
     generator = torch.Generator().manual_seed(works)
@@ -97,9 +124,10 @@ def test_work_lens_equal_their_reference(works: int, device: str) -> None:
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 300])
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_chunks_equal_their_reference(batch: int, tokens: int, device: str) -> None:
+def test_chunks_equal_their_reference(batch: int, tokens: int, kept: bool, device: str) -> None:
     generator = torch.Generator().manual_seed(batch + tokens)
     exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
     query_lens = torch.randint(0, tokens + 1, (batch,), generator=generator)
@@ -111,21 +139,33 @@ def test_chunks_equal_their_reference(batch: int, tokens: int, device: str) -> N
     requests, chunks = torch.tensor([*planned, (1_000_000, 9), (-5, 9)], dtype=torch.int32).T.contiguous()
 
     def outputs() -> list[torch.Tensor]:
-        return [chunks.clone(), torch.full((batch + 1,), -9).int(), torch.full((int(starts[-1]) + 4,), -9).int()]
+        # What an earlier step made of the chunks is written over, but for what is no piece of work.
+        left = torch.where((requests >= 0) & (requests < batch), 0, chunks) if kept else chunks.clone()
+        return [
+            chunks if kept else left,
+            left,
+            torch.full((batch + 1,), -9).int(),
+            torch.full((int(starts[-1]) + 4,), -9).int(),
+        ]
 
     expected = outputs()
     set_chunks_reference(exact, starts, limit, size, requests, *expected)
+    planned_chunks, expected = expected[0], expected[1:]
     assert [(r, c) for r, c in zip(requests.tolist(), expected[0].tolist(), strict=True)][:-2] == [
         (request, min(chunk, int(counts[request]) - 1)) for request, chunk in planned
     ]
     assert expected[0][-2:].tolist() == [9, 9]
+    assert not kept or torch.equal(planned_chunks, chunks), "the plan is not kept"
     assert expected[1].diff().tolist() == (counts * query_lens).tolist()
     by_token = [int(count) for count, times in zip(counts, query_lens, strict=True) for _ in range(times)]
     assert expected[2].diff()[: len(by_token)].tolist() == by_token
     assert expected[2][-3:].tolist() == [-9] * 3
-    got = [each.to(device) for each in outputs()]
-    set_chunks(exact.to(device), starts.to(device), limit, size.to(device), requests.to(device), *got)
+    given = outputs()
+    got = [each.to(device) for each in given[1:]]
+    source = given[0].to(device) if kept else got[0]
+    set_chunks(exact.to(device), starts.to(device), limit, size.to(device), requests.to(device), source, *got)
     assert [each.tolist() for each in got] == [each.tolist() for each in expected]
+    assert not kept or torch.equal(source.cpu(), chunks)
 
 
 def test_a_plan_of_an_unknown_kind_is_refused() -> None:
@@ -400,6 +440,36 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
         carry_lengths(wrapper, later.seq_lens, PAGE)
         graph.replay()
         assert close(out[: live * tokens], later.oracle()[: live * tokens]), (exact, bound)
+
+
+@gpu
+@on_a_gpu
+@pytest.mark.parametrize("kind", ["fa2", "fa3"])
+@pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (1, False), (3, False)])
+def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool) -> None:
+    """Planned once for 700 tokens more than there are. Pages are others in each step; rows change places."""
+    tokens, ahead = 4, 700
+    exact = [tokens + 13 * row % 900 for row in range(requests)]
+    case = Case([tokens] * requests, exact, [length + ahead for length in exact], room=2000)
+    wrapper = make_wrapper(kind, **graph_buffers(case, planned_requests(requests, tokens, HEADS // KV_HEADS)))
+    case.plan(wrapper, case.bound)
+    if kept:
+        keep_plan(wrapper, requests)
+    carry_lengths(wrapper, case.seq_lens, PAGE)
+    out = case.run(wrapper)
+    assert close(out, case.oracle())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(case.query, (case.keys, case.values), out=out)
+    right = []
+    for step in (1, 60, 350, 699, 5):
+        later = case.later(case.query_lens, [length + step for length in exact], case.bound)
+        later.table = case.table.flatten()[torch.randperm(case.table.numel(), device="cuda")].view_as(case.table)
+        case.query.normal_()
+        carry_lengths(wrapper, later.seq_lens, PAGE, later.table)
+        graph.replay()
+        right.append(close(out, later.oracle()))
+    assert all(right) is (kept or kind == "fa3"), right
 
 
 @gpu

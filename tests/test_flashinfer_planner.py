@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_async_spec.attention import flashinfer as adapter
-from vllm_async_spec.attention.flashinfer import carry_lengths, planned_requests, split_bytes, with_empty_requests
+from vllm_async_spec.attention.flashinfer import (
+    carry_lengths,
+    keep_plan,
+    planned_requests,
+    split_bytes,
+    with_empty_requests,
+)
 
 HERE = Path(__file__).parent / "planner"
 FETCHED = Path(os.environ.get("PLANNER", ".cache/planner"))
@@ -166,25 +172,31 @@ def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Pla
 def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
     planner: Planner, graph: Graph, data: st.DataObject
 ) -> None:
-    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged."""
-    exact = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
-    bound = [length + data.draw(st.integers(0, 17)) for length in exact]
+    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged.
+
+    So it is in each step that one plan serves.
+    """
+    bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
     plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
     wrapper._backend, wrapper._window_left, wrapper._max_q_len = "fa2", -1, graph.tokens
     wrapper._plan_info, wrapper._int_workspace_buffer = plan.numbers, plan.ints.view(torch.uint8)
     wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = (
         wrapper.given[name] for name in ("qo_indptr", "paged_kv_indptr")
     )
-    seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
-    carry_lengths(wrapper, seq_lens, PAGE)
+    keep_plan(wrapper, graph.requests)
+    for _ in range(3):
+        exact = [data.draw(st.integers(max(graph.tokens, length - 300), length)) for length in bound]
+        seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
+        carry_lengths(wrapper, seq_lens, PAGE)
 
-    counts = [-(-length // plan.chunk) for length in exact]
-    merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
-    tokens = graph.tokens * len(exact)
-    assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
-    assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
-    requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
-    assert set(zip(requests, chunks, strict=True)) == {(r, c) for r, n in enumerate(counts) for c in range(n)}
-    pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
-    lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
-    assert lengths.tolist() == exact
+        counts = [-(-length // plan.chunk) for length in exact]
+        merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))
+        tokens = graph.tokens * len(exact)
+        assert merge[: tokens + 1].diff().tolist() == [count for count in counts for _ in range(graph.tokens)]
+        assert output[: len(exact) + 1].diff().tolist() == [count * graph.tokens for count in counts]
+        requests, chunks = (plan.ints[plan.numbers[at] // 4 :][: len(plan.works)].tolist() for at in (4, 6))
+        expected = {(request, chunk) for request, count in enumerate(counts) for chunk in range(count)}
+        assert set(zip(requests, chunks, strict=True)) == expected
+        pages = wrapper._paged_kv_indptr_buf.diff()[: len(exact)]
+        lengths = (pages - 1) * PAGE + wrapper._paged_kv_last_page_len_buf[: len(exact)]
+        assert lengths.tolist() == exact

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+INTS = 1 << 16
+"""Bytes that a wrapper plans in."""
+
 PROCESSORS = 3
 """Of the device that the FlashAttention 3 plans are for."""
 
@@ -33,9 +36,10 @@ class Wrapper:
         given = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
         self._qo_indptr_buf = given.get("qo_indptr_buf")
         self._paged_kv_indptr_buf = given.get("paged_kv_indptr_buf")
+        self._paged_kv_indices_buf = given.get("paged_kv_indices_buf")
         self._paged_kv_last_page_len_buf = given.get("paged_kv_last_page_len_buf")
-        self._pin_memory_int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
-        self._int_workspace_buffer = torch.zeros(4096, dtype=torch.uint8)
+        self._pin_memory_int_workspace_buffer = torch.zeros(INTS, dtype=torch.uint8)
+        self._int_workspace_buffer = torch.zeros(INTS, dtype=torch.uint8)
         self._window_left = -1
         self._max_total_num_rows = 0
         self.plans: list[dict[str, Any]] = []

@@ -10,7 +10,8 @@ Three things were safe only because the host used to wait before it planned:
 - A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
   `PlanBuffers` hands out another one, fenced by an event.
 
-And one was never fast: FlashAttention 2 in a CUDA graph, for a batch of drafts. See `planned_requests`.
+And two were never fast: FlashAttention 2 in a CUDA graph, for a batch of drafts (see `planned_requests`), and to plan
+in each step, for which `keep_plan` makes a plan last.
 
 Sources: flashinfer-python 0.6.14 and 0.7.0, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
 `hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
-from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_work_lens
+from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_pages, set_work_lens
 
 _INT32_BYTES = 4
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -44,26 +45,41 @@ class PlanError(RuntimeError):
     """A wrapper holds its plan in a way that is not known; the message names it."""
 
 
-def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
+def carry_lengths(
+    wrapper: Any, seq_lens: torch.Tensor, page_size: int, block_table: torch.Tensor | None = None
+) -> None:
     """Write the exact lengths over those that `wrapper` was planned with. Launches kernels and waits for nothing.
 
     Args:
-        wrapper: a `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python,
-            just planned, with page indices spaced as the bound's; its backend is `fa2` or `fa3`.
+        wrapper: a `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python
+            that is planned, with page indices spaced as the bound's; its backend is `fa2` or `fa3`.
         seq_lens: (batch,) int32, device: exact lengths of the requests planned, none above its bound.
         page_size: tokens in a page.
+        block_table: (batch or more, pages) int32, device: where requests may have other pages than they were planned
+            with. Such a plan is to be kept with `keep_plan` before it is first corrected.
 
     Raises:
         PlanError: the wrapper's backend, or its plan, is of another kind.
     """
-    if wrapper._backend == "fa2":
-        batch = min(seq_lens.shape[0], wrapper._paged_kv_last_page_len_buf.shape[0])
-        set_last_page_lens(
-            seq_lens[:batch],
+    if block_table is not None:
+        batch = seq_lens.shape[0]
+        set_pages(
+            seq_lens,
+            block_table,
             wrapper._paged_kv_indptr_buf[: batch + 1],
             page_size,
+            wrapper._paged_kv_indices_buf,
             wrapper._paged_kv_last_page_len_buf[:batch],
         )
+    if wrapper._backend == "fa2":
+        batch = min(seq_lens.shape[0], wrapper._paged_kv_last_page_len_buf.shape[0])
+        if block_table is None:
+            set_last_page_lens(
+                seq_lens[:batch],
+                wrapper._paged_kv_indptr_buf[: batch + 1],
+                page_size,
+                wrapper._paged_kv_last_page_len_buf[:batch],
+            )
         # With one query token a request, a chunk too many is empty, and harmless.
         if getattr(wrapper, "_max_q_len", 1) > 1:
             _carry_chunks(wrapper, seq_lens[:batch])
@@ -78,6 +94,21 @@ def carry_lengths(wrapper: Any, seq_lens: torch.Tensor, page_size: int) -> None:
         raise PlanError(
             f"a plan of {type(wrapper).__name__} with backend {wrapper._backend!r} can't be corrected on the device"
         )
+
+
+def keep_plan(wrapper: Any, requests: int) -> None:
+    """Keep of a plan what `carry_lengths` narrows, so that it serves other lengths too, as far as its bound goes.
+
+    Args:
+        wrapper: of a class by `with_empty_requests`, just planned.
+        requests: that `carry_lengths` will be given lengths of.
+
+    Raises:
+        PlanError: the wrapper's plan is of another kind.
+    """
+    given = _chunk_arguments(wrapper, requests) if wrapper._backend == "fa2" else None
+    if given is not None:
+        wrapper.kept = (*given[:4], given[4].clone(), *given[5:])
 
 
 def planned_requests(requests: int, tokens: int, group: int) -> int:
@@ -112,6 +143,9 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
     class WithEmptyRequests(wrapper_class):  # type: ignore[misc]
         """As its base; those behind the ones given have no tokens and no keys."""
 
+        kept: tuple[Any, ...] | None = None
+        """Arguments of `set_chunks` behind the lengths, where the plan is kept."""
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             count = self._paged_kv_last_page_len_buf.shape[0]
@@ -131,6 +165,7 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
             **kwargs: Any,
         ) -> None:
             """As the base's."""
+            self.kept = None
             if seq_lens is not None:
                 kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
             super().plan(
@@ -194,20 +229,28 @@ def _tile(rows: int) -> int:
 
 
 def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
+    given = getattr(wrapper, "kept", None) or _chunk_arguments(wrapper, seq_lens.shape[0])
+    if given is not None:
+        set_chunks(seq_lens, *given)
+
+
+def _chunk_arguments(wrapper: Any, requests: int) -> tuple[Any, ...] | None:
+    """Of `set_chunks`, but for the lengths; None where keys are not split."""
     plan = [int(number) for number in wrapper._plan_info]
     if len(plan) != _PLAN_SIZE:
         raise PlanError(f"a plan of {type(wrapper).__name__} of {len(plan)} numbers can't be corrected on the device")
     if not plan[_SPLIT]:
-        return
+        return None
     ints, window = wrapper._int_workspace_buffer.view(torch.int32), wrapper._window_left
-    set_chunks(
-        seq_lens,
-        wrapper._qo_indptr_buf[: seq_lens.shape[0] + 1],
+    chunks = _at(ints, plan[_CHUNKS], plan[_WORKS])
+    return (
+        wrapper._qo_indptr_buf[: requests + 1],
         _INT32_MAX if window < 0 else window + plan[_TILE],
         _at(ints, plan[_CHUNK_SIZE], 1),
         _at(ints, plan[_REQUESTS], plan[_WORKS]),
-        _at(ints, plan[_CHUNKS], plan[_WORKS]),
-        _at(ints, plan[_OUTPUT_INDPTR], seq_lens.shape[0] + 1),
+        chunks,
+        chunks,
+        _at(ints, plan[_OUTPUT_INDPTR], requests + 1),
         _at(ints, plan[_MERGE_INDPTR], plan[_QUERY_TOKENS] + 1),
     )
 

@@ -14,6 +14,8 @@ from vllm_async_spec.kernels.paged_lengths import (
     set_chunks_reference,
     set_last_page_lens,
     set_last_page_lens_reference,
+    set_pages,
+    set_pages_reference,
     set_work_lens,
     set_work_lens_reference,
 )
@@ -39,6 +41,8 @@ __all__ = [
     "set_chunks_reference",
     "set_last_page_lens",
     "set_last_page_lens_reference",
+    "set_pages",
+    "set_pages_reference",
     "set_work_lens",
     "set_work_lens_reference",
     "split_by_chunks",

@@ -47,6 +47,54 @@ def set_last_page_lens_reference(
     torch.sub(seq_lens, (page_indptr[1:] - page_indptr[:-1] - 1) * page_size, out=last_page_lens)
 
 
+def set_pages(
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    page_indptr: torch.Tensor,
+    page_size: int,
+    page_indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+) -> None:
+    """`set_last_page_lens`, and the pages of each request where the plan's bound has put them.
+
+    Args:
+        seq_lens: (batch,) int32, device: exact lengths, in tokens.
+        block_table: (batch or more, pages) int32, device: at least as wide as the bound of any request.
+        page_indptr: (batch + 1,) int32, device: cumulative pages of an upper bound.
+        page_size: tokens in a page.
+        page_indices: (pages,) int32, device: of all requests, one after the other; written.
+        last_page_lens: (batch,) int32, device; written.
+    """
+    if not runs_as_triton(seq_lens):
+        set_pages_reference(seq_lens, block_table, page_indptr, page_size, page_indices, last_page_lens)
+        return
+    kernels_of(__name__).pages[(last_page_lens.shape[0],)](
+        seq_lens,
+        block_table,
+        page_indptr,
+        page_indices,
+        last_page_lens,
+        block_table.stride(0),
+        page_size,
+        BLOCK=_BLOCK,
+    )
+
+
+def set_pages_reference(
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    page_indptr: torch.Tensor,
+    page_size: int,
+    page_indices: torch.Tensor,
+    last_page_lens: torch.Tensor,
+) -> None:
+    """`set_pages` in PyTorch."""
+    set_last_page_lens_reference(seq_lens, page_indptr, page_size, last_page_lens)
+    is_page = torch.arange(block_table.shape[1], device=block_table.device) < page_indptr.diff()[:, None]
+    pages = block_table[: is_page.shape[0]][is_page]
+    page_indices[: pages.shape[0]] = pages
+
+
 def set_work_lens(seq_lens: torch.Tensor, requests: torch.Tensor, count: torch.Tensor, work_lens: torch.Tensor) -> None:
     """Give each piece of work the exact length of its request.
 
@@ -78,6 +126,7 @@ def set_chunks(
     limit: int,
     chunk_size: torch.Tensor,
     requests: torch.Tensor,
+    planned_chunks: torch.Tensor,
     chunks: torch.Tensor,
     output_indptr: torch.Tensor,
     merge_indptr: torch.Tensor,
@@ -94,12 +143,15 @@ def set_chunks(
         limit: most keys that a piece of work may see, in tokens: the window, if there is one.
         chunk_size: (1,) int32, device: keys in a chunk.
         requests: (works,) int32, device: the request of each piece of work; one that is none is left alone.
-        chunks: (works,) int32, device: the chunk of each; written.
+        planned_chunks: (works,) int32, device: the chunk that was planned for each.
+        chunks: (works,) int32, device: the chunk of each; written. It may be `planned_chunks`.
         output_indptr: (batch + 1,) int32, device: cumulative partial results of the requests; written.
         merge_indptr: (query tokens + 1,) int32, device: cumulative partial results of the query tokens; written.
     """
     if not runs_as_triton(seq_lens):
-        set_chunks_reference(seq_lens, query_indptr, limit, chunk_size, requests, chunks, output_indptr, merge_indptr)
+        set_chunks_reference(
+            seq_lens, query_indptr, limit, chunk_size, requests, planned_chunks, chunks, output_indptr, merge_indptr
+        )
         return
     batch, works = seq_lens.shape[0], requests.shape[0]
     kernels_of(__name__).chunks[(max(batch, -(-works // _BLOCK)),)](
@@ -108,6 +160,7 @@ def set_chunks(
         limit,
         chunk_size,
         requests,
+        planned_chunks,
         chunks,
         output_indptr,
         merge_indptr,
@@ -123,6 +176,7 @@ def set_chunks_reference(
     limit: int,
     chunk_size: torch.Tensor,
     requests: torch.Tensor,
+    planned_chunks: torch.Tensor,
     chunks: torch.Tensor,
     output_indptr: torch.Tensor,
     merge_indptr: torch.Tensor,
@@ -136,7 +190,7 @@ def set_chunks_reference(
     batch = seq_lens.shape[0]
     known = (requests >= 0) & (requests < batch)
     last = counts[requests.clamp(0, batch - 1).long()] - 1
-    chunks.copy_(torch.where(known, chunks.minimum(last), chunks))
+    chunks.copy_(torch.where(known, planned_chunks.minimum(last), chunks))
 
 
 def compile_kernels(device: torch.device) -> None:
@@ -151,7 +205,8 @@ def compile_kernels(device: torch.device) -> None:
     one = torch.ones(1, dtype=torch.int32, device=device)
     set_last_page_lens(one, zeros(2), 1, zeros(1))
     set_work_lens(one, zeros(1), one, zeros(1))
-    set_chunks(one, zeros(2), 1, one, zeros(1), zeros(1), zeros(2), zeros(2))
+    set_pages(one, zeros(1, 1), zeros(2), 1, zeros(1), zeros(1))
+    set_chunks(one, zeros(2), 1, one, zeros(1), zeros(1), zeros(1), zeros(2), zeros(2))
 
 
 _BLOCK = 256

@@ -9,7 +9,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_NUMBERS = {"page_size", "batch", "works", "limit"}
+_NUMBERS = {"page_size", "batch", "works", "limit", "row_stride"}
 
 
 def _kernel(function: Any) -> Any:
@@ -29,6 +29,21 @@ def last_page_lens(seq_lens, page_indptr, out, page_size, batch, BLOCK: tl.const
 
 
 @_kernel
+def pages(  # type: ignore[no-untyped-def]
+    seq_lens, block_table, page_indptr, out_indices, out_lens, row_stride, page_size, BLOCK: tl.constexpr
+):
+    """One program for each request."""
+    request, block = tl.program_id(0), tl.arange(0, BLOCK)
+    first = tl.load(page_indptr + request)
+    count = tl.load(page_indptr + request + 1) - first
+    tl.store(out_lens + request, tl.load(seq_lens + request) - (count - 1) * page_size)
+    row = block_table + request.to(tl.int64) * row_stride
+    for start in range(0, count, BLOCK):
+        page = start + block
+        tl.store(out_indices + first + page, tl.load(row + page, mask=page < count), mask=page < count)
+
+
+@_kernel
 def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK pieces of work."""
     work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -44,6 +59,7 @@ def chunks(  # type: ignore[no-untyped-def]
     limit,
     chunk_size,
     requests,
+    planned_chunks,
     out_chunks,
     output_indptr,
     merge_indptr,
@@ -82,5 +98,5 @@ def chunks(  # type: ignore[no-untyped-def]
     known = (request >= 0) & (request < batch)
     length = tl.load(seq_lens + request, mask=known, other=1)
     last = (tl.minimum(tl.maximum(length, 1), limit) + size - 1) // size - 1
-    planned = tl.load(out_chunks + work, mask=known, other=0)
+    planned = tl.load(planned_chunks + work, mask=known, other=0)
     tl.store(out_chunks + work, tl.minimum(planned, last), mask=known)

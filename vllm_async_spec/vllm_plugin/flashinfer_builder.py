@@ -97,14 +97,33 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             if not self._drafts:
                 return super().build(common_prefix_len, common_attn_metadata, fast_build)
+            metadata = common_attn_metadata
+            planner = next((each for each in self._planners if each.takes(metadata)), None)
             reason = _needs_exact(self, common_prefix_len)
             if reason is not None:
                 record_fallback(reason)
-            given = common_attn_metadata if reason is not None else _bounded(common_attn_metadata)
-            threshold = self.reorder_batch_threshold
-            self._batch = common_attn_metadata
-            self._planner = next((each for each in self._planners if each.takes(common_attn_metadata)), None)
-            if self._planner is not None:
+                return self._build_from(metadata, planner, common_prefix_len, metadata, fast_build)
+            graphs = planner if isinstance(planner, GraphWrappers) else None
+            bound, block_table = _bound_of(metadata), None
+            built = None if graphs is None else graphs.again(metadata, bound)
+            if built is not None:
+                block_table = metadata.block_table_tensor
+            else:
+                bound = bound if graphs is None else graphs.ahead(metadata, bound)
+                given = _bounded(metadata, bound)
+                built = self._build_from(given, planner, common_prefix_len, metadata, fast_build)
+                if graphs is not None:
+                    graphs.keep(metadata, bound, built)
+            lengths, decodes = metadata.seq_lens, built.num_decodes
+            for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
+                if hasattr(part, "wrapper"):
+                    carry_lengths(part.wrapper, rows, self.page_size, block_table)
+            return built
+
+        def _build_from(self, given: Any, planner: Any, common_prefix_len: int, metadata: Any, fast_build: bool) -> Any:
+            """Upstream's `build` of `given`, which stands for `metadata`, with a wrapper of `planner`, if given."""
+            threshold, self._batch, self._planner = self.reorder_batch_threshold, metadata, planner
+            if planner is not None:
                 # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
                 self.reorder_batch_threshold = 0
             try:
@@ -112,11 +131,6 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             finally:
                 self._batch, self._planner, self.reorder_batch_threshold = None, None, threshold
                 self._plan_buffers.planned()
-            if reason is None:
-                lengths, decodes = common_attn_metadata.seq_lens, built.num_decodes
-                for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
-                    if hasattr(part, "wrapper"):
-                        carry_lengths(part.wrapper, rows, self.page_size)
             wrapper: Any = getattr(built.prefill, "wrapper", None)
             if getattr(wrapper, "is_cuda_graph_enabled", False):
                 # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
@@ -198,15 +212,14 @@ class _BoundedLengths(torch.Tensor):
         return self.bound
 
 
-def _bounded(metadata: Any) -> Any:
-    """A copy whose host lengths are the upper bound.
+def _bound_of(metadata: Any) -> torch.Tensor:
+    """The host's upper bound of each length. Up to 0.26 the V2 runner gives draft steps that of the longest alone."""
+    bound: torch.Tensor | None = metadata.seq_lens_cpu_upper_bound
+    return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32) if bound is None else bound
 
-    Releases up to 0.29 read `seq_lens_cpu`; later ones copy `seq_lens` themselves. The V2 runner gives draft steps no
-    bound by request before 0.27, but that of the longest.
-    """
-    bound = metadata.seq_lens_cpu_upper_bound
-    if bound is None:
-        bound = torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32)
+
+def _bounded(metadata: Any, bound: torch.Tensor) -> Any:
+    """A copy whose host lengths are `bound`. Releases up to 0.29 read `seq_lens_cpu`, later ones copy `seq_lens`."""
     bounded = copy.copy(metadata)
     bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
     bounded.seq_lens.bound = bounded._seq_lens_cpu = bound

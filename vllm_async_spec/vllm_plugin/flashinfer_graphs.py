@@ -3,17 +3,22 @@ Hopper.
 
 vLLM captures full graphs of such batches only for kernels that it does not plan. The wrappers could always do it: with
 `use_cuda_graph` a plan keeps to the sizes that it was captured with, and its contents are device memory.
+
+To plan takes the host some hundred microseconds, more than all else of a step's metadata. So a plan is made for
+somewhat longer requests than there are, and serves until one is longer still: kernels write lengths and pages into it
+in each step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import planned_requests, split_bytes, with_empty_requests
+from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, split_bytes, with_empty_requests
 
 MOST_ROWS = 64
 """Of a request, query tokens by the heads of a group, for its drafts not to be XQA's, which takes them too. XQA takes
@@ -21,6 +26,11 @@ an H200 some 15 µs more in a layer than alone, probably for code that has left 
 a layer that one is faster for every batch with up to 16 rows a request: 15 µs and 29 for one short request, 497 and 605
 for 32 with 16,384 keys each. With more rows it is for all but the largest: 26 µs and 25 for 32 requests with 264 keys,
 99 and 97 with 4,096, 363 and 317 with 16,384. Beyond 64 rows its pieces of work are the widest either way."""
+
+
+AHEAD = 128
+"""Tokens that a plan is made for beyond the bound of each request: 32 steps with three drafts, all accepted. A piece of
+work that then finds no keys of its own attends to its request's last ones again, beside the others."""
 
 
 def drafts_in_graphs(config: Any) -> bool:
@@ -50,6 +60,16 @@ def as_many_of_each(metadata: Any) -> bool:
     return bool((query_lens[:live] == metadata.max_query_len).all())
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """What was planned last."""
+
+    size: tuple[int, int]
+    live_tokens: int
+    bound: np.ndarray[Any, np.dtype[np.int32]]
+    built: Any
+
+
 class GraphWrappers:
     """One wrapper for each size of a batch of drafts; all share their buffers, of which one plan is in use.
 
@@ -63,6 +83,7 @@ class GraphWrappers:
         self._builder, self._backend, self._flash_attention_2 = builder, backend, flash_attention_2
         self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
+        self._plan: _Plan | None = None
         config = builder.vllm_config
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         # More requests than tokens are never planned.
@@ -90,10 +111,51 @@ class GraphWrappers:
             metadata: as there.
             make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
         """
-        size = metadata.num_reqs, int(metadata.max_query_len)
+        self._plan, size = None, _size(metadata)
         if size not in self._by_size:
             self._by_size[size] = self._make(*size, make())
         return self._by_size[size]
+
+    def ahead(self, metadata: Any, bound: torch.Tensor) -> torch.Tensor:
+        """What to plan for, so that the plan serves for some steps.
+
+        Args:
+            metadata: as in `takes`.
+            bound: (requests,) int32, host: of its lengths; 0 for what pads the batch.
+        """
+        most = metadata.block_table_tensor.shape[1] * self._builder.page_size
+        return torch.where(bound > 0, (bound + AHEAD).clamp(max=most), bound)
+
+    def keep(self, metadata: Any, bound: torch.Tensor, built: Any) -> None:
+        """Let the plan that was just made serve later batches.
+
+        Args:
+            metadata: as in `takes`.
+            bound: by `ahead`.
+            built: vLLM's metadata, with a wrapper of `of`.
+        """
+        keep_plan(built.prefill.wrapper, metadata.num_reqs)
+        self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound.numpy(), built)
+
+    def again(self, metadata: Any, bound: torch.Tensor) -> Any:
+        """VLLM's metadata with the last plan, to be corrected for these lengths and pages; None where it doesn't serve.
+
+        Args:
+            metadata: as in `takes`.
+            bound: as in `ahead`.
+        """
+        plan = self._plan
+        if plan is None or plan.size != _size(metadata) or plan.live_tokens != _live_tokens(metadata):
+            return None
+        # A plan for much longer requests is correct, and shares out work that is not there.
+        left = plan.bound - bound.numpy()
+        if left.min() < 0 or left.max() > 2 * AHEAD:
+            return None
+        tokens = metadata.num_actual_tokens
+        plan.built.prefill.wrapper._qo_indptr_last = tokens  # as where it is planned
+        return dataclasses.replace(
+            plan.built, slot_mapping=metadata.slot_mapping, num_actual_tokens=tokens, num_prefill_tokens=tokens
+        )
 
     def _make(self, requests: int, tokens: int, like: Any) -> Any:
         builder, workspace = self._builder, like._float_workspace_buffer
@@ -136,3 +198,12 @@ class GraphWrappers:
         if self._workspace is None or self._workspace.nbytes < needed:
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._builder.device)
         return self._workspace
+
+
+def _size(metadata: Any) -> tuple[int, int]:
+    """Requests, and query tokens of each."""
+    return metadata.num_reqs, int(metadata.max_query_len)
+
+
+def _live_tokens(metadata: Any) -> int:
+    return int(metadata.query_start_loc_cpu[-1])
