@@ -217,6 +217,21 @@ def kernels(
 
 
 @app.command()
+def plan_time(
+    json_file: _Json = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each, every builder has two turns.")] = 5,
+) -> None:
+    """Host time of a step's metadata with FlashInfer: vLLM's builder and the plugin's, on a GPU."""
+    from benchmarks.plan_time import PlanTimeError, measure, table
+    from vllm_async_spec.compat.suite import prepare
+
+    prepare(None)
+    with _failing(PlanTimeError):
+        found = measure(rounds)
+    _tell(found, table(found), json_file=json_file)
+
+
+@app.command()
 def step_time(
     json_file: _Json = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,

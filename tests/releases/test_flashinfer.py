@@ -15,6 +15,7 @@ import pytest
 import torch
 from undone import ledger_of, undone
 
+from benchmarks import plan_time
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
@@ -864,3 +865,26 @@ def test_so_is_what_vllm_builds_from_exact_lengths(
     builder.build(common_prefix, given)
     assert sync_report().fallbacks == {reason: 1}
     assert given_to_vllm[0] is given
+
+
+def test_the_benchmark_of_plans_builds_with_and_without_one(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Any] = []
+    plan = fake_flashinfer.Wrapper.plan
+    monkeypatch.setattr(
+        fake_flashinfer.Wrapper, "plan", lambda self, **given: (planned.append(self), plan(self, **given))
+    )
+    before = module.FlashInferBackend.get_builder_cls()
+    monkeypatch.setattr(module, "FlashInferMetadataBuilder", before.__bases__[0])
+    steps = plan_time.steps_of(module, torch.device("cpu"), 3)
+    assert module.FlashInferBackend.get_builder_cls() is before, "the plugin stays as it was"
+    plans = {}
+    for name, step in steps.items():
+        planned.clear()
+        for _ in range(6):
+            step()
+        plans[name] = len(planned)
+    xqa = {"stock, XQA": 0} if hasattr(module, "FlashInferDecodeKernel") else {}
+    assert plans == {"stock, planned": 6, "plugin, planned in each step": 6, "plugin": 1} | xqa
+    found = {"requests": {"1": {name: {"median": 9.6, "least": 1, "most": 20} for name in steps}}}
+    assert list(plan_time.rows(found)) == [(name, "10 (1-20)") for name in steps]
+    assert plan_time.columns(found) == ("builder", "1 requests")

@@ -1,0 +1,146 @@
+"""Host time of a step's metadata with FlashInfer, for a batch in which every request has its drafts to be verified.
+
+    python -m benchmarks plan-time [--json FILE] [--rounds N]
+
+It needs vLLM with FlashInfer and a GPU. vLLM's builder and the plugin's are made for the heads of an 8b, without a
+model, on a device that is idle: nothing is ever waited for, so what is told is what a step costs the host, and not what
+stock vLLM waits besides. They take turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks.shapes import find_shape
+from benchmarks.statistics import by_turns, summary
+from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram_drafts
+from vllm_async_spec.compat.check import AbsentError
+from vllm_async_spec.compat.flashinfer_builders import Way, flashinfer_builder
+from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.vllm_plugin.flashinfer_builder import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.transaction import Transaction
+
+REQUESTS = (1, 8, 32, 128)
+DRAFTS, PAGE, LONGEST = 3, 16, 4096
+STEPS = 200
+_SHORT, _LONG = 300, 900  # tokens; a plan for either does not serve for the other
+_8B = find_shape("8b").target
+
+Step = Callable[[], Any]
+
+
+class PlanTimeError(RuntimeError):
+    """There is nothing to measure here; the message says why."""
+
+
+class _Heads(Setting):
+    """With the heads of an 8b."""
+
+    def vllm_config(self, **engine_args: Any) -> Any:
+        wanted = {"block_size": PAGE, "speculative_config": ngram_drafts(DRAFTS), "max_num_seqs": max(REQUESTS)}
+        heads = {"num_heads": _8B["num_attention_heads"], "num_kv_heads": _8B["num_key_value_heads"]}
+        return llama_config(wanted | engine_args, **heads, head_size=_8B["head_dim"], max_model_len=LONGEST)
+
+    def arguments(self, **engine_args: Any) -> Any:
+        spec, *others = super().arguments(**engine_args)
+        heads = {"num_kv_heads": _8B["num_key_value_heads"], "head_size": _8B["head_dim"]}
+        return (dataclasses.replace(spec, **heads), *others)
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The result file: microseconds a step, by requests and kind of builder, over so many rounds.
+
+    Raises:
+        PlanTimeError: there is no CUDA device, or vLLM or FlashInfer is not there.
+    """
+    if not torch.cuda.is_available():
+        raise PlanTimeError("PyTorch finds no CUDA device; run it where there is one")
+    try:
+        import vllm
+
+        module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
+    except ImportError as error:
+        raise PlanTimeError(f"vLLM's FlashInfer backend can't be imported here ({error}); install vllm") from error
+    found = {}
+    for requests in REQUESTS:
+        steps = steps_of(module, torch.device("cuda"), requests)
+        for step in steps.values():
+            _microseconds(step)  # what compiles, and what the allocator has yet to take
+        times = by_turns(steps, rounds, lambda name, steps=steps: _microseconds(steps[name]))  # type: ignore[misc]
+        found[str(requests)] = {name: summary(values) for name, values in times.items()}
+    return {"vllm": vllm.__version__, "device": torch.cuda.get_device_name(), "requests": found}
+
+
+def steps_of(module: Any, device: torch.device, requests: int) -> dict[str, Step]:
+    """Builds of `module`, vLLM's, by kind."""
+    stock = module.FlashInferMetadataBuilder
+    transaction = Transaction()
+    IMPLEMENTATIONS["flashinfer-builder"].apply(transaction, module)
+    ours = module.FlashInferBackend.get_builder_cls()
+    transaction.roll_back()
+
+    def builder(cls: Any, way: Way) -> Any:
+        return flashinfer_builder(cls, _Heads(device), way)
+
+    short, long = (_drafts(requests, length, device) for length in (_SHORT, _LONG))
+    found = {
+        "stock, planned": _step(builder(stock, Way.NATIVE), itertools.repeat(short)),
+        "plugin, planned in each step": _step(builder(ours, Way.NATIVE), itertools.cycle([short, long])),
+        "plugin": _step(builder(ours, Way.NATIVE), itertools.repeat(short)),
+    }
+    try:
+        return found | {"stock, XQA": _step(builder(stock, Way.XQA), itertools.repeat(short))}
+    except AbsentError:
+        return found
+
+
+def table(found: dict[str, Any]) -> Table:
+    """The same for the terminal."""
+    shown = Table(*columns(found), title=f"µs of the host a step: vLLM {found['vllm']}, {found['device']}")
+    for row in rows(found):
+        shown.add_row(*row)
+    return shown
+
+
+def columns(found: dict[str, Any]) -> tuple[str, ...]:
+    """Of the table."""
+    return ("builder", *(f"{requests} requests" for requests in found["requests"]))
+
+
+def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """One for each kind of builder, in the order of `columns`."""
+    by_requests = list(found["requests"].values())
+    for name in by_requests[0]:
+        each = (times[name] for times in by_requests)
+        yield (name, *(f"{row['median']:.0f} ({row['least']:.0f}-{row['most']:.0f})" for row in each))
+
+
+def _drafts(requests: int, length: int, device: torch.device) -> Any:
+    """The metadata of a step, as a runner gives it with asynchronous scheduling."""
+    made = common_metadata([1 + DRAFTS] * requests, [length] * requests)
+    table = torch.ones(requests, LONGEST // PAGE, dtype=torch.int32)
+    on_device = {name: getattr(made, name).to(device) for name in ("query_start_loc", "seq_lens", "slot_mapping")}
+    return dataclasses.replace(made, block_table_tensor=table.to(device), **on_device)
+
+
+def _step(builder: Any, batches: Iterator[Any]) -> Step:
+    return lambda: builder.build(0, next(batches))
+
+
+def _microseconds(step: Step) -> float:
+    """Of one call; the device finishes each before the next, outside the time."""
+    total = 0.0
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        total += time.perf_counter() - start
+    return total / STEPS * 1e6
