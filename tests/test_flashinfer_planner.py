@@ -55,7 +55,7 @@ class Graph:
         indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
         last = torch.zeros(self.planned, dtype=torch.int32)
         wrapper = with_empty_requests(Handed)(paged_kv_last_page_len_buf=last)
-        wrapper.plan(starts, indptr, torch.zeros(0), torch.ones(self.requests, dtype=torch.int32))
+        wrapper.plan(starts, indptr, torch.zeros(0), torch.ones(self.requests, dtype=torch.int32), page_size=PAGE)
         return wrapper
 
     def plan(self, planner: Planner, lengths: list[int], missing: int = 0) -> Plan:
@@ -67,6 +67,8 @@ class Graph:
 
 class Handed:
     """A wrapper that keeps what it is to plan."""
+
+    _backend = "fa2"
 
     def __init__(self, paged_kv_last_page_len_buf: torch.Tensor) -> None:
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buf
@@ -178,7 +180,7 @@ def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
     """
     bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
     plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
-    wrapper._backend, wrapper._window_left, wrapper._max_q_len = "fa2", -1, graph.tokens
+    wrapper._window_left, wrapper._max_q_len = -1, graph.tokens
     wrapper._plan_info, wrapper._int_workspace_buffer = plan.numbers, plan.ints.view(torch.uint8)
     wrapper._qo_indptr_buf, wrapper._paged_kv_indptr_buf = (
         wrapper.given[name] for name in ("qo_indptr", "paged_kv_indptr")

@@ -406,6 +406,19 @@ def test_a_plan_serves_no_other_batch(builder: Any, other: str) -> None:
         assert wrapper.split_is_right(PAGE)
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_no_request_is_looked_at_in_python_to_plan_flash_attention_2(builder: Any, requests: int) -> None:
+    """FlashInfer calls Python's `max` on lengths, and on query lengths unless it is told of the most."""
+    (wrapper,) = wrappers(builder.build(0, drafts([33] * (requests - 1) + [250])))
+    plan = wrapper.plans[-1]
+    if wrapper._backend == "fa2":
+        most = -(-(250 + DRAFTS + AHEAD) // PAGE) * PAGE
+        assert (plan["seq_lens"].tolist(), plan["max_token_per_sequence"]) == ([most], 1 + DRAFTS)
+    else:
+        assert "max_token_per_sequence" not in plan
+        assert plan.get("seq_lens") is None or len(plan["seq_lens"]) == requests
+
+
 def test_what_was_kept_of_a_plan_goes_with_it(builder: Any) -> None:
     (wrapper,) = wrappers(builder.build(0, drafts([33, 17, 250])))
     assert (wrapper.kept is None) is (wrapper._backend == "fa3")

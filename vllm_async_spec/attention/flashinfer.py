@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
@@ -166,18 +167,23 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
         ) -> None:
             """As the base's."""
             self.kept = None
-            if seq_lens is not None:
-                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
+            if self._backend == "fa2":
+                # It only asks them for the longest, in Python, one by one.
+                longest = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
+                kwargs["seq_lens"] = self._fill("seq_lens", longest[None])[:1]
+                kwargs["max_token_per_sequence"] = int(np.diff(qo_indptr.numpy()).max())
+            elif seq_lens is not None:
+                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens.numpy())
             super().plan(
-                qo_indptr=self._fill("qo_indptr", qo_indptr, cumulative=True),
-                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
+                qo_indptr=self._fill("qo_indptr", qo_indptr.numpy(), cumulative=True),
+                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr.numpy(), cumulative=True),
                 paged_kv_indices=paged_kv_indices,
-                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
+                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len.numpy()),
                 **kwargs,
             )
 
-        def _fill(self, name: str, values: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
-            given, filled = values.numpy(), self._views[name]
+        def _fill(self, name: str, given: np.ndarray[Any, Any], *, cumulative: bool = False) -> torch.Tensor:
+            filled = self._views[name]
             filled[: len(given)] = given
             filled[len(given) :] = given[-1] if cumulative else 0
             return self._filled[name]
