@@ -138,7 +138,7 @@ class GraphWrappers:
         self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound.numpy(), built)
 
     def again(self, metadata: Any, bound: torch.Tensor) -> Any:
-        """VLLM's metadata with the last plan, to be corrected for these lengths and pages; None where it doesn't serve.
+        """The last plan as this batch's metadata, to be corrected for its lengths; None where it doesn't serve.
 
         Args:
             metadata: as in `takes`.
