@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,36 @@ def test_another_thread_is_followed_too(waits):
     thread.join()
     assert [read.thread for read in waits.found] != [threading.get_ident()]
     assert sites(waits) == [("tolist", False)]
+
+
+def test_two_threads_may_wait_for_the_same_copies(waits, monkeypatch):
+    """As the worker and the thread that fetches outputs do: each comes while the other is at it."""
+
+    class Copy:
+        def untyped_storage(self) -> types.SimpleNamespace:
+            other = threading.Thread(target=waits.waited, args=(waits.recorded(),))
+            other.start()
+            other.join()
+            return types.SimpleNamespace(_cdata=id(self))
+
+    monkeypatch.setattr(waits, "step_of", lambda host: 0)
+    for _ in range(3):
+        waits.copying(Copy())
+    waits.waited(waits.recorded())
+    assert {read.what for read in waits.found} == {"event"}
+    assert len(waits.found) == 4
+
+
+def test_what_a_tensor_depends_on_may_be_waited_for_meanwhile(waits):
+    class Vanishing(dict):
+        def __contains__(self, key: object) -> bool:
+            there = super().__contains__(key)
+            self.clear()
+            return there
+
+    computed = waits.forward(lambda: torch.arange(4))
+    waits._written = Vanishing(waits._written)
+    assert waits.step_of([computed]) == 1
 
 
 def test_stand_ins_of_others_can_be_heard_and_are_put_back():

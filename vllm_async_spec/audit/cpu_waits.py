@@ -48,6 +48,8 @@ class CpuWaits(CpuProbe):
         self._copies: dict[int, torch.Tensor] = {}
         """By number, what copies without blocking have written and nobody has waited for."""
         self._copied = 0
+        # The thread that fetches outputs waits for them while the worker goes on.
+        self._lock = threading.Lock()
         AuditedCpuEvent.waits = self
 
     def stop(self) -> None:
@@ -85,8 +87,9 @@ class CpuWaits(CpuProbe):
     def copying(self, host: torch.Tensor) -> None:
         """Remember a copy that nobody has waited for yet."""
         if self.step_of(host) is not None:
-            self._copied += 1
-            self._copies[self._copied] = host
+            with self._lock:
+                self._copied += 1
+                self._copies[self._copied] = host
 
     def recorded(self) -> tuple[int, int]:
         """What an event that is recorded now stands for."""
@@ -96,8 +99,10 @@ class CpuWaits(CpuProbe):
         """Count a wait for an event: what was copied before it was recorded is the host's from now on."""
         step, copies = stands_for
         self.read("event", step)
-        for number in [number for number in self._copies if number <= copies]:
-            self._written.pop(self._copies.pop(number).untyped_storage()._cdata, None)
+        with self._lock:
+            hosts = [self._copies.pop(number) for number in [*self._copies] if number <= copies]
+        for host in hosts:
+            self._written.pop(host.untyped_storage()._cdata, None)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until `stop`."""

@@ -62,8 +62,10 @@ class CpuProbe:
         """Run the target's forward: a new step, whose results are the device's."""
         self.reads.steps += 1
         self._step += 1
-        # A list first: another thread may be marking.
-        self._written = {key: entry for key, entry in list(self._written.items()) if entry[0] >= self._step - 1}
+        # A list first, and one by one: another thread may be marking, or waiting.
+        for key, (step, _) in list(self._written.items()):
+            if step < self._step - 1:
+                self._written.pop(key, None)
         results = run()
         for leaf in tree_leaves(results):
             if isinstance(leaf, torch.Tensor):
@@ -78,9 +80,10 @@ class CpuProbe:
     def step_of(self, values: Any) -> int | None:
         """The newest step that any tensor among `values` depends on; None if on none."""
         steps = [
-            self._written[key][0]
+            written[0]
             for leaf in tree_leaves(values)
-            if isinstance(leaf, torch.Tensor) and (key := leaf.untyped_storage()._cdata) in self._written
+            # In one look: another thread may be waiting for it.
+            if isinstance(leaf, torch.Tensor) and (written := self._written.get(leaf.untyped_storage()._cdata))
         ]
         return max(steps, default=None)
 
