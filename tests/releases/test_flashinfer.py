@@ -410,13 +410,9 @@ def test_a_plan_serves_no_other_batch(builder: Any, other: str) -> None:
 def test_no_request_is_looked_at_in_python_to_plan_flash_attention_2(builder: Any, requests: int) -> None:
     """FlashInfer calls Python's `max` on lengths, and on query lengths unless it is told of the most."""
     (wrapper,) = wrappers(builder.build(0, drafts([33] * (requests - 1) + [250])))
-    plan = wrapper.plans[-1]
-    if wrapper._backend == "fa2":
-        most = -(-(250 + DRAFTS + AHEAD) // PAGE) * PAGE
-        assert (plan["seq_lens"].tolist(), plan["max_token_per_sequence"]) == ([most], 1 + DRAFTS)
-    else:
-        assert "max_token_per_sequence" not in plan
-        assert plan.get("seq_lens") is None or len(plan["seq_lens"]) == requests
+    plan, most = wrapper.plans[-1], -(-(250 + DRAFTS + AHEAD) // PAGE) * PAGE
+    assert wrapper._backend == "fa2"
+    assert (plan["seq_lens"].tolist(), plan["max_token_per_sequence"]) == ([most], 1 + DRAFTS)
 
 
 def test_what_was_kept_of_a_plan_goes_with_it(builder: Any) -> None:
@@ -592,8 +588,13 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
         "xqa" if takes_drafts else f"{kind} in a graph"
     ] * 3
     if not takes_drafts:
-        (wrapper,) = wrappers(builder.build(0, metadata([4], [40], DRAFTS)))
+        for length in (40, 900):
+            (wrapper,) = wrappers(builder.build(0, metadata([4, 4], [40, length], DRAFTS)))
         assert wrapper.asked == "auto"
+        # FlashAttention 3 plans from each length, FlashAttention 2 from pages alone.
+        assert len(wrapper.plans) == 2
+        given = wrapper.plans[-1].get("seq_lens")
+        assert given is None or len(given) == (1 if wrapper._backend == "fa2" else 2)
 
 
 @pytest.mark.parametrize("batch", ["drafts", "fewer drafts", "mixed", "prompts"])
