@@ -231,6 +231,23 @@ def test_what_a_tensor_depends_on_may_be_waited_for_meanwhile(waits):
     assert waits.step_of([computed]) == 1
 
 
+def test_an_event_may_be_heard_while_the_audit_ends(waits, monkeypatch):
+    class Ending:
+        """The audit at the first look, and none at any other."""
+
+        def __init__(self) -> None:
+            self.left = [waits]
+
+        def __get__(self, *owner: object) -> CpuWaits | None:
+            return self.left.pop() if self.left else None
+
+    event = AuditedCpuEvent()
+    for hear in (event.record, event.synchronize):
+        monkeypatch.setattr(AuditedCpuEvent, "waits", Ending())
+        hear()
+    assert sites(waits) == [("event", False)]
+
+
 def test_stand_ins_of_others_can_be_heard_and_are_put_back():
     class StandIn:
         def __init__(self) -> None:

@@ -141,12 +141,14 @@ class AuditedCpuEvent:
 
     def record(self, *args: Any) -> None:
         """Note what has been done so far."""
-        self._stands_for = self.waits.recorded() if self.waits is not None else None
+        waits = self.waits  # which another thread may end meanwhile
+        self._stands_for = waits.recorded() if waits is not None else None
 
     def synchronize(self) -> None:
         """Wait for what had been done when the event was recorded."""
-        if self.waits is not None and self._stands_for is not None:
-            self.waits.waited(self._stands_for)
+        waits = self.waits
+        if waits is not None and self._stands_for is not None:
+            waits.waited(self._stands_for)
 
     def wait(self, *args: Any) -> None:
         """Nothing: there is one stream."""
