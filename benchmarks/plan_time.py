@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from benchmarks.shapes import find_shape
 from benchmarks.statistics import by_turns, summary
+from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram_drafts
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.flashinfer_builders import Way, flashinfer_builder
@@ -30,9 +30,9 @@ from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 REQUESTS = (1, 8, 32, 128)
 DRAFTS, PAGE, LONGEST = 3, 16, 4096
-STEPS = 200
 _SHORT, _LONG = 300, 900  # tokens; a plan for either does not serve for the other
 _8B = find_shape("8b").target
+_IN_EACH_STEP = "plugin, planned in each step"
 
 Step = Callable[[], Any]
 
@@ -69,18 +69,19 @@ def measure(rounds: int) -> dict[str, Any]:
         module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
     except ImportError as error:
         raise PlanTimeError(f"vLLM's FlashInfer backend can't be imported here ({error}); install vllm") from error
-    found = {}
+    device, found = torch.device("cuda"), {}
+    builders = builders_of(module, device)
     for requests in REQUESTS:
-        steps = steps_of(module, torch.device("cuda"), requests)
+        steps = steps_of(builders, device, requests)
         for step in steps.values():
-            _microseconds(step)  # what compiles, and what the allocator has yet to take
-        times = by_turns(steps, rounds, lambda name, steps=steps: _microseconds(steps[name]))  # type: ignore[misc]
+            microseconds_on_an_idle_device(step)  # what compiles, and what the allocator has yet to take
+        times = by_turns(steps, rounds, lambda name, steps=steps: microseconds_on_an_idle_device(steps[name]))  # type: ignore[misc]
         found[str(requests)] = {name: summary(values) for name, values in times.items()}
     return {"vllm": vllm.__version__, "device": torch.cuda.get_device_name(), "requests": found}
 
 
-def steps_of(module: Any, device: torch.device, requests: int) -> dict[str, Step]:
-    """Builds of `module`, vLLM's, by kind."""
+def builders_of(module: Any, device: torch.device) -> dict[str, Any]:
+    """Builders of `module`, vLLM's, by kind."""
     stock = module.FlashInferMetadataBuilder
     transaction = Transaction()
     IMPLEMENTATIONS["flashinfer-builder"].apply(transaction, module)
@@ -90,18 +91,24 @@ def steps_of(module: Any, device: torch.device, requests: int) -> dict[str, Step
     def builder(cls: Any, way: Way) -> Any:
         return flashinfer_builder(cls, _Heads(device), way)
 
-    short, long = (_drafts(requests, length, device) for length in (_SHORT, _LONG))
     found = {
-        "stock, planned": _step(builder(stock, Way.NATIVE), itertools.repeat(short)),
-        "plugin, planned in each step": _step(builder(ours, Way.NATIVE), itertools.cycle([short, long])),
-        "plugin": _step(builder(ours, Way.NATIVE), itertools.repeat(short)),
+        "stock, planned": builder(stock, Way.NATIVE),
+        _IN_EACH_STEP: builder(ours, Way.NATIVE),
+        "plugin": builder(ours, Way.NATIVE),
     }
     try:
         xqa = builder(stock, Way.XQA)
     except AbsentError:
         return found
     # Up to 0.29 it decodes single tokens alone.
-    return found | ({"stock, XQA": _step(xqa, itertools.repeat(short))} if xqa.reorder_batch_threshold > 1 else {})
+    return found | ({"stock, XQA": xqa} if xqa.reorder_batch_threshold > 1 else {})
+
+
+def steps_of(builders: Mapping[str, Any], device: torch.device, requests: int) -> dict[str, Step]:
+    """Builds of so many requests' metadata, by kind of builder."""
+    short, long = (_drafts(requests, length, device) for length in (_SHORT, _LONG))
+    batches = {_IN_EACH_STEP: [short, long]}
+    return {name: _step(builder, itertools.cycle(batches.get(name, [short]))) for name, builder in builders.items()}
 
 
 def table(found: dict[str, Any]) -> Table:
@@ -139,14 +146,3 @@ def _step(builder: Any, batches: Iterator[Any]) -> Step:
     with set_current_vllm_config(builder.vllm_config):  # which the first build asks for the KV cache's layout
         builder.build(0, next(batches))
     return lambda: builder.build(0, next(batches))
-
-
-def _microseconds(step: Step) -> float:
-    """Of one call; the device finishes each before the next, outside the time."""
-    total = 0.0
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        total += time.perf_counter() - start
-    return total / STEPS * 1e6

@@ -336,7 +336,6 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     """
     wrappers, ragged = {"native", "fa2"}.intersection(kinds), "ragged" in kinds
     environment: dict[str, str] = {}
-    engine: dict[str, Any] = {}
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
     elif backend == "FLASHINFER" and not wrappers:
@@ -359,8 +358,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
                 "dtype": "float16",
                 "attention_config": {"backend": backend} | (NATIVE if wrappers else {}),
                 "max_num_batched_tokens": 62 if ragged else 512,
-            }
-            | engine,
+            },
             environment=environment,
         ),
         load=Load("soak", requests=96, running=16, prompt=(1, 8 if ragged else 700), output=(1, 120)),

@@ -9,7 +9,6 @@ that is idle: nothing is ever waited for, so what is told is what a step costs, 
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ import torch
 from rich.table import Table
 
 from benchmarks.statistics import summary
+from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.vllm_plugin.optimistic_runner import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 DRAFTS = 3
-STEPS = 200
 _ALL = "all that differs"
 
 
@@ -152,7 +151,7 @@ class _Step:
         if hasattr(runner, "_correct_inputs"):
             metadata = SimpleNamespace(draft_token_ids=torch.zeros(self._drafts.sum(), dtype=torch.int32))
             parts["what the device knows"] = lambda: runner._correct_inputs(metadata)
-        found = {part: _microseconds(call) for part, call in parts.items()}
+        found = {part: microseconds_on_an_idle_device(call) for part, call in parts.items()}
         return {_ALL: sum(found.values())} | found
 
 
@@ -160,14 +159,3 @@ def _buffer(*size: int, dtype: torch.dtype) -> Any:
     from vllm.v1.utils import CpuGpuBuffer
 
     return CpuGpuBuffer(*size, dtype=dtype, device=torch.device("cuda"), pin_memory=True)
-
-
-def _microseconds(call: Callable[[], Any]) -> float:
-    """Of one call; the device finishes each before the next, outside the time."""
-    total = 0.0
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        total += time.perf_counter() - start
-    return total / STEPS * 1e6
