@@ -81,6 +81,8 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                     # Elsewhere FlashInfer has no other kernels to choose.
                     flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
                     self._planners.append(GraphWrappers(self, backend, flash_attention_2))
+                    if self.reorder_batch_threshold > 1:
+                        _say()
                 if backend == "fa2":
                     self._planners.append(MixedWrapper(self))
                     load_flash_attention_2(self)
@@ -114,6 +116,9 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 built = self._build_from(given, planner, common_prefix_len, metadata, fast_build)
                 if graphs is not None:
                     graphs.keep(metadata, bound, built)
+            if graphs is not None:
+                # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
+                built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
             lengths, decodes = metadata.seq_lens, built.num_decodes
             for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
                 if hasattr(part, "wrapper"):
@@ -131,10 +136,6 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             finally:
                 self._batch, self._planner, self.reorder_batch_threshold = None, None, threshold
                 self._plan_buffers.planned()
-            wrapper: Any = getattr(built.prefill, "wrapper", None)
-            if getattr(wrapper, "is_cuda_graph_enabled", False):
-                # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
-                wrapper._qo_indptr_last = built.num_prefill_tokens
             return built
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,10 +180,7 @@ def _takes_over(builder: Any, backend: str) -> bool:
     """Whether drafts that XQA takes are planned for instead."""
     drafts = builder.vllm_config.speculative_config.num_speculative_tokens
     rows = (1 + drafts) * builder.num_qo_heads // builder.num_kv_heads
-    if not _decodes_with_xqa(builder) or backend != "fa2" or rows > MOST_ROWS:
-        return False
-    _say()
-    return True
+    return _decodes_with_xqa(builder) and backend == "fa2" and rows <= MOST_ROWS
 
 
 @functools.cache

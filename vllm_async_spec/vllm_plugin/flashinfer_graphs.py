@@ -84,11 +84,10 @@ class GraphWrappers:
         self._workspace: torch.Tensor | None = None
         self._by_size: dict[tuple[int, int], Any] = {}
         self._plan: _Plan | None = None
-        config = builder.vllm_config
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         # More requests than tokens are never planned.
         self._buffers = torch.zeros(3, self._most_tokens + 1, dtype=torch.int32, device=builder.device)
-        self._most_drafts: int = config.speculative_config.num_speculative_tokens
+        self._most_drafts: int = builder.vllm_config.speculative_config.num_speculative_tokens
 
     def takes(self, metadata: Any) -> bool:
         """Whether this is a batch of drafts, and no larger than any graph.
@@ -152,7 +151,6 @@ class GraphWrappers:
         if left.min() < 0 or left.max() > 2 * AHEAD:
             return None
         tokens = metadata.num_actual_tokens
-        plan.built.prefill.wrapper._qo_indptr_last = tokens  # as where it is planned
         return dataclasses.replace(
             plan.built, slot_mapping=metadata.slot_mapping, num_actual_tokens=tokens, num_prefill_tokens=tokens
         )
