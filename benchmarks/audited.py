@@ -9,6 +9,7 @@ from vllm_async_spec.audit.report import Place, Report
 HEAD = (
     "ms a step, or tokens/s",
     "host-caused idle",
+    "not recorded",
     "launch gaps",
     "busy",
     "critical waits a step",
@@ -28,10 +29,12 @@ def cells(audit: dict[str, Any], speed: str) -> list[str]:
     report = Report.from_dict(audit)
     critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     sites = [f"`{_short(str(cause.site))}` {cause.kind.value} {cause.per_step:.2f}" for cause in critical]
-    gpu, cost = report.gpu, report.overhead
-    shares = [f"**{gpu.host_idle:.3f}**", f"{gpu.launch_gaps:.3f}", f"{gpu.busy:.3f}"] if gpu else ["-"] * 3
+    gpu, cost, plain = report.gpu, report.overhead, report.plain_idle
+    shares = [f"{gpu.launch_gaps:.3f}", f"{gpu.busy:.3f}"] if gpu else ["-"] * 2
     return [
         speed,
+        f"**{gpu.host_idle:.3f}**" if gpu else "-",
+        "-" if plain is None else f"{plain:.2f}",
         *shares,
         f"{report.waits(Place.CRITICAL):.2f} ({report.waiting_ms(Place.CRITICAL):.2f} ms)",
         "; ".join(sites) or "nobody",

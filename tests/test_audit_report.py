@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vllm_async_spec.audit.figures import SIMULATED, compared_figures, number, paired_causes, percent, ratio
 from vllm_async_spec.audit.html import render_html
-from vllm_async_spec.audit.report import SCHEMA, Phase, Place, Report, WaitKind
+from vllm_async_spec.audit.report import SCHEMA, Overhead, Phase, Place, Report, Spread, WaitKind
 from vllm_async_spec.audit.terminal import print_report
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"'&[bold]{{ 7 * 7 }}"
@@ -87,6 +87,26 @@ def test_json_keeps_a_report(report: Report):
 @each_report
 def test_json_keeps_the_samples(report: Report, before: Report | None):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "idle"),
+    [
+        (12.31 / 12.18, 1 - 0.689 * 12.31 / 12.18),  # as recorded
+        (1.4, 1 - 0.689 * 1.4),
+        (1.5, 0),  # the device had more to do than a plain step has time for
+        (0.9, 0.311),  # by chance; recording makes no step shorter
+    ],
+)
+def test_what_recording_adds_to_a_step_is_not_counted_as_idle(step_ms: float, idle: float):
+    report = audit_reports.waiting()
+    cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
+    assert replace(report, overhead=cost).plain_idle == pytest.approx(idle)
+
+
+def test_idle_time_at_a_plain_step_needs_both_records():
+    assert replace(audit_reports.waiting(), overhead=None).plain_idle is None
+    assert audit_reports.simulated().plain_idle is None
 
 
 def changed(path: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.headline import headline
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
-from vllm_async_spec.audit.report import DeviceTime, EngineFacts, Load, Overhead, Report, Spread
+from vllm_async_spec.audit.report import DeviceTime, EngineFacts, Load, Overhead, Report, Spread, plain_idle
 
 RPC = "async_spec_audit"
 """The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
@@ -178,11 +178,9 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
 def _overstated(gpu: DeviceTime | None, overhead: Overhead | None) -> Iterator[str]:
     """A note where recording alone made steps longer, and so the device idle."""
     if gpu is not None and overhead is not None and overhead.device_ratio > _QUIET:
-        # What ran on the device, and the gaps within its graphs, took as long as it takes without recording.
-        idle = max(1 - (gpu.busy + gpu.launch_gaps) * overhead.device_ratio, 0)
         yield (
             f"The GPU's own records made a step {overhead.device_ratio:.2f} times as long, by host work, so the share "
-            f"that the host leaves idle is overstated: without them it is about {idle:.1%}."
+            f"that the host leaves idle is overstated: without them it is about {plain_idle(gpu, overhead):.1%}."
         )
 
 

@@ -295,6 +295,11 @@ class Report:
         """Milliseconds of waiting a step in one place."""
         return sum(cause.ms_per_step for cause in self.causes if cause.place is place)
 
+    @property
+    def plain_idle(self) -> float | None:
+        """As `plain_idle`, of this report; None where it was not measured."""
+        return None if self.gpu is None or self.overhead is None else plain_idle(self.gpu, self.overhead)
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         return asdict(self)
@@ -314,6 +319,14 @@ class Report:
             )
         report: Report = _value(cls, data, "report")
         return report
+
+
+def plain_idle(gpu: DeviceTime, overhead: Overhead) -> float:
+    """The share of the time that the host leaves the device idle where nothing is recorded, to a hundredth or two.
+
+    What ran on the device, and the gaps within its graphs, took as long as it takes then; only steps were longer.
+    """
+    return max(1 - (gpu.busy + gpu.launch_gaps) * max(overhead.device_ratio, 1), 0)
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
