@@ -121,7 +121,7 @@ def table(found: dict[str, Any]) -> Table:
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
     """Of the table."""
-    return ("builder", *(f"{requests} requests" for requests in found["requests"]))
+    return ("builder, by requests", *found["requests"])
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -129,7 +129,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     by_requests = list(found["requests"].values())
     for name in by_requests[0]:
         each = (times[name] for times in by_requests)
-        yield (name, *(f"{row['median']:.0f} ({row['least']:.0f}-{row['most']:.0f})" for row in each))
+        yield (name, *(f"{row['median']:,.0f} ({row['least']:,.0f}-{row['most']:,.0f})" for row in each))
 
 
 def _drafts(requests: int, length: int, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batching, generation, kernels, step_time
+from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.feature_table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
@@ -171,6 +171,11 @@ def _kernels_by_rows(results: Path) -> str:
     return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()
 
 
+def _plan_time(results: Path) -> str:
+    found = json.loads((results / "plan-time-h200.json").read_text())
+    return Grid(plan_time.columns(found), list(plan_time.rows(found))).markdown()
+
+
 def _step_time(results: Path) -> str:
     found = json.loads((results / "step-time-h200.json").read_text())
     rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
@@ -225,6 +230,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "host-time": _host_time,
     "kernels": _kernels,
     "kernels-by-rows": _kernels_by_rows,
+    "plan-time": _plan_time,
     "soak": _soak,
     "step-time": _step_time,
 }

@@ -903,4 +903,4 @@ def test_the_benchmark_of_plans_builds_with_and_without_one(
     assert plans == {"stock, planned": 6, "plugin, planned in each step": 6, "plugin": 0} | xqa
     found = {"requests": {"1": {name: {"median": 9.6, "least": 1, "most": 20} for name in steps}}}
     assert list(plan_time.rows(found)) == [(name, "10 (1-20)") for name in steps]
-    assert plan_time.columns(found) == ("builder", "1 requests")
+    assert plan_time.columns(found) == ("builder, by requests", "1")
