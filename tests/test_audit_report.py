@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from vllm_async_spec.audit.engine import _overstated
 from vllm_async_spec.audit.figures import SIMULATED, compared_figures, number, paired_causes, percent, ratio
 from vllm_async_spec.audit.html import render_html
 from vllm_async_spec.audit.report import SCHEMA, Overhead, Phase, Place, Report, Spread, WaitKind
@@ -102,6 +103,14 @@ def test_what_recording_adds_to_a_step_is_not_counted_as_idle(step_ms: float, id
     report = audit_reports.waiting()
     cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
     assert replace(report, overhead=cost).plain_idle == pytest.approx(idle)
+
+
+@pytest.mark.parametrize(("step_ms", "said"), [(1.02, []), (1.4, ["1.40 times as long", "about 3.5%"])])
+def test_a_note_says_so_where_recording_makes_steps_much_longer(step_ms: float, said: list[str]):
+    cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
+    notes = list(_overstated(audit_reports.waiting().gpu, cost))
+    assert len(notes) == bool(said)
+    assert all(part in note for note in notes for part in said)
 
 
 def test_idle_time_at_a_plain_step_needs_both_records():
