@@ -30,11 +30,12 @@ def cells(audit: dict[str, Any], speed: str) -> list[str]:
     critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     sites = [f"`{_short(str(cause.site))}` {cause.kind.value} {cause.per_step:.2f}" for cause in critical]
     gpu, cost, plain = report.gpu, report.overhead, report.plain_idle
-    shares = [f"{gpu.launch_gaps:.3f}", f"{gpu.busy:.3f}"] if gpu else ["-"] * 2
+    not_recorded = "-" if plain is None else f"{plain:.2f}"
+    shares = (
+        [f"**{gpu.host_idle:.3f}**", not_recorded, f"{gpu.launch_gaps:.3f}", f"{gpu.busy:.3f}"] if gpu else ["-"] * 4
+    )
     return [
         speed,
-        f"**{gpu.host_idle:.3f}**" if gpu else "-",
-        "-" if plain is None else f"{plain:.2f}",
         *shares,
         f"{report.waits(Place.CRITICAL):.2f} ({report.waiting_ms(Place.CRITICAL):.2f} ms)",
         "; ".join(sites) or "nobody",

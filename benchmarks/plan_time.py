@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.shapes import find_shape
+from benchmarks.kernels import HEAD_SIZE, HEADS, KV_HEADS, PAGE
 from benchmarks.statistics import by_turns, summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram_drafts
@@ -29,9 +29,8 @@ from vllm_async_spec.vllm_plugin.flashinfer_builder import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 REQUESTS = (1, 8, 32, 128)
-DRAFTS, PAGE, LONGEST = 3, 16, 4096
+DRAFTS, LONGEST = 3, 4096
 _SHORT, _LONG = 300, 900  # tokens; a plan for either does not serve for the other
-_8B = find_shape("8b").target
 _IN_EACH_STEP = "plugin, planned in each step"
 
 Step = Callable[[], Any]
@@ -46,13 +45,12 @@ class _Heads(Setting):
 
     def vllm_config(self, **engine_args: Any) -> Any:
         wanted = {"block_size": PAGE, "speculative_config": ngram_drafts(DRAFTS), "max_num_seqs": max(REQUESTS)}
-        heads = {"num_heads": _8B["num_attention_heads"], "num_kv_heads": _8B["num_key_value_heads"]}
-        return llama_config(wanted | engine_args, **heads, head_size=_8B["head_dim"], max_model_len=LONGEST)
+        heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
+        return llama_config(wanted | engine_args, **heads, max_model_len=LONGEST)
 
     def arguments(self, **engine_args: Any) -> Any:
         spec, *others = super().arguments(**engine_args)
-        heads = {"num_kv_heads": _8B["num_key_value_heads"], "head_size": _8B["head_dim"]}
-        return (dataclasses.replace(spec, **heads), *others)
+        return (dataclasses.replace(spec, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE), *others)
 
 
 def measure(rounds: int) -> dict[str, Any]:

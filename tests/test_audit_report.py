@@ -108,7 +108,7 @@ def test_what_recording_adds_to_a_step_is_not_counted_as_idle(step_ms: float, id
 @pytest.mark.parametrize(("step_ms", "said"), [(1.02, []), (1.4, ["1.40 times as long", "about 3.5%"])])
 def test_a_note_says_so_where_recording_makes_steps_much_longer(step_ms: float, said: list[str]):
     cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
-    notes = list(_overstated(audit_reports.waiting().gpu, cost))
+    notes = list(_overstated(replace(audit_reports.waiting(), overhead=cost)))
     assert len(notes) == bool(said)
     assert all(part in note for note in notes for part in said)
 

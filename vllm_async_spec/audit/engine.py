@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.headline import headline
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
-from vllm_async_spec.audit.report import DeviceTime, EngineFacts, Load, Overhead, Report, Spread, plain_idle
+from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
 
 RPC = "async_spec_audit"
 """The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
@@ -157,7 +157,7 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
     found = analyse(full, quiet)
     plain = _plain_steps(saved[How.PLAIN.value]["worker"])
     overhead = None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms)
-    return Report(
+    report = Report(
         headline=headline(facts, found),
         engine=facts,
         load=given,
@@ -169,18 +169,20 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
         phases=found.phases,
         gpu=found.gpu,
         timeline=found.timeline,
-        notes=(*found.notes, *_overstated(found.gpu, overhead)),
+        notes=found.notes,
         command=command_line(),
         date=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     )
+    return replace(report, notes=(*report.notes, *_overstated(report)))
 
 
-def _overstated(gpu: DeviceTime | None, overhead: Overhead | None) -> Iterator[str]:
+def _overstated(report: Report) -> Iterator[str]:
     """A note where recording alone made steps longer, and so the device idle."""
-    if gpu is not None and overhead is not None and overhead.device_ratio > _QUIET:
+    cost, idle = report.overhead, report.plain_idle
+    if cost is not None and idle is not None and cost.device_ratio > _QUIET:
         yield (
-            f"The GPU's own records made a step {overhead.device_ratio:.2f} times as long, by host work, so the share "
-            f"that the host leaves idle is overstated: without them it is about {plain_idle(gpu, overhead):.1%}."
+            f"The GPU's own records made a step {cost.device_ratio:.2f} times as long, by host work, so the share "
+            f"that the host leaves idle is overstated: without them it is about {idle:.1%}."
         )
 
 

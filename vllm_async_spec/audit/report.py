@@ -297,8 +297,14 @@ class Report:
 
     @property
     def plain_idle(self) -> float | None:
-        """As `plain_idle`, of this report; None where it was not measured."""
-        return None if self.gpu is None or self.overhead is None else plain_idle(self.gpu, self.overhead)
+        """The share of the time that the host leaves the device idle where nothing is recorded, to a hundredth or two.
+
+        What ran on the device, and the gaps within its graphs, took as long as it takes then; only steps were longer.
+        None where either was not measured.
+        """
+        if self.gpu is None or self.overhead is None:
+            return None
+        return max(1 - (self.gpu.busy + self.gpu.launch_gaps) * max(self.overhead.device_ratio, 1), 0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -319,14 +325,6 @@ class Report:
             )
         report: Report = _value(cls, data, "report")
         return report
-
-
-def plain_idle(gpu: DeviceTime, overhead: Overhead) -> float:
-    """The share of the time that the host leaves the device idle where nothing is recorded, to a hundredth or two.
-
-    What ran on the device, and the gaps within its graphs, took as long as it takes then; only steps were longer.
-    """
-    return max(1 - (gpu.busy + gpu.launch_gaps) * max(overhead.device_ratio, 1), 0)
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
