@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from vllm_async_spec import CommonAttentionMetadata
+from vllm_async_spec import CommonAttentionMetadata, Epoch
 
 INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -31,7 +31,9 @@ class Batch:
     def computed(self) -> list[int]:
         return [total - new for total, new in zip(self.seq_lens, self.query_lens, strict=True)]
 
-    def metadata(self, *, known: bool = False, bounded: bool = True, slack: int = 0) -> CommonAttentionMetadata:
+    def metadata(
+        self, *, known: bool = False, bounded: bool = True, slack: int = 0, epoch: Epoch | None = None
+    ) -> CommonAttentionMetadata:
         """The metadata of this batch; `slack` is what the upper bounds exceed the truth by on live rows."""
         starts, lengths = torch.tensor(self.starts, dtype=torch.int32), _int32(self.seq_lens)
         tokens = self.starts[-1] + self.token_padding
@@ -48,6 +50,7 @@ class Batch:
             slot_mapping=torch.arange(tokens, dtype=torch.int64),
             seq_lens_cpu_upper_bound=bound if bounded else None,
             is_prefilling=torch.tensor([n > 4 for n in self.query_lens], dtype=torch.bool),
+            epoch=epoch,
             _seq_lens_cpu=lengths.clone() if known else None,
         )
 

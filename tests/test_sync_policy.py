@@ -73,7 +73,7 @@ def test_warn_warns_once_a_site_with_the_callers_line():
 
 
 def test_error_raises_and_counts_the_attempt_without_bytes():
-    with sync_policy("error"), pytest.raises(HostSyncError, match="prefetch_host"):
+    with sync_policy("error"), pytest.raises(HostSyncError, match="use the device tensor or seq_lens_cpu_upper_bound"):
         read()
     assert (sync_report().count, sync_report().bytes) == (1, 0)
 

@@ -4,7 +4,7 @@ Importing it imports PyTorch, but neither vLLM nor transformers, and starts no C
 """
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.host_copy import HostCopy, PinnedRing
+from vllm_async_spec.host_copy import Epoch, HostCopy, PinnedRing
 from vllm_async_spec.metadata import CommonAttentionMetadata, MetadataError
 from vllm_async_spec.sync_policy import (
     HostSyncError,
@@ -20,6 +20,7 @@ from vllm_async_spec.sync_policy import (
 
 __all__ = [
     "CommonAttentionMetadata",
+    "Epoch",
     "HostCopy",
     "HostSyncError",
     "HostSyncWarning",

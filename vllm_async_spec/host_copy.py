@@ -2,95 +2,64 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-from vllm_async_spec.sync_policy import ReadKind, host_read
+from vllm_async_spec.sync_policy import HostSyncWarning, ReadKind, calling_site, host_read
 
 
-class Upkeep(enum.Enum):
-    """Which host values the caller himself renews, or drops, whenever he changes the device tensor.
+class Epoch:
+    """Tells until when a host value is current: until its owner says that device state has changed.
 
-    Those are trusted whatever the version counter says: vLLM's drafters first add to `seq_lens`, then to its shadow.
+    PyTorch can't tell. Inference tensors have no version counter, and kernels write through raw pointers. Whoever makes
+    an epoch promises to call `advance` after each change of the tensors that it is given for.
     """
 
-    NONE = "none"
-    """None: whatever the device tensor's version counter shows to be old is dropped."""
-    GIVEN = "given"
-    """Those that he gave."""
-    ALL = "all"
-    """Those that he gave, and those that were copied because he asked."""
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Changes so far."""
+
+    def advance(self) -> None:
+        """Say that device state has changed: every host value obtained before is stale."""
+        self.count += 1
 
 
 class HostCopy:
-    """The value of a device tensor on the host: copied when first asked for, at most once, and never when stale.
+    """The value of a device tensor on the host, exact when it is returned.
 
-    The tensor's version counter tells whether it was changed in place since. Two writers escape it: kernels that
-    write through a raw pointer (call `drop` after them), and any write to an inference tensor, which has no counter;
-    the copy of an inference tensor is therefore kept only where there is `upkeep`.
+    Without an epoch nothing is kept, because nothing could prove that it is current: each `read` copies. With one, a
+    value is kept until the epoch advances, or the tensor's version counter shows a change. Callers share the tensor
+    that is kept, so they must not write to it.
 
     Args:
         source: device tensor, any shape and dtype. It is not copied here.
         name: what the reports call it.
-        given: its value, where the caller knows it already (host, same shape and dtype).
-        upkeep: which host values the caller renews himself.
+        given: its value, where the caller knows it already (host, same shape and dtype); used only with an epoch.
+        epoch: says when `source` changes.
     """
 
-    __slots__ = (
-        "_derive",
-        "_host",
-        "_parent",
-        "_parent_version",
-        "_pending",
-        "_trusted",
-        "_upkeep",
-        "_version",
-        "name",
-        "source",
-    )
+    __slots__ = ("_at", "_epoch", "_host", "_pending", "name", "source")
 
     def __init__(
-        self, source: torch.Tensor, name: str, *, given: torch.Tensor | None = None, upkeep: Upkeep = Upkeep.NONE
+        self, source: torch.Tensor, name: str, *, given: torch.Tensor | None = None, epoch: Epoch | None = None
     ) -> None:
         self.source = source
         self.name = name
+        self._epoch = epoch
         self._host = given
-        self._upkeep = upkeep
-        self._trusted = given is not None and upkeep is not Upkeep.NONE
-        self._version = _version(source)
         self._pending: _Pending | None = None
-        self._parent: HostCopy | None = None
-        self._parent_version: int | None = None
-        self._derive: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def describes(self, tensor: torch.Tensor) -> bool:
-        """Whether the value that this copy holds, or would fetch, is that of `tensor`."""
-        return tensor is self.source or self._trusted
-
-    def derived(self, source: torch.Tensor, derive: Callable[[torch.Tensor], torch.Tensor]) -> HostCopy:
-        """The host copy of `source`, a device tensor computed from this one's, sharing this one's single copy.
-
-        Args:
-            source: what the same computation gave on the device.
-            derive: computes the host value of `source` from the host value of `self.source`.
-        """
-        self._forget_if_stale()
-        child = HostCopy(source, self.name, upkeep=self._upkeep)
-        child._parent, child._parent_version, child._derive = self, self._version, derive
-        return child
+        self._at = self._now()
+        if given is not None and epoch is None:
+            _warn_unused(f"the value given for {name} is not used")
 
     @property
     def known(self) -> torch.Tensor | None:
-        """The current value if it is on the host already, else None. Never waits, never copies."""
+        """The value, if it is on the host and provably current; else None. Never waits, never copies."""
         self._forget_if_stale()
-        if self._host is None and self._parent_is_usable():
-            assert self._parent is not None
-            assert self._derive is not None
-            if (host := self._parent.known) is not None:
-                self._host = self._derive(host)
         return self._host
 
     def read(self) -> torch.Tensor:
@@ -99,55 +68,47 @@ class HostCopy:
         Raises:
             HostSyncError: a copy was needed and the policy is `error`.
         """
-        if (host := self.known) is not None:
-            return host
-        if self._parent_is_usable():
-            assert self._parent is not None
-            assert self._derive is not None
-            host = self._derive(self._parent.read())
-        elif self._pending is not None:
+        self._forget_if_stale()
+        if self._host is not None:
+            return self._host
+        if self._pending is not None:
             host = self._pending.wait(self.name)
         else:
             with host_read(self.name, self.source.nbytes):
                 # copy=True: on a CPU "device" too, the value must not change when the device tensor does.
                 host = self.source.to("cpu", copy=True)
-        if self._version is not None or self._upkeep is not Upkeep.NONE:
-            self._host = host
-            self._trusted = self._upkeep is Upkeep.ALL
-        self._pending = None
+        self._host, self._pending = host, None
         return host
 
     def prefetch(self) -> None:
         """Start the copy on a side stream into pinned memory, so that a later `read` waits for its event only.
 
-        Does nothing where the value is known or on its way. The value copied is that of now: a later change in place
-        makes it stale like any other.
+        Does nothing where the value is known or on its way. Without an epoch the value could not be used: then no copy
+        is started, and a `HostSyncWarning` says so.
         """
-        if self.known is not None or self._pending is not None:
-            return
-        if self._parent_is_usable():
-            assert self._parent is not None
-            self._parent.prefetch()
-        else:
+        self._forget_if_stale()
+        if self._epoch is None:
+            _warn_unused(f"{self.name} is not prefetched")
+        elif self._host is None and self._pending is None:
             self._pending = _Pending.start(self.source)
 
-    def drop(self) -> None:
-        """Forget the host value: for kernels that changed `source` in a way its version counter does not show."""
-        self._host = self._pending = self._parent = None
-        self._trusted = False
-        self._version = _version(self.source)
-
-    def _parent_is_usable(self) -> bool:
-        parent = self._parent
-        return parent is not None and (parent._trusted or self._parent_version == _version(parent.source))
-
     def _forget_if_stale(self) -> None:
-        if not self._trusted and self._version != _version(self.source):
-            self.drop()
+        now = self._now()
+        if now is None or now != self._at:
+            self._host, self._pending, self._at = None, None, now
+
+    def _now(self) -> tuple[int, int] | None:
+        """What differs after a change of `source`; None where nothing is sure to."""
+        if self._epoch is None:
+            return None
+        return self._epoch.count, 0 if self.source.is_inference() else self.source._version
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _warn_unused(what: str) -> None:
+    """Warn at the line outside this package that asked."""
+    site = calling_site()
+    message = f"{what}, because it has no epoch, so reading it copies; give an Epoch that advances when it changes"
+    warnings.warn_explicit(message, HostSyncWarning, site.file, site.line)
 
 
 @dataclass(slots=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import enum
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
-from vllm_async_spec.host_copy import HostCopy, Upkeep
+from vllm_async_spec.host_copy import Epoch, HostCopy
 
 
 class HostLengths:
     """Host views of device `seq_lens` for a class that has the fields named below.
 
-    The views cost nothing until somebody insists: `seq_lens_cpu` and `num_computed_tokens_cpu` return what is known,
-    else copy once, both together. After an in-place change of `seq_lens` a copy made before is not returned.
+    A view is exact when it is returned. It costs nothing until somebody reads it, and then a copy each time, unless an
+    epoch tells that an earlier copy is still current.
     """
 
     seq_lens: torch.Tensor
@@ -23,22 +27,19 @@ class HostLengths:
     query_start_loc_cpu: torch.Tensor
     """(batch + 1,) int32, host."""
     max_seq_len: int
-
-    host_upkeep: ClassVar[Upkeep] = Upkeep.NONE
-    """Which host values whoever changes `seq_lens` renews himself."""
+    epoch: Epoch | None
 
     @property
     def host_lengths(self) -> HostCopy:
         """The copy behind the properties below; made for the tensor that `seq_lens` is now."""
         copy: HostCopy | None = self.__dict__.get("_host_lengths")
-        if copy is None or not copy.describes(self.seq_lens):
-            copy = HostCopy(self.seq_lens, "seq_lens", upkeep=self.host_upkeep)
-            self.__dict__["_host_lengths"] = copy
+        if copy is None or copy.source is not self.seq_lens:
+            copy = self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", epoch=self.epoch)
         return copy
 
     @property
     def seq_lens_cpu(self) -> torch.Tensor:
-        """(batch,) int32, host: exact lengths. Copies once where they are not known.
+        """(batch,) int32, host: exact lengths. Copies where they are not known.
 
         Raises:
             HostSyncError: they are not known and the sync policy is `error`.
@@ -51,14 +52,11 @@ class HostLengths:
 
     @property
     def _seq_lens_cpu(self) -> torch.Tensor | None:
-        return self.host_lengths.known if "_host_lengths" in self.__dict__ else None
+        return self.host_lengths.known
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            self.__dict__.pop("_host_lengths", None)
-        else:
-            self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", given=value, upkeep=self.host_upkeep)
+        self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", given=value, epoch=self.epoch)
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:
@@ -67,30 +65,7 @@ class HostLengths:
         Raises:
             HostSyncError: the lengths are not known and the sync policy is `error`.
         """
-        if (known := self._num_computed_tokens_cpu) is not None:
-            return known
-        seq_lens_cpu = self.seq_lens_cpu
-        computed = seq_lens_cpu - query_lens(self.query_start_loc_cpu)
-        self.__dict__["_host_computed"] = (seq_lens_cpu, self.query_start_loc_cpu, computed)
-        return computed
-
-    @num_computed_tokens_cpu.setter
-    def num_computed_tokens_cpu(self, value: torch.Tensor | None) -> None:
-        self._num_computed_tokens_cpu = value
-
-    @property
-    def _num_computed_tokens_cpu(self) -> torch.Tensor | None:
-        entry: tuple[Any, Any, torch.Tensor] | None = self.__dict__.get("_host_computed")
-        if entry is None:
-            return None
-        lengths, starts, computed = entry
-        given = lengths is None
-        current = given or (lengths is self.host_lengths.known and starts is self.query_start_loc_cpu)
-        return computed if current else None
-
-    @_num_computed_tokens_cpu.setter
-    def _num_computed_tokens_cpu(self, value: torch.Tensor | None) -> None:
-        self.__dict__["_host_computed"] = None if value is None else (None, None, value)
+        return self.seq_lens_cpu - query_lens(self.query_start_loc_cpu)
 
     @property
     def num_computed_tokens(self) -> torch.Tensor:
@@ -103,12 +78,149 @@ class HostLengths:
         return self.max_seq_len
 
     def prefetch_host(self) -> None:
-        """Start copying `seq_lens` to the host now, so that reading it later waits for an event only."""
+        """Start copying `seq_lens` to the host now, so that reading it later waits for an event only. Needs `epoch`."""
         self.host_lengths.prefetch()
 
     def seq_lens_changed(self) -> None:
-        """Drop host copies, because a kernel wrote `seq_lens` through a raw pointer, which PyTorch can't see."""
-        self.host_lengths.drop()
+        """Say that `seq_lens` was written in place: advances the epoch, where there is one."""
+        if self.epoch is not None:
+            self.epoch.advance()
+
+
+class Trust(enum.Enum):
+    """Which of the host values that vLLM gives its metadata are returned; all others are copied anew."""
+
+    RENEWED = "renewed"
+    """Those given to the constructor, and what replaces them: vLLM 0.12 renews each of them in each draft step."""
+    UNCHANGED = "unchanged"
+    """Those given to the constructor, until anything shows a change of the lengths: vLLM 0.13 to 0.29."""
+    NONE = "none"
+    """None: vLLM 0.30 and later give none, so nobody keeps them current."""
+
+
+class VllmHostLengths(HostLengths):
+    """The same views for vLLM's class, whose callers may give host values under these names or with an underscore.
+
+    No copy is kept: vLLM's kernels write `seq_lens` through raw pointers, which nothing shows.
+    """
+
+    host_trust: ClassVar[Trust]
+
+    @property
+    def seq_lens_cpu(self) -> torch.Tensor:
+        """(batch,) int32, host: exact lengths. Copies where vLLM has not given them.
+
+        Raises:
+            HostSyncError: they are copied and the sync policy is `error`.
+        """
+        given = self._seq_lens_cpu
+        return HostCopy(self.seq_lens, "seq_lens").read() if given is None else given
+
+    @seq_lens_cpu.setter
+    def seq_lens_cpu(self, value: torch.Tensor | None) -> None:
+        self._seq_lens_cpu = value
+
+    @property
+    def _seq_lens_cpu(self) -> torch.Tensor | None:
+        return _given(self, "lengths")
+
+    @_seq_lens_cpu.setter
+    def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
+        _give(self, "lengths", value)
+
+    @property
+    def num_computed_tokens_cpu(self) -> torch.Tensor:
+        """(batch,) int32, host: tokens already in the KV cache. Copies where vLLM has not given them.
+
+        Raises:
+            HostSyncError: they are copied and the sync policy is `error`.
+        """
+        if (given := self._num_computed_tokens_cpu) is not None:
+            return given
+        if (lengths := self._seq_lens_cpu) is not None:
+            return lengths - query_lens(self.query_start_loc_cpu)
+        # Subtracted on the device: from 0.31 on only the device knows how many drafts of a request are verified.
+        return HostCopy(self.num_computed_tokens, "num_computed_tokens").read()
+
+    @num_computed_tokens_cpu.setter
+    def num_computed_tokens_cpu(self, value: torch.Tensor | None) -> None:
+        self._num_computed_tokens_cpu = value
+
+    @property
+    def _num_computed_tokens_cpu(self) -> torch.Tensor | None:
+        return _given(self, "computed")
+
+    @_num_computed_tokens_cpu.setter
+    def _num_computed_tokens_cpu(self, value: torch.Tensor | None) -> None:
+        _give(self, "computed", value)
+
+    def prefetch_host(self) -> None:
+        """Warn that nothing is prefetched: without an epoch nothing could prove the value current."""
+        HostCopy(self.seq_lens, "seq_lens").prefetch()
+
+    def seq_lens_changed(self) -> None:
+        """Drop what vLLM gave, because `seq_lens` was written in place."""
+        self._seq_lens_cpu = self._num_computed_tokens_cpu = None
+
+
+@contextlib.contextmanager
+def host_values_of(metadata: Any) -> Iterator[None]:
+    """Run the constructor of `metadata` within: the host values that it is given describe the lengths it is given."""
+    values = metadata.__dict__
+    values[_CONSTRUCTING] = True
+    yield
+    del values[_CONSTRUCTING]
+    for name in ("lengths", "computed"):
+        value = values.get(_GIVEN + name)
+        # One that was given for other lengths before still says for which: `dataclasses.replace` hands it on.
+        if isinstance(value, torch.Tensor) and not hasattr(value, _DESCRIBED):
+            setattr(value, _DESCRIBED, (metadata.seq_lens, _version(metadata.seq_lens)))
+
+
+def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
+    """A copy of vLLM's metadata whose host views are all `value`: for upstream code that takes bounds from them.
+
+    Args:
+        metadata: vLLM's, whether the views are grafted or its own.
+        value: (batch,) int32, host.
+    """
+    stand_in = copy.copy(metadata)
+    if isinstance(getattr(type(metadata), "host_trust", None), Trust):
+        stand_in.__dict__[_STAND_IN] = value
+    else:
+        stand_in._seq_lens_cpu = stand_in._num_computed_tokens_cpu = value
+    return stand_in
+
+
+_CONSTRUCTING, _GIVEN, _STAND_IN = "_host_constructing", "_host_given_", "_host_stand_in"
+_DESCRIBED = "_async_spec_described"
+"""On a host value: the device lengths that it was given for, and their version."""
+
+
+def _given(metadata: Any, name: str) -> torch.Tensor | None:
+    """The value that vLLM gave, if it is to be trusted still."""
+    values = metadata.__dict__
+    value: torch.Tensor | None = values.get(_STAND_IN)
+    if value is not None:
+        return value
+    value = values.get(_GIVEN + name)
+    if value is None or metadata.host_trust is Trust.RENEWED:
+        return value
+    seq_lens, version = getattr(value, _DESCRIBED, (None, None))
+    unchanged = seq_lens is metadata.seq_lens and version is not None and version == _version(seq_lens)
+    return value if unchanged and metadata.host_trust is Trust.UNCHANGED else None
+
+
+def _give(metadata: Any, name: str, value: torch.Tensor | None) -> None:
+    """Take what is assigned: in the constructor, and after it only what renews a value given there."""
+    values = metadata.__dict__
+    renews = metadata.host_trust is Trust.RENEWED and values.get(_GIVEN + name) is not None
+    values[_GIVEN + name] = value if renews or _CONSTRUCTING in values else None
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """What PyTorch counts of changes in place; None for inference tensors, of which it counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def query_lens(query_start_loc: torch.Tensor) -> torch.Tensor:

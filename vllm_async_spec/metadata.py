@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.host_copy import Epoch
 from vllm_async_spec.host_lengths import HostLengths, query_lens
 
 
@@ -52,8 +53,10 @@ class CommonAttentionMetadata(HostLengths):
     """(batch,) int32, host: bound of `seq_lens` by row, exact on rows that are still prefilling."""
     is_prefilling: torch.Tensor | None = None
     """(batch,) bool, host or device: rows whose prompt is not yet computed."""
+    epoch: Epoch | None = None
+    """Says when `seq_lens` changes. With one, a host copy is kept and prefetched; without, each read copies."""
     _seq_lens_cpu: InitVar[torch.Tensor | None] = None
-    """(batch,) int32, host: exact lengths, where the host has them anyway."""
+    """(batch,) int32, host: exact lengths, where the host has them anyway; used only with an epoch."""
 
     def __post_init__(self, _seq_lens_cpu: torch.Tensor | None) -> None:
         batch = (self.num_reqs,)
@@ -80,17 +83,15 @@ class CommonAttentionMetadata(HostLengths):
             self.seq_lens_cpu = _seq_lens_cpu
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
-        """A copy with `changes`; what is known of `seq_lens` on the host stays known unless `seq_lens` is replaced.
+        """A copy with `changes`; a host copy that is known stays known unless `seq_lens` or the epoch is replaced.
 
         Raises:
             MetadataError: a changed field can't be.
             TypeError: a change names no field.
         """
         # Named, because dataclasses.replace would carry the lengths of the old `seq_lens` over to a new one.
-        new = dataclasses.replace(self, **{"_seq_lens_cpu": None} | changes)
-        if "seq_lens" not in changes and "_seq_lens_cpu" not in changes:
-            new.__dict__["_host_lengths"] = self.host_lengths
-        return new
+        known = None if changes.keys() & {"seq_lens", "epoch"} else self._seq_lens_cpu
+        return dataclasses.replace(self, **{"_seq_lens_cpu": known} | changes)
 
     def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> CommonAttentionMetadata:
         """The first `num_actual_reqs` requests and `num_actual_tokens` tokens: padding cut off.
@@ -154,17 +155,19 @@ class CommonAttentionMetadata(HostLengths):
     def advance(self, num_tokens: int = 1) -> None:
         """Count `num_tokens` more tokens on every live request: a draft step, in place, on the device.
 
-        The bounds rise with it. A host copy that is known advances too, into a new tensor, because the old one may
-        still be read by a copy in flight; one that is not is dropped.
+        The bounds rise with it, and the epoch advances. A host copy that is known advances too, into a new tensor,
+        because the old one may still be read by a copy in flight; one that is not is dropped.
 
         Raises:
             MetadataError: `num_tokens` is negative.
         """
         _check_count("num_tokens", num_tokens)
         _check_count("max_seq_len + num_tokens", self.max_seq_len + num_tokens)
-        known = self.host_lengths.known
+        known = self._seq_lens_cpu
         self.seq_lens.copy_(_grown(self.seq_lens, num_tokens))
-        self._seq_lens_cpu = None if known is None else _grown(known, num_tokens)
+        self.seq_lens_changed()
+        if known is not None:
+            self._seq_lens_cpu = _grown(known, num_tokens)
         if self.seq_lens_cpu_upper_bound is not None:
             self.seq_lens_cpu_upper_bound = _grown(self.seq_lens_cpu_upper_bound, num_tokens)
         self.max_seq_len += num_tokens
@@ -206,10 +209,12 @@ class CommonAttentionMetadata(HostLengths):
             lengths[-1] -= tokens
             return lengths
 
-        seq_lens = shorten(self.seq_lens)
-        bound = self.seq_lens_cpu_upper_bound
-        new = self.replace(seq_lens=seq_lens, seq_lens_cpu_upper_bound=None if bound is None else shorten(bound))
-        new.__dict__["_host_lengths"] = self.host_lengths.derived(seq_lens, shorten)
+        bound, known = self.seq_lens_cpu_upper_bound, self._seq_lens_cpu
+        new = self.replace(
+            seq_lens=shorten(self.seq_lens),
+            seq_lens_cpu_upper_bound=None if bound is None else shorten(bound),
+            _seq_lens_cpu=None if known is None else shorten(known),
+        )
         new.max_seq_len = new._bound(0, new.num_reqs)
         return new
 
@@ -222,17 +227,15 @@ class CommonAttentionMetadata(HostLengths):
 
     def _rows(self, rows: slice, **changes: Any) -> CommonAttentionMetadata:
         """The same batch with every per-request field cut to `rows`, and `changes`."""
-        seq_lens = self.seq_lens[rows]
-        new = self.replace(
-            seq_lens=seq_lens,
+        return self.replace(
+            seq_lens=self.seq_lens[rows],
             num_reqs=rows.stop - rows.start,
             block_table_tensor=self.block_table_tensor[rows],
             seq_lens_cpu_upper_bound=_maybe(self.seq_lens_cpu_upper_bound, rows),
             is_prefilling=_maybe(self.is_prefilling, rows),
+            _seq_lens_cpu=_maybe(self._seq_lens_cpu, rows),
             **changes,
         )
-        new.__dict__["_host_lengths"] = self.host_lengths.derived(seq_lens, lambda host: host[rows])
-        return new
 
 
 # As a default in the class body it is what makes the field optional; as a class attribute it would hide the property.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import enum
 import os
 import sys
@@ -20,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from types import CodeType
 from typing import Any
 
 
@@ -128,7 +130,7 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # Frames of these files are how a read is carried out, never who asked for it.
 _MACHINERY = frozenset(
     os.path.join(_PACKAGE, name) for name in ("sync_policy.py", "host_copy.py", "host_lengths.py", "metadata.py")
-) | {contextlib.__file__}
+) | {contextlib.__file__, dataclasses.__file__}
 
 _lock = threading.Lock()
 _sites: dict[tuple[CallSite, str, ReadKind], SiteReport] = {}
@@ -228,7 +230,7 @@ def host_read(what: str, nbytes: int, kind: ReadKind = ReadKind.COPY) -> Iterato
     Raises:
         HostSyncError: the policy is `error` and `kind` is `COPY`; nothing has been copied then.
     """
-    site = _caller()
+    site = calling_site()
     policy = current_sync_policy() if kind is ReadKind.COPY else SyncPolicy.ALLOW
     refused = policy is SyncPolicy.ERROR
     _count(site, what, kind, 0 if refused else nbytes)
@@ -243,7 +245,7 @@ def host_read(what: str, nbytes: int, kind: ReadKind = ReadKind.COPY) -> Iterato
         _add_seconds(site, what, kind, time.perf_counter() - start)
 
 
-_REMEDY = "use the device tensor, seq_lens_cpu_upper_bound, or prefetch_host() a step earlier"
+_REMEDY = "use the device tensor or seq_lens_cpu_upper_bound"
 
 
 def _sentence(what: str, site: CallSite) -> str:
@@ -294,11 +296,17 @@ def _warn_once(site: CallSite, what: str) -> None:
     warnings.warn_explicit(message, HostSyncWarning, site.file, site.line, registry={})
 
 
-def _caller() -> CallSite:
+def calling_site() -> CallSite:
+    """The line that made the call, outside this package's machinery."""
     frame = sys._getframe(1)
-    while frame.f_code.co_filename in _MACHINERY and frame.f_back is not None:
+    while _is_machinery(frame.f_code) and frame.f_back is not None:
         frame = frame.f_back
     return CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _is_machinery(code: CodeType) -> bool:
+    # A dataclass's own __init__ has no file.
+    return code.co_filename in _MACHINERY or (code.co_filename, code.co_name) == ("<string>", "__init__")
 
 
 def _copy(site: SiteReport) -> SiteReport:

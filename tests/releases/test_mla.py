@@ -22,6 +22,7 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.mla import mla_builder
 from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.vllm_plugin import mla_prefill
 from vllm_async_spec.vllm_plugin.ledger import State
 
@@ -160,8 +161,7 @@ def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: S
         assert (sync_report().count, sync_report().fallbacks) == (1, {"MLA drafts on the prefill path": 1})
         with sync_policy("error"), pytest.raises(HostSyncError, match="seq_lens was copied to the host"):
             builder.build(0, metadata(query, exact, slack))
-        known = metadata(query, exact, slack)
-        known.seq_lens_cpu = torch.tensor(exact, dtype=torch.int32)
+        known = with_host_values(metadata(query, exact, slack), torch.tensor(exact, dtype=torch.int32))
         with sync_policy("error"):
             assert contexts(builder.build(0, known)) == [33, 100]
         assert sync_report().fallbacks == {"MLA drafts on the prefill path": 2}

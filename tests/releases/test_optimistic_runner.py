@@ -91,8 +91,13 @@ def group(name: str = "FLASH_ATTN", spec: str = "FullAttentionSpec", builder: An
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
         kv_cache_spec=type(spec, (), {})(),
-        metadata_builders=[builder or object()],
+        metadata_builders=[builder or made_by("vllm.v1.attention.backends.any")],
     )
+
+
+def made_by(module: str, **attributes: Any) -> Any:
+    """A metadata builder that this module defines."""
+    return type("Builder", (), {"__module__": module, **attributes})()
 
 
 def settings() -> dict[str, Any]:
@@ -436,8 +441,16 @@ def test_indices_of_drafts_are_made_once_for_equal_batches(runner, upstream, mon
             "attention backend FLASH_ATTN with ChunkedLocalAttentionSpec",
         ),
         (
-            {"attn_groups": [[group(spec="ChunkedLocalAttentionSpec", builder=SimpleNamespace(cuts_on_device=True))]]},
+            {
+                "attn_groups": [
+                    [group(spec="ChunkedLocalAttentionSpec", builder=made_by("vllm.x", cuts_on_device=True))]
+                ]
+            },
             None,
+        ),
+        (
+            {"attn_groups": [[group(), group(builder=made_by("a_plugin.backend"))]]},
+            "attention backend FLASH_ATTN with a_plugin.backend.Builder",
         ),
         ({"dcp_world_size": 2}, "context parallelism"),
         ({"model_config": SimpleNamespace(is_hybrid=True)}, "hybrid model"),

@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def stand_on(capability: tuple[int, int] | None, name: str) -> None:
 def _forget() -> None:
     for name in _ASKED_ONCE:
         for value in list(vars(sys.modules.get(name, SimpleNamespace())).values()):
-            if isinstance(value, functools._lru_cache_wrapper):
+            if isinstance(value, FunctionType | functools._lru_cache_wrapper) and hasattr(value, "cache_clear"):
                 value.cache_clear()
 
 

@@ -8,10 +8,12 @@ releases take the rejected tokens off before the second step; this does the same
 
 from __future__ import annotations
 
+import copy
 import functools
 from types import ModuleType
 from typing import Any
 
+from vllm_async_spec.host_lengths import Trust, host_values_of
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
@@ -29,15 +31,21 @@ class _Builder:
         return getattr(self._builder, name)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        given = common_attn_metadata
         if draft_index == 0:
-            for name in _HOST_SHADOWS:
-                # 0.13 adds to these in place: the runner's own, whose copies to the device may not have run yet.
-                if (host := getattr(common_attn_metadata, name, None)) is not None:
-                    setattr(common_attn_metadata, name, host.clone())
+            with host_values_of(given):
+                for name in _HOST_SHADOWS:
+                    # 0.13 adds to these in place: the runner's own, whose copies to the device may not have run yet.
+                    if (host := getattr(given, name, None)) is not None:
+                        setattr(given, name, host.clone())
         elif draft_index == 1:
             # A request beyond the longest length has one token here, whatever was rejected.
-            common_attn_metadata.seq_lens = (common_attn_metadata.seq_lens - self._rejected).clamp_(min=1)
-        return self._builder.build_for_drafting(common_attn_metadata=common_attn_metadata, draft_index=draft_index)
+            given.seq_lens = (given.seq_lens - self._rejected).clamp_(min=1)
+        if draft_index > 0 and getattr(given, "host_trust", None) is Trust.RENEWED:
+            # 0.12 goes on counting what was rejected on the host; a builder that reads it gets a copy of the device's.
+            given = copy.copy(given)
+            given.seq_lens_changed()
+        return self._builder.build_for_drafting(common_attn_metadata=given, draft_index=draft_index)
 
 
 def _unneeded(propose: Any) -> str | None:

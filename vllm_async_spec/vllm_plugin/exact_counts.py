@@ -52,7 +52,14 @@ def _backend(runner: Any) -> str | None:
             plain = type(group.kv_cache_spec).__name__ in _PLAIN_SPECS
             if name not in DEVICE_LENGTHS or not (plain or cut):
                 return f"attention backend {name}" + ("" if plain else f" with {type(group.kv_cache_spec).__name__}")
+            # Another plugin may register its backend under vLLM's name.
+            if other := next((b for b in map(type, group.metadata_builders) if not _is_known(b)), None):
+                return f"attention backend {name} with {other.__module__}.{other.__qualname__}"
     return None
+
+
+def _is_known(builder: type[Any]) -> bool:
+    return builder.__module__.partition(".")[0] in ("vllm", "vllm_async_spec")
 
 
 def needed_by(input_batch: Any) -> str | None:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.host_copy import Upkeep
-from vllm_async_spec.host_lengths import HostLengths
+from vllm_async_spec.host_lengths import HostLengths, Trust, VllmHostLengths, host_values_of, with_host_values
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 CLASS = "CommonAttentionMetadata"
 
 _GRAFTED = (
-    "host_lengths",
     "seq_lens_cpu",
     "_seq_lens_cpu",
     "num_computed_tokens_cpu",
@@ -49,25 +47,24 @@ def _unneeded_optional(cls: Any) -> str | None:
 
 
 def _unneeded_counted(cls: Any) -> str | None:
-    return None if isinstance(vars(cls).get("seq_lens_cpu"), property) else "there is no property that copies silently"
+    silent = isinstance(vars(cls).get("seq_lens_cpu"), property) and not hasattr(cls, "host_trust")
+    return None if silent else "there is no property that copies silently"
 
 
 def _unneeded_restored(cls: Any) -> str | None:
     return "seq_lens_cpu is still there" if "seq_lens_cpu" in {*vars(cls), *cls.__dataclass_fields__} else None
 
 
-def _graft(upkeep: Upkeep) -> Callable[[Transaction, ModuleType], None]:
+def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
     """Put the lazy host views on vLLM's class, in place, because other modules have imported it by name."""
 
     def apply(transaction: Transaction, module: ModuleType) -> None:
         cls = getattr(module, CLASS)
         transaction.set(cls, "__dataclass_fields__", _fields_without_public_host_names(cls))
         for name in _GRAFTED:
-            transaction.set(cls, name, vars(HostLengths)[name])
-        transaction.set(cls, "host_upkeep", upkeep)
+            transaction.set(cls, name, (vars(HostLengths) | vars(VllmHostLengths))[name])
+        transaction.set(cls, "host_trust", trust)
         transaction.set(cls, "__init__", _taking_optional_host_lengths(cls.__init__))
-        if "replace" in vars(cls):
-            transaction.set(cls, "replace", _keeping_host_lengths(cls.replace))
 
     return apply
 
@@ -96,24 +93,12 @@ def _taking_optional_host_lengths(original: Callable[..., None]) -> Callable[...
         for name in required:
             if name not in kwargs and name not in names[: len(args)]:
                 kwargs[name] = given.pop(_HOST_NAMES[name], None)
-        original(self, *args, **kwargs)
-        for name, value in given.items():
-            setattr(self, name, value)
+        with host_values_of(self):
+            original(self, *args, **kwargs)
+            for name, value in given.items():
+                setattr(self, name, value)
 
     return __init__
-
-
-def _keeping_host_lengths(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`replace` whose result shares the one copy, unless lengths are what is replaced."""
-
-    @functools.wraps(original)
-    def replace(self: Any, **changes: Any) -> Any:
-        new = original(self, **changes)
-        if "seq_lens" not in changes and not _HOST_NAMES.keys() & changes.keys():
-            new.__dict__["_host_lengths"] = self.host_lengths
-        return new
-
-    return replace
 
 
 def _unneeded_unpadded(unpadded: Any) -> str | None:
@@ -133,11 +118,10 @@ def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(original)
     def unpadded(self: Any, num_actual_tokens: int, num_actual_reqs: int) -> Any:
         unknown = self._seq_lens_cpu is None
-        source = _stand_in(self) if unknown and reads_lengths else self
+        source = _bounded(self) if unknown and reads_lengths else self
         new = original(source, num_actual_tokens, num_actual_reqs)
         if unknown:
-            new._num_computed_tokens_cpu = None
-            new.__dict__["_host_lengths"] = self.host_lengths.derived(new.seq_lens, lambda host: host[:num_actual_reqs])
+            new._seq_lens_cpu = new._num_computed_tokens_cpu = None
         bound = getattr(self, "seq_lens_cpu_upper_bound", None)
         if bound is not None:
             new.seq_lens_cpu_upper_bound = bound[:num_actual_reqs]
@@ -159,7 +143,7 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(original)
     def _make_metadata_with_slice(ubatch_slice: Any, attn_metadata: Any) -> Any:
         unknown = attn_metadata._seq_lens_cpu is None
-        new = original(ubatch_slice, _stand_in(attn_metadata) if unknown else attn_metadata)
+        new = original(ubatch_slice, _bounded(attn_metadata) if unknown else attn_metadata)
         if unknown:
             new._seq_lens_cpu = new._num_computed_tokens_cpu = None
         return new
@@ -168,7 +152,7 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
 
 
 def _grafted_class(cls: Any) -> Any:
-    if not hasattr(cls, "host_lengths"):
+    if not hasattr(cls, "host_trust"):
         raise PatchError(f"{CLASS} has no host views, since the patch that grafts them was refused")
     return cls
 
@@ -184,18 +168,16 @@ def without_host_lengths(cls: Any) -> Any:
     return cls
 
 
-def _stand_in(metadata: Any) -> Any:
-    """A copy with unknown host lengths set to the upper bound, for upstream code that cuts them and takes a maximum."""
-    stand_in = copy.copy(metadata)
+def _bounded(metadata: Any) -> Any:
+    """A copy with the upper bound as host lengths, for upstream code that cuts them and takes a maximum."""
     bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32)
-    stand_in._seq_lens_cpu = stand_in._num_computed_tokens_cpu = bound
-    return stand_in
+    return with_host_values(metadata, bound)
 
 
 IMPLEMENTATIONS = {
-    "metadata-optional-host-lengths": Implementation(_unneeded_optional, _graft(Upkeep.ALL)),
-    "metadata-counted-host-lengths": Implementation(_unneeded_counted, _graft(Upkeep.GIVEN)),
-    "metadata-restored-host-lengths": Implementation(_unneeded_restored, _graft(Upkeep.GIVEN)),
+    "metadata-optional-host-lengths": Implementation(_unneeded_optional, _graft(Trust.RENEWED)),
+    "metadata-counted-host-lengths": Implementation(_unneeded_counted, _graft(Trust.UNCHANGED)),
+    "metadata-restored-host-lengths": Implementation(_unneeded_restored, _graft(Trust.NONE)),
     "metadata-unpadded": Implementation(_unneeded_unpadded, _apply_unpadded),
     "micro-batches": Implementation(_unneeded_micro_batches, _apply_micro_batches),
 }

@@ -88,11 +88,11 @@ def _has_drafts(metadata: Any, rows: slice) -> bool:
 
 def _exact(metadata: Any) -> torch.Tensor:
     """(batch,) int32, host: exact lengths, fetched by a counted wait where they are not known."""
-    lengths = getattr(metadata, "host_lengths", None) or HostCopy(metadata.seq_lens, "seq_lens")
-    if lengths.known is None:
-        record_fallback("MLA drafts on the prefill path")
-    exact: torch.Tensor = lengths.read()
-    return exact
+    given: torch.Tensor | None = getattr(metadata, "_seq_lens_cpu", None)
+    if given is not None:
+        return given
+    record_fallback("MLA drafts on the prefill path")
+    return HostCopy(metadata.seq_lens, "seq_lens").read()
 
 
 IMPLEMENTATIONS = {

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_async_spec.host_lengths import host_values_of
 from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
@@ -287,9 +288,10 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
             drafting = made[1]
             if drafting is not None and not kwargs.get("use_spec_decode"):
                 # Draft steps add to these in place: the runner's own buffers, whose copies may not have run yet.
-                for name in ("_seq_lens_cpu", "_num_computed_tokens_cpu"):
-                    host = getattr(drafting, name)
-                    setattr(drafting, name, None if host is None else host.clone())
+                with host_values_of(drafting):
+                    for name in ("_seq_lens_cpu", "_num_computed_tokens_cpu"):
+                        host = getattr(drafting, name)
+                        setattr(drafting, name, None if host is None else host.clone())
             return made
 
     GPUModelRunner.__module__, GPUModelRunner.__qualname__ = upstream.__module__, upstream.__qualname__

@@ -1,0 +1,17 @@
+"""A vLLM plugin: the platform's own attention backend, with a builder that reads every host property in each build.
+
+HOST_READER names the file that gets a line of JSON for each build. HOST_READER_CONTROL=keep breaks the properties on
+purpose: they keep what they copied, as vLLM's own did.
+"""
+
+from __future__ import annotations
+
+import torch
+
+ON_GPU = torch.version.cuda is not None
+
+
+def register() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum["FLASH_ATTN" if ON_GPU else "CPU_ATTN"], "host_reader_backend.Backend")
