@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from pathlib import Path
@@ -26,6 +25,19 @@ class Platform:
         return family // 10 == self.capability // 10
 
 
+SUPPORTS = """
+import functools
+
+@functools.cache
+def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+    if batch_invariant or not has_nvidia_artifactory():
+        return False
+    if current_platform.is_device_capability(90) or current_platform.is_device_capability_family(120):
+        return not is_prefill
+    return bool(current_platform.is_device_capability_family(100))
+"""
+
+
 def patched(capability: int, *, server: bool, batch_invariant: bool = False) -> Any:
     """Something like vLLM's module, as far as it decides this; `asked` counts the requests to the server."""
     module: Any = ModuleType("something_like_vllm_utils_flashinfer")
@@ -36,16 +48,9 @@ def patched(capability: int, *, server: bool, batch_invariant: bool = False) -> 
         module.asked += 1
         return server
 
-    @functools.cache
-    def supports_trtllm_attention(is_prefill: bool = False) -> bool:
-        if batch_invariant or not module.has_nvidia_artifactory():
-            return False
-        if module.current_platform.is_device_capability(90) or module.current_platform.is_device_capability_family(120):
-            return not is_prefill
-        return bool(module.current_platform.is_device_capability_family(100))
-
+    module.batch_invariant = batch_invariant
+    exec(SUPPORTS, vars(module))  # by the names of its module, as vLLM's is
     module.has_nvidia_artifactory = has_nvidia_artifactory
-    module.supports_trtllm_attention = supports_trtllm_attention
     with pytest.MonkeyPatch.context() as patch, Transaction() as transaction:
         patch.setitem(sys.modules, module.__name__, module)  # a function is replaced wherever a module has it by name
         flashinfer_xqa._apply(transaction, module)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import logging
+import re
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +19,6 @@ from undone import ledger_of, undone
 
 from benchmarks import plan_time
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.attention import UnsupportedShapeError
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
@@ -799,12 +800,13 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
         ({"is_kvcache_nvfp4": True, "kv_cache_dtype": torch.uint8}, None),
     ],
 )
-def test_what_xqa_does_not_take_is_refused_by_name_before_it_is_compiled(
+def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     builder: Any,
     setting: tuple[Any, ...],
     changes: dict[str, Any],
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     upstream = type(builder).__bases__[0]
     made = upstream.__init__
@@ -818,9 +820,34 @@ def test_what_xqa_does_not_take_is_refused_by_name_before_it_is_compiled(
     if message is None or not flashinfer_builder._decodes_with_xqa(builder):
         type(builder)(*setting)
         return
-    with pytest.raises(UnsupportedShapeError, match=message):
-        type(builder)(*setting)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    rebuilt = type(builder)(*setting)
+    assert re.search(f"by its planned wrappers, without XQA: .*{message}", caplog.text)
     assert fake_flashinfer.compiled == []
+    assert not flashinfer_builder._decodes_with_xqa(rebuilt)
+    assert rebuilt.reorder_batch_threshold == 1
+    assert flashinfer_builder._decodes_with_xqa(type(builder)(*setting)) is False, "not only the first"
+    assert importlib.import_module("vllm.utils.flashinfer").supports_trtllm_attention() is True, "for other shapes"
+
+
+def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
+    builder: Any, module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock vLLM serves such a cache on a Hopper that reaches no artifact server: by wrappers."""
+    spec, _, config, _ = setting
+    ours, upstream = type(builder), type(builder).__bases__[0]
+    asked = []
+
+    def support(cls: Any, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        asked.append(module.supports_trtllm_attention(is_prefill=False))
+        return module.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    monkeypatch.setattr(upstream, "get_cudagraph_support", classmethod(support))
+    for cache in ("auto", "fp8_e5m2", "fp8"):
+        monkeypatch.setattr(config.cache_config, "cache_dtype", cache)
+        ours.get_cudagraph_support(config, spec)
+    xqa = flashinfer_builder._decodes_with_xqa(builder)
+    assert asked == ([True, False, True] if xqa else asked)
 
 
 def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:

@@ -9,7 +9,7 @@ request, and a ragged batch; all are compiled when the builder is made.
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import importlib
 import sys
@@ -21,12 +21,19 @@ import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths
 from vllm_async_spec.attention.trtllm import causal_draft_masks
-from vllm_async_spec.attention.trtllm_shape import XQA, FlashInferFeatures, TrtllmShape, takes_ragged
+from vllm_async_spec.attention.trtllm_shape import (
+    XQA,
+    FlashInferFeatures,
+    TrtllmShape,
+    UnsupportedShapeError,
+    takes_ragged,
+)
+from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.flashinfer_graphs import MOST_ROWS, GraphWrappers, drafts_in_graphs
 from vllm_async_spec.vllm_plugin.flashinfer_mixed import MixedWrapper, load_flash_attention_2
-from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer
+from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer, without_xqa
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.transaction import Transaction
@@ -65,6 +72,11 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            platform = sys.modules[upstream.__module__].current_platform
+            if _decodes_with_xqa(self) and (reason := _xqa_refuses(self, platform)) is not None:
+                inform("vllm-async-spec: FlashInfer decodes by its planned wrappers, without XQA: %s", reason)
+                with without_xqa():
+                    super().__init__(*args, **kwargs)
             self._drafts = self.vllm_config.speculative_config is not None
             self._batch: Any = None
             # Who may plan a whole batch, drafts and prompts alike, and who has the one that is being built.
@@ -74,7 +86,6 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
                 _unpin(self)
                 compile_kernels(self.device)
-            platform = sys.modules[upstream.__module__].current_platform
             if _may_plan(self.vllm_config):
                 backend = _backend_of_wrappers(self, platform)
                 if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
@@ -87,12 +98,14 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                     self._planners.append(MixedWrapper(self))
                     load_flash_attention_2(self)
             if _decodes_with_xqa(self):
-                _check_xqa(self, platform)
                 compile_xqa(_xqa_shapes(self))
 
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-            found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+            module = sys.modules[upstream.__module__]
+            taken = _xqa_takes(vllm_config, kv_cache_spec, module.FlashInferBackend, module.current_platform)
+            with contextlib.nullcontext() if taken else without_xqa():
+                found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
             wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_plan(vllm_config)
             return support.UNIFORM_BATCH if wider else found
 
@@ -114,6 +127,8 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
                 bound = bound if graphs is None else graphs.ahead(metadata, bound)
                 given = _bounded(metadata, bound)
                 built = self._build_from(given, planner, common_prefix_len, metadata, fast_build)
+                if not hasattr(built.prefill, "wrapper"):
+                    graphs = None  # upstream has chosen kernels that are not planned
                 if graphs is not None:
                     graphs.keep(metadata, bound, built)
             if graphs is not None:
@@ -218,9 +233,9 @@ def _bound_of(metadata: Any) -> torch.Tensor:
 
 def _bounded(metadata: Any, bound: torch.Tensor) -> Any:
     """A copy whose host lengths are `bound`. Releases up to 0.29 read `seq_lens_cpu`, later ones copy `seq_lens`."""
-    bounded = copy.copy(metadata)
+    bounded = with_host_values(metadata, bound)
     bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
-    bounded.seq_lens.bound = bounded._seq_lens_cpu = bound
+    bounded.seq_lens.bound = bound
     return bounded
 
 
@@ -251,18 +266,11 @@ def _takes_ragged(builder: Any) -> bool:
     return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
 
 
-def _check_xqa(builder: Any, platform: Any) -> None:
-    """Refuse what XQA does not take, or takes for something else, before it is compiled for it.
-
-    Raises:
-        UnsupportedShapeError: what it is, and what to do.
-    """
+def _xqa_refuses(builder: Any, platform: Any) -> str | None:
+    """What of this builder's shape XQA does not take, or takes for something else; None if it takes it."""
     if getattr(builder, "is_kvcache_nvfp4", False):
-        return  # SM12x takes it, and the rules here are for other caches.
-    from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-    TrtllmShape(
-        kernel=XQA,
+        return None  # SM12x takes it, and the rules here are for other caches.
+    return _refusal(
         capability=tuple(platform.get_device_capability()),
         page_size=builder.page_size,
         head_size=builder.head_dim,
@@ -272,8 +280,42 @@ def _check_xqa(builder: Any, platform: Any) -> None:
         kv_dtype=builder.kv_cache_dtype,
         query_tokens=builder.reorder_batch_threshold,
         sliding_window=None if builder.window_left < 0 else builder.window_left + 1,
-        features=FlashInferFeatures(ragged_xqa=takes_ragged(xqa_batch_decode_with_kv_cache), large_pages=False),
     )
+
+
+def _xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> bool:
+    """Whether XQA takes the shapes of this KV cache, as far as they are known before there is a builder."""
+    cache: str = config.cache_config.cache_dtype
+    capability = platform.get_device_capability()
+    if capability is None or capability[0] not in (9, 12) or cache.startswith("nvfp4"):
+        return True  # it is not XQA that is asked about, or the rules here are for other caches
+    parts = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()
+    return not any(
+        _refusal(
+            capability=tuple(capability),
+            page_size=spec.block_size,
+            head_size=spec.head_size,
+            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            num_kv_heads=spec.num_kv_heads,
+            query_dtype=config.model_config.dtype,
+            kv_dtype=backend.get_dtype_for_flashinfer(cache) if cache.startswith("fp8") else spec.dtype,
+            query_tokens=1 + getattr(config.speculative_config, "num_speculative_tokens", 0),
+            sliding_window=getattr(spec, "sliding_window", None),
+        )
+        for spec in parts
+        if hasattr(spec, "num_kv_heads")  # of attention; other layers have caches too
+    )
+
+
+def _refusal(**shape: Any) -> str | None:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    features = FlashInferFeatures(ragged_xqa=takes_ragged(xqa_batch_decode_with_kv_cache), large_pages=False)
+    try:
+        TrtllmShape(kernel=XQA, features=features, **shape)
+    except UnsupportedShapeError as error:
+        return str(error)
+    return None
 
 
 def _xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:

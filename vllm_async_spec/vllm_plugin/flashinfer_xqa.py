@@ -8,17 +8,19 @@ own answer stands, and where it is no for want of both, a line says how to get t
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+import inspect
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -55,7 +57,7 @@ def _cuda_home() -> str:
 
 
 def _unneeded(supports: Any) -> str | None:
-    if "is_prefill" not in signature(supports).parameters:
+    if "is_prefill" not in inspect.signature(supports).parameters:
         return "this vLLM uses XQA on no machine where it needs no artifact server"
     return None
 
@@ -65,20 +67,36 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, "supports_trtllm_attention", _asking_the_machine(original, module))
 
 
+_left_out: contextvars.ContextVar[bool] = contextvars.ContextVar("_left_out", default=False)
+
+
+@contextlib.contextmanager
+def without_xqa() -> Iterator[None]:
+    """Within, and in this thread only, this machine has neither XQA nor trtllm-gen: for shapes that they don't take."""
+    token = _left_out.set(True)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
 def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Callable[..., bool]:
-    @functools.cache
     @functools.wraps(original)
     def supports_trtllm_attention(is_prefill: bool = False) -> bool:
+        return not _left_out.get() and supported(is_prefill)
+
+    @functools.cache
+    def supported(is_prefill: bool) -> bool:
         # Which machines have XQA is upstream's to say: what it would answer if the server did.
         if module.current_platform.is_device_capability_family(100):
             answer = original(is_prefill)
             # Decoding is asked about in any case, and one line is enough.
-            if not (answer or is_prefill) and _answer_with_artifacts(module, original):
+            if not (answer or is_prefill) and _answer_with_artifacts(original):
                 logger.warning(NO_CUBINS)
             return answer
         if is_prefill:
             return original(is_prefill)
-        if not _answer_with_artifacts(module, original):
+        if not _answer_with_artifacts(original):
             return False
         source = xqa_source()
         if source is None:
@@ -90,18 +108,20 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
         inform("vllm-async-spec: FlashInfer decodes with XQA, from %s; no artifact server is asked", source)
         return True
 
+    # Upstream's own can be told to forget, and its callers may.
+    supports_trtllm_attention.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
     return supports_trtllm_attention
 
 
-def _answer_with_artifacts(module: ModuleType, original: Callable[..., bool]) -> bool:
-    """Upstream's answer for decoding, given the artifacts; its function is not asked in a way that it remembers."""
-    asked = getattr(original, "__wrapped__", original)
-    reachable = module.has_nvidia_artifactory
-    try:
-        module.has_nvidia_artifactory = lambda: True  # type: ignore[attr-defined]
-        return bool(asked(False))
-    finally:
-        module.has_nvidia_artifactory = reachable  # type: ignore[attr-defined]
+def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
+    """Upstream's answer for decoding, given the artifacts.
+
+    Its function runs with names of its own: in its module's the server's answer stays, which other threads look at, and
+    its cache learns nothing.
+    """
+    asked: Any = inspect.unwrap(original)
+    names = asked.__globals__ | {"has_nvidia_artifactory": lambda: True}
+    return bool(FunctionType(asked.__code__, names, asked.__name__, asked.__defaults__, asked.__closure__)(False))
 
 
 def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
