@@ -237,23 +237,30 @@ class DeviceTensor(torch.Tensor):
 
     inner: torch.Tensor
     gpu: Gpu
+    writes: list[int]
+    """How often it, or a view of it, was written in place: counted at the launch, as PyTorch counts versions."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, gpu: Gpu) -> DeviceTensor:
+    def __new__(cls, inner: torch.Tensor, gpu: Gpu, writes: list[int] | None = None) -> DeviceTensor:
         # To PyTorch it is on the CPU, for a build without CUDA can't index what is not. Python sees a CUDA tensor.
         made = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
         )
-        made.inner, made.gpu = inner, gpu
+        made.inner, made.gpu, made.writes = inner, gpu, [0] if writes is None else writes
         return made
 
-    def __init__(self, inner: torch.Tensor, gpu: Gpu) -> None:
+    def __init__(self, inner: torch.Tensor, gpu: Gpu, writes: list[int] | None = None) -> None:
         pass
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
+    _version = property(lambda self: self.writes[0])
+
+    def is_inference(self) -> bool:
+        """No: vLLM makes its buffers before its steps run in inference mode, and views of them are none either."""
+        return False
 
     def data_ptr(self) -> int:
         """Where it is, for a kernel that is given addresses."""
@@ -291,7 +298,8 @@ def _dispatch(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
     aliased = [result.alias_info for result in schema.returns if result.alias_info is not None]
     if aliased and not any(alias.is_write for alias in aliased):
         view = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
-        return tree_map(lambda leaf: DeviceTensor(leaf, gpu) if isinstance(leaf, torch.Tensor) else leaf, view)
+        writes = next(leaf.writes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
+        return tree_map(lambda leaf: DeviceTensor(leaf, gpu, writes) if isinstance(leaf, torch.Tensor) else leaf, view)
     needs_shape = func in _SHAPES or (
         func in _INDEX and any(i is not None and i.dtype is torch.bool and i.ndim for i in args[1])
     )
@@ -307,6 +315,7 @@ def _dispatch(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     if written:
+        _count_writes(written)
         gpu.launch(lambda: func(*plain_args, **plain_kwargs))
         return written[0] if len(schema.returns) == 1 else tuple(written)
     plain_kwargs.pop("device", None)
@@ -320,6 +329,12 @@ def _dispatch(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
 
     gpu.launch(compute)
     return tree_map(lambda leaf: DeviceTensor(leaf, gpu) if isinstance(leaf, torch.Tensor) else leaf, outputs)
+
+
+def _count_writes(written: list[Any]) -> None:
+    for leaf in tree_leaves(written):
+        if isinstance(leaf, DeviceTensor):
+            leaf.writes[0] += 1
 
 
 def _without_host_tensors(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -375,6 +390,7 @@ def _copy(gpu: Gpu, target: torch.Tensor, source: torch.Tensor, non_blocking: bo
     on_both = isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor)
     if isinstance(target, DeviceTensor) and not on_both and (not non_blocking or not source.ndim):
         of = source.clone()  # a blocking copy has read its source when it returns
+    _count_writes([target])
     gpu.launch(lambda: to.copy_(of))
     if not non_blocking and not on_both:
         gpu.wait("copy_")

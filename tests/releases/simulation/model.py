@@ -85,7 +85,9 @@ _SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 
 
 class Builder:
-    """Stands for an attention backend's; keeps what it is given."""
+    """Stands for an attention backend of vLLM's own; keeps what it is given."""
+
+    __module__ = "vllm.v1.attention.backends.simulated"
 
     supports_update_block_table = False
     reorder_batch_threshold = None
