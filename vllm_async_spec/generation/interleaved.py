@@ -91,7 +91,7 @@ def decode_interleaved(
         compile_with=compile_with,
     )
     # Buffers that outlive the call must not be inference tensors, which can't be written later.
-    with in_use(model), torch.inference_mode(False), torch.no_grad():
+    with in_use(model), slots_of(device).turn(), torch.inference_mode(False), torch.no_grad():
         longest = generation_config.max_length
         workspace = _workspace(model, tail, prompts, longest, switches, kwargs)
         decode = Decode(model, tail, workspace, kwargs, compile_with=compile_with)

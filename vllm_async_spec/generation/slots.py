@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -20,6 +21,10 @@ class Slots(Protocol):
     @property
     def streams(self) -> tuple[Any, ...]:
         """A CUDA stream of each slot; none where there are no streams."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Keep the generations of other threads off the slots in the block, and put it behind those before."""
         ...
 
     def begin(self) -> None:
@@ -48,6 +53,10 @@ class HostSlots:
 
     streams: tuple[Any, ...] = ()
 
+    def turn(self) -> AbstractContextManager[None]:
+        """See `Slots`; there is nothing that two generations share."""
+        return contextlib.nullcontext()
+
     def begin(self) -> None:
         """See `Slots`."""
 
@@ -66,10 +75,18 @@ class HostSlots:
 
 
 _streams: dict[torch.device, tuple[Any, Any]] = {}
+_turns: dict[torch.device, threading.RLock] = {}
 
 
 class CudaSlots:
     """Two CUDA streams: the same for all generations on a device, because libraries keep memory for each stream.
+
+    So generations on a device take turns. Events order the steps of one generation. Two at once would share, unordered:
+
+    - memory: what one frees on a stream, while its step on the other stream still reads it, the other may take;
+    - the workspace of cuBLAS: graphs captured on one stream by one thread use the same, whichever model they are of;
+    - a capture, which takes in all that any thread launches on its stream;
+    - the state of the default random generator, which a launch writes to the device and a graph reads there.
 
     Args:
         device: a CUDA device.
@@ -77,11 +94,21 @@ class CudaSlots:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device not in _streams:
-            _streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self._turn = _turns.setdefault(device, threading.RLock())
+        with self._turn:
+            if device not in _streams:
+                _streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         self.streams: tuple[Any, ...] = _streams[device]
         self._stepped = (torch.cuda.Event(), torch.cuda.Event())
         self._read = (torch.cuda.Event(), torch.cuda.Event())
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """See `Slots`. A generation inside another one, in a stopping criterion say, is part of its turn."""
+        with self._turn:
+            # The last steps of the generation before may still run, and this caller's stream is perhaps another.
+            self.end()
+            yield
 
     def begin(self) -> None:
         """See `Slots`."""

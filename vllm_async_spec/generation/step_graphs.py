@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from vllm_async_spec.generation.slots import Slots
+
+_WAITS = "called a synchronizing CUDA operation"
 
 
 class StepGraphs:
@@ -58,8 +63,32 @@ def _refuse_host_reads(step: Callable[[], object], rewind: Callable[[], None]) -
     """
     mode = torch.cuda.get_sync_debug_mode()
     rewind()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    with _waits_refused():
+        # The mode is the process's: as an error it would also end what other threads read.
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def _waits_refused() -> Iterator[None]:
+    """Make PyTorch's warning of a wait for the device an error in this thread, and nothing in others.
+
+    Raises:
+        RuntimeError: the block waits for the device.
+    """
+    here = threading.get_ident()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_WAITS)
+        show = warnings.showwarning
+
+        def refuse(message: Warning | str, *where: Any, **more: Any) -> None:
+            if _WAITS not in str(message):
+                show(message, *where, **more)
+            elif threading.get_ident() == here:
+                raise RuntimeError(str(message))
+
+        warnings.showwarning = refuse
+        yield

@@ -99,8 +99,10 @@ def release(model: Any) -> None:
     """
     workspace = _kept.pop(model, None)
     if workspace is not None and workspace.slots.streams:
-        # Its streams may still run a step that did not count, and its memory goes to whoever asks next.
-        torch.cuda.synchronize(workspace.buffers.length.device)
+        # Not while another thread captures, which waiting for the device would break.
+        with workspace.slots.turn():
+            # Its streams may still run a step that did not count, and its memory goes to whoever asks next.
+            torch.cuda.synchronize(workspace.buffers.length.device)
 
 
 def memory_report(model: Any) -> MemoryReport:

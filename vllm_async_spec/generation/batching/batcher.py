@@ -6,51 +6,36 @@ tokens of one are read. With none it is the plain loop, and the specification of
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_async_spec.generation.batching.decoding import Decoding, SingleTokens
 from vllm_async_spec.generation.batching.drafting import DraftedTokens
+from vllm_async_spec.generation.batching.driver import Driver, Work
+from vllm_async_spec.generation.batching.intake import Intake, Prompt
 from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
 from vllm_async_spec.generation.batching.lanes import CudaLanes, OpenLanes, open_lanes
 from vllm_async_spec.generation.batching.model_check import (
-    check_draft_model,
-    end_of_sequence,
+    drafts_of,
+    ends_of_sequence,
     layers_of,
-    positions_of,
+    max_length_of,
     take_over,
 )
 from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCache
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.pages import PageAllocator
-from vllm_async_spec.generation.batching.request import Request, RequestError
-from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
-from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
-from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN, Sizes
+from vllm_async_spec.generation.batching.request import BatcherError, Request, RequestError
+from vllm_async_spec.generation.batching.runner import Runner
+from vllm_async_spec.generation.batching.scheduler import Scheduler
+from vllm_async_spec.generation.batching.step_slots import Sizes, decode_sizes_of
+from vllm_async_spec.generation.batching.steps_in_flight import StepsInFlight
 from vllm_async_spec.generation.compiling import Compile, compile_arguments, compiling_each
-from vllm_async_spec.sync_policy import ReadKind, host_read
-
-_COLDEST = 0.01
-_DEFAULT_LENGTH = 2048
-_DEFAULT_DRAFTS = 4
-
-
-class BatcherError(RuntimeError):
-    """The batcher can't go on, or was called in a way that can't be; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    step: Step
-    launched: Launched
 
 
 class ContinuousBatcher:
@@ -128,22 +113,12 @@ class ContinuousBatcher:
         device: torch.device = model.device
         if cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
-        if draft_model is not None:
-            check_draft_model(draft_model, model)
-            drafts = _DEFAULT_DRAFTS if draft_tokens is None else draft_tokens
-        elif draft_tokens is not None:
-            raise ValueError(f"draft_tokens is {draft_tokens} and there is no draft_model; give one, or leave it out")
-        else:
-            drafts = 0
+        drafts = drafts_of(model, draft_model, draft_tokens)
         compile_with = compile_arguments(torch_compile)
         models = [model] if draft_model is None else [model, draft_model]
-        self._tokenizer = tokenizer
-        self._vocabulary = model.get_input_embeddings().num_embeddings
-        self._device = device
         self._steps_ahead = steps_ahead
         self._ahead = 0 if synchronous else steps_ahead
-        self._drafts = drafts
-        max_length = _max_length(max_length, models)
+        max_length = max_length_of(models, max_length)
         page_size = default_page_size(attention, device) if page_size is None else page_size
         # The drafts behind the last token have places too; and with them padding is a sequence of two tokens.
         width = -(-(max_length + drafts + (drafts > 0)) // page_size)
@@ -169,7 +144,7 @@ class ContinuousBatcher:
                 cache = _cache(layers, pages.num_pages, page_size, device)
                 return PagedModel.of(each, cache, kernels, compile_with=compile_with)
 
-            eos_token_ids = _eos_token_ids(eos_token_id, model)
+            eos_token_ids = ends_of_sequence(model, eos_token_id)
             target = paged(model, 1 + drafts)
             self.attention = target.kernels.name
             """The adapter that was chosen."""
@@ -188,13 +163,13 @@ class ContinuousBatcher:
                 )
             self._lanes = open_lanes(device, steps_ahead + 1)
             with compiling_each(f"the forward of {type(model).__name__}", compile_with):
-                self._runner = Runner(
+                runner = Runner(
                     target,
                     decoding=decoding,
                     lanes=self._lanes,
                     sizes=sizes,
                     slots=steps_ahead + 1,
-                    decode_sizes=_decode_sizes(decode_sizes, max_batch),
+                    decode_sizes=decode_sizes_of(max_batch, decode_sizes),
                     longest=max_length + drafts,
                     cuda_graphs=isinstance(self._lanes, CudaLanes) if cuda_graphs is None else cuda_graphs,
                 )
@@ -210,22 +185,20 @@ class ContinuousBatcher:
             max_prefills=max_prefills,
             drafts=drafts,
         )
-        self._in_flight: deque[_InFlight] = deque()
-        self._spare: OpenStep | None = None
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self._intake = Intake(tokenizer, vocabulary, samples=not drafts, check=self._scheduler.check)
+        self._in_flight = StepsInFlight(self._scheduler, runner, self._lanes, device)
         self._commands: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
-        self._driver: asyncio.Task[None] | None = None
-        self._driven = False
+        self._stepping_thread: int | None = None
+        self._driver = Driver()
         self._closed: str | None = None
+        """Why no request is taken any more; the step that runs is the last."""
+        self._reason = ""
+        """What those that are left are told."""
+        self._gives_model_back = False
 
-    def submit(
-        self,
-        prompt: str | Sequence[int] | torch.Tensor,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> Request:
+    def submit(self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> Request:
         """Queue a request; from any thread. It is served by `step`, `run` or iteration over it.
 
         Args:
@@ -240,23 +213,8 @@ class ContinuousBatcher:
         """
         if self._closed:
             raise BatcherError(self._closed)
-        request = Request(self._encoded(prompt), max_new_tokens, float(temperature), seed)
-        if temperature != 0 and not temperature >= _COLDEST:
-            raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
-        if temperature != 0 and self._drafts:
-            raise RequestError(
-                f"temperature is {temperature}, and with a draft model tokens are greedy; leave it 0, or make the "
-                "batcher without draft_model"
-            )
-        if not -(1 << 63) <= seed < 1 << 63:
-            raise RequestError(f"seed is {seed}; it must fit into 64 bits")
-        self._scheduler.check(request)
-        for token in (min(request.prompt), max(request.prompt)):
-            if not 0 <= token < self._vocabulary:
-                raise RequestError(
-                    f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
-                )
-        self._commands.append(lambda: self._scheduler.add(request))
+        request = self._intake.request(prompt, max_new_tokens, temperature, seed)
+        self._commands.append(functools.partial(self._scheduler.add, request))
         if self._closed:
             # By another thread, in the meantime: nobody looks at commands any more.
             raise BatcherError(self._closed)
@@ -264,7 +222,7 @@ class ContinuousBatcher:
 
     def cancel(self, request: Request) -> None:
         """End a request, from any thread: no token is given for it after the next step has been planned."""
-        self._commands.append(lambda: self._scheduler.cancel(request))
+        self._commands.append(functools.partial(self._scheduler.cancel, request))
 
     @property
     def synchronous(self) -> bool:
@@ -280,7 +238,7 @@ class ContinuousBatcher:
     @property
     def busy(self) -> bool:
         """Whether there is anything left to do for `step`."""
-        return bool(self._commands or self._in_flight or self._scheduler.busy)
+        return self._closed is None and bool(self._commands or self._in_flight or self._scheduler.busy)
 
     @property
     def accepted(self) -> float:
@@ -304,22 +262,7 @@ class ContinuousBatcher:
         Raises:
             BatcherError: another thread is in `step`.
         """
-        if not self._stepping.acquire(blocking=False):
-            raise BatcherError("step() runs in another thread; let one thread drive the batcher")
-        try:
-            while self._commands:
-                self._commands.popleft()()
-            step = self._scheduler.plan()
-            if step is not None:
-                self._launch(step)
-            if self._in_flight and (step is None or len(self._in_flight) > self._ahead):
-                self._collect()
-        except BaseException as error:
-            self._give_up(error)
-            raise
-        finally:
-            self._stepping.release()
-        return self.busy
+        return self._step(wait=False)
 
     def run(self) -> None:
         """Step until all requests are finished."""
@@ -327,12 +270,7 @@ class ContinuousBatcher:
             self.step()
 
     async def stream(
-        self,
-        prompt: str | Sequence[int] | torch.Tensor,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
+        self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
     ) -> AsyncIterator[int]:
         """Submit a request and give its tokens as they arrive; leaving the loop early cancels it.
 
@@ -342,8 +280,8 @@ class ContinuousBatcher:
             RequestError: the request can't be served, or could not be finished.
         """
         request = self.submit(prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        self.start()
         try:
+            self._driver.follow(self._work())
             async for token in request:
                 yield token
         finally:
@@ -351,18 +289,26 @@ class ContinuousBatcher:
                 self.cancel(request)
 
     def start(self) -> None:
-        """Let steps run in a thread beside the running event loop, until nothing is left to do or the loop ends."""
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.get_running_loop().create_task(self._drive())
+        """Let steps run in a thread beside the running event loop, until nothing is left to do or the loop ends.
+
+        Each event loop that iterates over requests may call this. One drives; when it ends, another takes over.
+
+        Raises:
+            BatcherError: a driver was stopped, and its last step has not returned.
+        """
+        self._driver.start(self._work())
 
     def close(self) -> None:
-        """Cancel what is left, wait for the steps in flight, and give the model its attention back; twice is once."""
-        with self._stepping:
-            if self._closed is None:
-                self._stop("the batcher is closed; make another", "the batcher was closed")
-        if self._attention_before:
-            self._lanes.drain()
-            self._give_attention_back()
+        """Cancel what is left, wait for the steps in flight, and give the model its attention back; twice is once.
+
+        Called inside a step, by a hook of the model or a signal's handler, it takes effect when the step has ended.
+        """
+        self._gives_model_back = True
+        self._take_no_more("the batcher is closed; make another", "the batcher was closed")
+        if not self._steps_here():
+            self._stepping.acquire()
+            self._stepping_thread = threading.get_ident()
+            self._leave_step()
 
     def __enter__(self) -> ContinuousBatcher:
         return self
@@ -370,90 +316,74 @@ class ContinuousBatcher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _drive(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._driven = True
-        try:
-            # What is submitted after a run, and before this task is done, is seen here: nothing is awaited in between.
-            while self.busy:
-                await loop.run_in_executor(None, self._run_while_driven)
-        except Exception:
-            # All requests have been told why the batcher stopped; anything else nobody knows of yet.
+    def _work(self) -> Work:
+        return Work(step=functools.partial(self._step, wait=True), busy=lambda: self.busy)
+
+    def _step(self, *, wait: bool) -> bool:
+        if self._closed is not None or not self._stepping.acquire(blocking=wait):
             if self._closed is None:
-                raise
-        finally:
-            self._driven = False
-
-    def _run_while_driven(self) -> None:
-        while self.busy and self._driven:
-            self.step()
-
-    def _launch(self, step: Step) -> None:
-        with _on(self._device):
-            opened = self._spare or self._runner.open()
-            opened.fill(step.decodes, step.prefills)
-            decodes = self._tried(opened.decode, step.decodes)
-            prefills = self._tried(opened.prefill, step.prefills)
-            if decodes or prefills:
-                self._spare = None
-                self._in_flight.append(_InFlight(Step(decodes, prefills), opened.close()))
-            else:
-                # The next turn's slot may be that of a step in flight.
-                self._spare = opened
-
-    def _tried(self, launch: Callable[[Sequence[Row]], None], rows: list[Row]) -> list[Row]:
-        """The rows that were launched: all, or, where memory does not suffice, none, and one request less next time."""
-        if not rows:
-            return rows
+                where = "in this one already" if self._steps_here() else "in another thread"
+                raise BatcherError(f"step() runs {where}; let one thread drive the batcher")
+            return False
+        self._stepping_thread = threading.get_ident()
         try:
-            launch(rows)
-        except torch.OutOfMemoryError as error:
-            # What was launched of it reads the step's buffers still; no hurry now.
-            self._lanes.drain()
-            last = rows[-1].job
-            self._scheduler.undo(rows)
-            message = f"the device's memory does not suffice for this request beside {len(rows) - 1} others: {error}"
-            self._scheduler.fail(last, RequestError(message))
-            return []
-        return rows
+            if self._closed is None:
+                self._advance()
+        except BaseException as error:
+            what = f"the batcher stopped at {type(error).__name__}: {error}".removesuffix(": ")
+            self._take_no_more(f"{what}; make another", what)
+            raise
+        finally:
+            self._leave_step()
+        return self.busy
 
-    def _collect(self) -> None:
-        step, launched = self._in_flight[0].step, self._in_flight[0].launched
-        if not launched.arrival.query():
-            with host_read("tokens of a step", launched.results.nbytes, ReadKind.EVENT):
-                launched.arrival.synchronize()
-        self._in_flight.popleft()
-        rows: list[list[int]] = launched.results.tolist()
-        batch = self._runner.batch
-        found = [*rows[: len(step.decodes)], *rows[batch : batch + len(step.prefills)]]
-        self._scheduler.learn(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
+    def _steps_here(self) -> bool:
+        return self._stepping_thread == threading.get_ident()
 
-    def _give_up(self, error: BaseException) -> None:
-        what = f"{type(error).__name__}: {error}"
-        self._stop(f"the batcher stopped at {what}; make another", f"the batcher stopped at {what}")
+    def _leave_step(self) -> None:
+        try:
+            if self._closed is not None:
+                self._end()
+        finally:
+            self._stepping_thread = None
+            self._stepping.release()
 
-    def _stop(self, closed: str, reason: str) -> None:
-        self._closed = closed
-        while self._commands:
-            self._commands.popleft()()
-        self._in_flight.clear()
-        self._scheduler.fail_all(RequestError(reason))
+    def _advance(self) -> None:
+        self._obey()
+        step = self._scheduler.plan()
+        if step is not None:
+            self._in_flight.launch(step)
+        if self._in_flight and (step is None or len(self._in_flight) > self._ahead):
+            self._in_flight.collect()
+
+    def _obey(self) -> None:
+        # No more than there are now: others may go on submitting.
+        for _ in range(len(self._commands)):
+            # Taken off when it is done: an interrupt in between would lose a request.
+            self._commands[0]()
+            self._commands.popleft()
+
+    def _take_no_more(self, closed: str, reason: str) -> None:
+        if self._closed is None:
+            self._reason = reason
+            self._closed = closed
+
+    def _end(self) -> None:
+        """End what is left of a batcher that takes no more; again, where an interrupt has ended this half-way."""
+        self._obey()
+        self._in_flight.forget()
+        self._scheduler.fail_all(RequestError(self._reason))
+        if self._gives_model_back and self._attention_before:
+            try:
+                self._lanes.drain()
+            finally:
+                self._give_attention_back()
 
     def _give_attention_back(self) -> None:
         while self._attention_before:
-            model, attention = self._attention_before.pop()
+            model, attention = self._attention_before[-1]
             model.set_attn_implementation(attention)
-
-    def _encoded(self, prompt: str | Sequence[int] | torch.Tensor) -> tuple[int, ...]:
-        if isinstance(prompt, torch.Tensor):
-            return tuple(prompt.flatten().tolist())
-        if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
-        if self._tokenizer is None:
-            raise RequestError(
-                "the prompt is text, and the batcher has no tokenizer; give token ids, or make it with one"
-            )
-        return tuple(self._tokenizer(prompt)["input_ids"])
+            self._attention_before.pop()
 
 
 def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> PagedCache:
@@ -465,35 +395,3 @@ def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, dev
             f"a KV cache of {num_pages * page_size} tokens does not fit into the device's memory; give smaller "
             f"cache_tokens, max_length or max_batch: {error}"
         ) from error
-
-
-def _max_length(given: int | None, models: Sequence[Any]) -> int:
-    known = [positions for each in models if (positions := positions_of(each)) is not None]
-    most = min(known, default=None)
-    if given is None:
-        return _DEFAULT_LENGTH if most is None else min(_DEFAULT_LENGTH, most)
-    if most is not None and given > most:
-        fewest = next(each for each in models if positions_of(each) == most)
-        whose = "the model" if fewest is models[0] else "the draft model"
-        raise ValueError(f"max_length is {given} and {whose} has {most} positions; give at most that")
-    return given
-
-
-def _decode_sizes(given: Sequence[int] | None, max_batch: int) -> list[int]:
-    if given is None:
-        return [*(1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch), max_batch]
-    sizes = sorted(set(given))
-    if not sizes or sizes[0] < 1 or sizes[-1] != max_batch:
-        raise ValueError(f"decode_sizes is {list(given)}; it must be positive, and the largest max_batch, {max_batch}")
-    return sizes
-
-
-def _eos_token_ids(given: int | Sequence[int] | None, model: Any) -> list[int]:
-    if given is None:
-        return end_of_sequence(model)
-    return [given] if isinstance(given, int) else list(given)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current in this thread, which may not be the one that made the batcher."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from vllm_async_spec.generation.batching.attention import IMPLEMENTATION, ModelError, Probe, at_work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 
+_DEFAULT_DRAFTS = 4
+_DEFAULT_LENGTH = 2048
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHANGING_ROPE = ("dynamic", "longrope")
 
@@ -58,12 +61,22 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
     return probe.layers
 
 
-def check_draft_model(draft_model: Any, model: Any) -> None:
-    """Refuse a model that can't draft for another.
+def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
+    """Drafts of each sequence and step; none without a draft model.
+
+    Args:
+        model: verifies the drafts.
+        draft_model: drafts; None if there is none.
+        given: by the caller, if at all.
 
     Raises:
-        ModelError: it is the same, has another vocabulary, or is on another device.
+        ModelError: the draft model is the model, has another vocabulary, or is on another device.
+        ValueError: there is no draft model, and drafts were given.
     """
+    if draft_model is None:
+        if given is not None:
+            raise ValueError(f"draft_tokens is {given} and there is no draft_model; give one, or leave it out")
+        return 0
     if draft_model is model:
         raise ModelError("the draft model is the model itself, which would gain nothing; give a smaller one")
     sizes = [each.get_input_embeddings().num_embeddings for each in (draft_model, model)]
@@ -76,12 +89,28 @@ def check_draft_model(draft_model: Any, model: Any) -> None:
         raise ModelError(
             f"the draft model is on {draft_model.device} and the model on {model.device}; move it there first"
         )
+    return _DEFAULT_DRAFTS if given is None else given
 
 
-def positions_of(model: Any) -> int | None:
-    """Tokens of a sequence that the model takes at most; None if its configuration names no limit."""
-    positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return positions
+def max_length_of(models: Sequence[Any], given: int | None) -> int:
+    """Tokens of a sequence at most, prompt and generated: what was given, or a default that the models take.
+
+    Args:
+        models: the model, and the draft model if there is one.
+        given: by the caller, if at all.
+
+    Raises:
+        ValueError: one of the models has fewer positions.
+    """
+    known = [positions for each in models if (positions := _positions_of(each)) is not None]
+    most = min(known, default=None)
+    if given is None:
+        return _DEFAULT_LENGTH if most is None else min(_DEFAULT_LENGTH, most)
+    if most is not None and given > most:
+        fewest = next(each for each in models if _positions_of(each) == most)
+        whose = "the model" if fewest is models[0] else "the draft model"
+        raise ValueError(f"max_length is {given} and {whose} has {most} positions; give at most that")
+    return given
 
 
 def takes_logits_to_keep(model: Any) -> bool:
@@ -89,12 +118,18 @@ def takes_logits_to_keep(model: Any) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
-def end_of_sequence(model: Any) -> list[int]:
-    """The end-of-sequence ids of the model's generation configuration; none if it has none."""
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+def ends_of_sequence(model: Any, given: int | Sequence[int] | None) -> list[int]:
+    """Tokens that end a sequence: what was given, or those of the model's generation configuration, if it has any."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
     if ids is None:
         return []
     return [int(ids)] if isinstance(ids, int) else [int(each) for each in ids]
+
+
+def _positions_of(model: Any) -> int | None:
+    """Tokens of a sequence that the model takes at most; None if its configuration names no limit."""
+    positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return positions
 
 
 def _check_configuration(model: Any, name: str, config: Any) -> None:

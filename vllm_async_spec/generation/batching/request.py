@@ -1,10 +1,18 @@
-"""A request, as whoever submitted it sees it: what was asked for, and what has been generated so far."""
+"""A request, as whoever submitted it sees it: what was asked for, and what has been generated so far.
+
+The thread that steps runs no code of those who iterate. It asks their event loops to wake them, which never waits. So
+an iterator that is slow or raises harms itself alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+
+
+class BatcherError(RuntimeError):
+    """The batcher can't go on, or was called in a way that can't be; the message says why."""
 
 
 class RequestError(ValueError):
@@ -26,7 +34,8 @@ class Request:
     finish_reason: str | None = None
     """`eos`, `length`, `cancelled` or `error`; None while it goes on."""
     error: RequestError | None = None
-    _listeners: list[Callable[[], None]] = field(default_factory=list)
+    _listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = field(default_factory=dict)
+    """What each iterator waits for, and the event loop that it does so in."""
 
     @property
     def finished(self) -> bool:
@@ -39,8 +48,7 @@ class Request:
         Raises:
             RequestError: it could not be finished, or has not been yet.
         """
-        if self.error is not None:
-            raise self.error
+        self._raise_error()
         if not self.finished:
             raise RequestError("the request is not finished; run the batcher, or iterate over the request")
         return self.tokens
@@ -48,15 +56,13 @@ class Request:
     async def __aiter__(self) -> AsyncIterator[int]:
         """The tokens from the first on, each when it is known; several may iterate.
 
+        The event loop must live as long as the iteration: one that is closed in the middle ends the request.
+
         Raises:
             RequestError: it could not be finished. What was generated before is given first.
         """
-        loop, changed, given = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(changed.set)
-
-        self._listeners.append(wake)
+        changed, given = asyncio.Event(), 0
+        self._listeners[changed] = asyncio.get_running_loop()
         try:
             while True:
                 changed.clear()
@@ -67,17 +73,20 @@ class Request:
                     yield token
                 if finished:
                     break
-                if given == len(self.tokens):
+                if given >= len(self.tokens):
                     await changed.wait()
         finally:
-            self._listeners.remove(wake)
-        if self.error is not None:
-            raise self.error
+            self._listeners.pop(changed, None)
+        self._raise_error()
 
-    def emit(self, token: int) -> None:
-        """Append a token; for the batcher."""
-        self.tokens.append(token)
-        self._tell()
+    def emit(self, tokens: Sequence[int]) -> RequestError | None:
+        """Append tokens; for the batcher.
+
+        Returns:
+            Why an iterator can't be told of them, if so. It will never take another.
+        """
+        self.tokens.extend(tokens)
+        return self._tell()
 
     def finish(self, reason: str, error: RequestError | None = None) -> None:
         """Say that no more will come; for the batcher."""
@@ -85,6 +94,21 @@ class Request:
         self.finish_reason = reason
         self._tell()
 
-    def _tell(self) -> None:
-        for listener in tuple(self._listeners):
-            listener()
+    def _raise_error(self) -> None:
+        if self.error is not None:
+            # A new one: each raise adds to an error's traceback, and so keeps the frames of a caller alive for others.
+            raise RequestError(*self.error.args)
+
+    def _tell(self) -> RequestError | None:
+        failure = None
+        for changed, loop in self._listeners.copy().items():
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except Exception as error:
+                # Where it is gone, the iteration had ended before the event loop did.
+                if self._listeners.pop(changed, None) is not None:
+                    failure = RequestError(
+                        f"the event loop that iterates over this request takes no more tokens, because "
+                        f"{type(error).__name__}: {error}; let it run until the request is finished"
+                    )
+        return failure

@@ -39,6 +39,8 @@ class Job:
     """Tokens whose keys and values the steps planned so far write; with drafts in flight, at most."""
     sampled: int = 0
     """Tokens that the steps planned so far sample; with drafts in flight, at least."""
+    given: int = 0
+    """Tokens that the request has been given; the list that it keeps of them belongs to the caller."""
     in_flight: int = 0
     """Steps that have a row of it and of which nothing is known yet."""
 
@@ -191,19 +193,10 @@ class Scheduler:
                 anything.
         """
         for row, (tokens, stops) in zip(rows, results, strict=True):
-            job, request = row.job, row.job.request
-            job.in_flight -= 1
-            if row.samples and not request.finished:
-                room = request.max_new_tokens - len(request.tokens)
-                for token in tokens[:room]:
-                    request.emit(token)
-                if row.drafts:
-                    self._verified(row, min(len(tokens), room))
-                if stops and len(tokens) <= room:
-                    self._end(job, "eos")
-                elif len(tokens) >= room:
-                    self._end(job, "length")
-            self._release_if_left(job)
+            row.job.in_flight -= 1
+            if row.samples and not row.job.request.finished:
+                self._give(row, tokens, stops)
+            self._release_if_left(row.job)
 
     def undo(self, rows: Iterable[Row]) -> None:
         """Take back rows of the step planned last, which was not run: the next has them again."""
@@ -224,6 +217,21 @@ class Scheduler:
             job.in_flight = 0
             self.fail(job, error)
             self._release_if_left(job)
+
+    def _give(self, row: Row, tokens: Sequence[int], stops: bool) -> None:
+        job, request = row.job, row.job.request
+        room = request.max_new_tokens - job.given
+        given = tokens[:room]
+        job.given += len(given)
+        if row.drafts:
+            self._verified(row, len(given))
+        failure = request.emit(given)
+        if stops and len(tokens) <= room:
+            self._end(job, "eos")
+        elif len(tokens) >= room:
+            self._end(job, "length")
+        elif failure is not None:
+            self._end(job, "error", failure)
 
     def _verified(self, row: Row, tokens: int) -> None:
         self.verified += 1

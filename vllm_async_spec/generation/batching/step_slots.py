@@ -7,6 +7,7 @@ prompts ends there.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +100,20 @@ class Sizes:
     def columns(self) -> int:
         """Columns of results."""
         return TOKEN + 1 + self.drafts
+
+
+def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
+    """Numbers of rows that decodes are padded to, ascending: what was given, or powers of two and `batch`.
+
+    Raises:
+        ValueError: one is not positive, or the largest is not `batch`.
+    """
+    if given is None:
+        return [*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch]
+    sizes = sorted(set(given))
+    if not sizes or sizes[0] < 1 or sizes[-1] != batch:
+        raise ValueError(f"decode_sizes is {list(given)}; it must be positive, and the largest max_batch, {batch}")
+    return sizes
 
 
 class Inputs:

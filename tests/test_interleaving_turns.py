@@ -1,0 +1,164 @@
+"""Interleaved generations of several threads on one device, which share its two streams; see `CudaSlots`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+from simulated_streams import Stream, device_of, simulated
+from test_interleaving_streams import PROMPTS, SETTINGS
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation.decode import Decode
+from vllm_async_spec.generation.flag_channel import CudaFlagChannel
+from vllm_async_spec.generation.slots import CudaSlots
+from vllm_async_spec.generation.step_graphs import _refuse_host_reads
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
+    pytest.mark.timeout(120),
+]
+CPU = torch.device("cpu")
+INTERLEAVED = {"custom_generate": generation.generate, "interleaved": True, "open_channel": CudaFlagChannel}
+MOMENT = 0.5
+"""Seconds in which a thread that may go on does."""
+
+
+class OutOfTurn(Exception):
+    """A step was launched in the middle of another thread's generation."""
+
+
+def generate(kind: str, **way: Any) -> torch.Tensor:
+    inputs = tiny_models.prompts([3], "left", PROMPTS)
+    made: torch.Tensor = tiny_models.model(kind).generate(**inputs, **SETTINGS, **way)
+    return made
+
+
+def generate_in_two_threads(patch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Llama's tokens and GPT-2's, whose generation begins in another thread in the middle of Llama's.
+
+    Raises:
+        OutOfTurn: and launches a step there.
+    """
+    launch, here, threads = Decode.launch, threading.get_ident(), ThreadPoolExecutor(1)
+    others: list[Future[torch.Tensor]] = []
+    in_the_middle = threading.Event()
+
+    def watched(self: Decode, slot: int, length: int) -> Any:
+        if threading.get_ident() != here:
+            if in_the_middle.is_set():
+                raise OutOfTurn
+        elif length > 6 and not others:
+            in_the_middle.set()
+            others.append(threads.submit(generate, "gpt2", **INTERLEAVED))
+            wait(others, MOMENT)
+            in_the_middle.clear()
+        return launch(self, slot, length)
+
+    patch.setattr(Decode, "launch", watched)
+    return generate("llama", **INTERLEAVED), others[0].result(60)
+
+
+def test_a_generation_of_another_thread_waits_for_its_turn():
+    expected = [generate(kind) for kind in ("llama", "gpt2")]
+    with simulated(0) as patch:
+        found = generate_in_two_threads(patch)
+    assert all(torch.equal(*each) for each in zip(expected, found, strict=True))
+
+
+def test_without_turns_it_would_not():
+    """The control."""
+    with simulated(0) as patch:
+        patch.setattr(CudaSlots, "turn", contextlib.nullcontext)
+        with pytest.raises(OutOfTurn):
+            generate_in_two_threads(patch)
+
+
+def waits(work: Any, held: CudaSlots) -> bool:
+    """Whether a thread does the work only once the turn that is held here has ended."""
+    with ThreadPoolExecutor(1) as threads:
+        with held.turn():
+            done = threads.submit(work)
+            wait([done], MOMENT)
+            waited = not done.done()
+        done.result(60)
+    return waited
+
+
+def take_turn(slots: CudaSlots) -> None:
+    with slots.turn():
+        pass
+
+
+def test_a_turn_is_of_a_device_and_of_a_thread():
+    with simulated(0):
+        slots = CudaSlots(CPU)
+        assert waits(lambda: take_turn(CudaSlots(CPU)), slots)
+        assert not waits(lambda: take_turn(CudaSlots(torch.device("cuda", 1))), slots)
+        with slots.turn():
+            take_turn(CudaSlots(CPU))  # a generation inside another
+
+
+def test_what_is_kept_is_released_in_turn():
+    """It waits for the whole device, which would break another thread's capture."""
+    model = tiny_models.model("llama")
+    with simulated(0):
+        generate("llama", **INTERLEAVED)
+        assert waits(lambda: generation.release(model), CudaSlots(CPU))
+        with pytest.raises(LookupError):
+            generation.memory_report(model)
+
+
+def old_before_new(seed: int, *, taken: bool) -> bool:
+    """Whether the last work of both slots is done before that of the next caller, who has a stream of its own."""
+    order: list[str] = []
+    with simulated(seed) as patch:
+        slots, device = CudaSlots(CPU), device_of(None)
+        for stream in slots.streams:
+            stream.launch(lambda: order.append("old"))
+        if taken:
+            patch.setattr(CudaSlots, "end", lambda _: None)
+        device.current = Stream(device)
+        with slots.turn():
+            device.current.launch(lambda: order.append("new"))
+        while device.run_one():
+            pass
+    return order == ["old", "old", "new"]
+
+
+def test_a_turn_is_behind_the_steps_of_the_one_before():
+    assert all(old_before_new(seed, taken=False) for seed in range(12))
+    assert not all(old_before_new(seed, taken=True) for seed in range(12)), "the control"
+
+
+def test_a_wait_in_a_step_is_refused_and_one_in_another_thread_is_not(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's mode is of the process, and its warning comes in the thread that waits."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def read() -> str:
+        assert modes[-1] == "warn"
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        return "read"
+
+    def other_reads() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(read).result() == "read"
+        warnings.warn("another warning", UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another warning") as warned:
+        _refuse_host_reads(other_reads, lambda: None)
+    assert len(warned) == 1
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        _refuse_host_reads(read, lambda: None)
+    assert modes == ["default", "warn", "default", "warn", "default"]

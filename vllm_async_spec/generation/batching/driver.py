@@ -1,0 +1,125 @@
+"""Steps in a thread beside an event loop.
+
+One thread drives at a time. When the event loop that started it ends, another loop that waits for tokens takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_async_spec.generation.batching.request import BatcherError
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is driven."""
+
+    step: Callable[[], object]
+    """Does one step; after that of another thread, if one is in it."""
+    busy: Callable[[], bool]
+    """Whether there is anything left to do."""
+
+
+@dataclass(slots=True, eq=False)
+class _Drive:
+    """One stretch of steps, from `start` until nothing is left to do or its event loop ends."""
+
+    loop: asyncio.AbstractEventLoop
+    task: asyncio.Task[None] | None = None
+    """Watches the thread. An event loop that ends cancels its tasks, and so stops the drive."""
+    cancelled: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no further step may begin."""
+        if self.cancelled or self.loop.is_closed():
+            return True
+        # Python 3.10 has no `cancelling`; there a cancellation is seen when the event loop has run once more.
+        cancelling: Callable[[], int] = getattr(self.task, "cancelling", int)
+        return self.task is not None and (self.task.done() or cancelling() > 0)
+
+    async def watch(self, thread: asyncio.Future[Any]) -> None:
+        """Wait until the thread has ended, also when cancelled: the event loop must outlive the last step."""
+        try:
+            await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            await thread
+            raise
+
+
+class Driver:
+    """Runs steps as long as there is work and an event loop that wants them.
+
+    The thread is the driver's own: an event loop's executor may be full of callers that wait for tokens. The work
+    is known to it alone: what an event loop keeps of a task would keep the batcher, and with it the cache.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ContinuousBatcher")
+        self._lock = threading.Lock()
+        self._current: _Drive | None = None
+        self._followers: set[asyncio.AbstractEventLoop] = set()
+
+    def start(self, work: Work) -> None:
+        """Drive from the running event loop, unless another drives.
+
+        Raises:
+            BatcherError: the driver before was stopped, and its last step has not returned.
+        """
+        current = self._current
+        if current is not None and current.stopped:
+            raise BatcherError("a driver that was stopped is still in step(); start the batcher when it has returned")
+        self.follow(work)
+
+    def follow(self, work: Work) -> None:
+        """Drive from the running event loop; while another drives, or its last step runs, as soon as that has ended."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            current = self._current
+            if current is not None:
+                if current.stopped or current.loop is not loop:
+                    self._followers.add(loop)
+                return
+            current = self._current = _Drive(loop)
+        try:
+            thread = loop.run_in_executor(self._thread, self._run, current, work)
+            current.task = loop.create_task(current.watch(thread))
+        except BaseException:
+            # No thread can be had, for one. The next who starts must find no driver.
+            self._hand_over(current, work)
+            raise
+
+    def _run(self, drive: _Drive, work: Work) -> None:
+        try:
+            # A step that fails has told every request why the batcher stopped.
+            with contextlib.suppress(Exception):
+                while not drive.stopped and self._has_work(drive, work):
+                    work.step()
+        finally:
+            self._hand_over(drive, work)
+
+    def _has_work(self, drive: _Drive, work: Work) -> bool:
+        # Under the lock: who submits after this look, and then follows, finds no driver.
+        with self._lock:
+            if self._current is drive and not work.busy():
+                self._current = None
+                self._followers.clear()
+            return self._current is drive
+
+    def _hand_over(self, drive: _Drive, work: Work) -> None:
+        with self._lock:
+            if self._current is not drive:
+                return
+            self._current = None
+            followers, self._followers = self._followers, set()
+        for loop in followers:
+            # The first to run `follow` drives, and the others follow it. A closed loop runs nothing.
+            with contextlib.suppress(Exception):
+                loop.call_soon_threadsafe(self.follow, work)

@@ -1,0 +1,79 @@
+"""From what a caller submits to a request that can be served."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from vllm_async_spec.generation.batching.request import Request, RequestError
+
+Prompt = str | Sequence[int] | torch.Tensor
+"""Token ids, in a sequence or a tensor, or text where there is a tokenizer."""
+
+_COLDEST = 0.01
+
+
+class Intake:
+    """Makes requests, and refuses in the caller's thread whatever a step could fail at.
+
+    Args:
+        tokenizer: encodes prompts that are strings; None if there are none.
+        vocabulary: how many tokens the model knows.
+        samples: whether a request may have a temperature.
+        check: raises `RequestError` for a request that has no place in the batch.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, *, samples: bool, check: Callable[[Request], None]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._samples = samples
+        self._check = check
+
+    def request(self, prompt: Prompt, max_new_tokens: int, temperature: float, seed: int) -> Request:
+        """The request; arguments as those of `ContinuousBatcher.submit`.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        made = Request(
+            self._encoded(prompt),
+            _whole("max_new_tokens", max_new_tokens),
+            float(temperature),
+            _whole("seed", seed),
+        )
+        if made.temperature != 0 and not made.temperature >= _COLDEST:
+            raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
+        if made.temperature != 0 and not self._samples:
+            raise RequestError(
+                f"temperature is {temperature}, and with a draft model tokens are greedy; leave it 0, or make the "
+                "batcher without draft_model"
+            )
+        if not -(1 << 63) <= made.seed < 1 << 63:
+            raise RequestError(f"seed is {seed}; it must fit into 64 bits")
+        self._check(made)
+        for token in (min(made.prompt), max(made.prompt)):
+            if not 0 <= token < self._vocabulary:
+                raise RequestError(
+                    f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
+                )
+        return made
+
+    def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            tokens = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else prompt
+            return tuple(int(token) for token in tokens)
+        if self._tokenizer is None:
+            raise RequestError(
+                "the prompt is text, and the batcher has no tokenizer; give token ids, or make it with one"
+            )
+        return tuple(self._tokenizer(prompt)["input_ids"])
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise RequestError(f"{name} is {value!r}; it must be a whole number") from None

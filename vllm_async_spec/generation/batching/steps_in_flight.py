@@ -1,0 +1,98 @@
+"""The steps that were launched and of whose tokens the scheduler has not been told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_async_spec.generation.batching.lanes import Lanes
+from vllm_async_spec.generation.batching.request import RequestError
+from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
+from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
+from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN
+from vllm_async_spec.sync_policy import ReadKind, host_read
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: Step
+    launched: Launched
+
+
+class StepsInFlight:
+    """Launches what the scheduler has planned, and tells it what came of that, oldest first.
+
+    Args:
+        scheduler: whose steps they are.
+        runner: launches them.
+        lanes: of the runner.
+        device: of the model.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, lanes: Lanes, device: torch.device) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._lanes = lanes
+        self._device = device
+        self._steps: deque[_InFlight] = deque()
+        self._spare: OpenStep | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, step: Step) -> None:
+        """Launch a step; a request for which the device's memory does not suffice ends."""
+        with _on(self._device):
+            opened = self._spare or self._runner.open()
+            opened.fill(step.decodes, step.prefills)
+            decodes = self._tried(opened.decode, step.decodes)
+            prefills = self._tried(opened.prefill, step.prefills)
+            if decodes or prefills:
+                self._spare = None
+                self._steps.append(_InFlight(Step(decodes, prefills), opened.close()))
+            else:
+                # The next turn's slot may be that of a step in flight.
+                self._spare = opened
+
+    def collect(self) -> None:
+        """Read the tokens of the oldest step, after waiting for them if need be, and hand them to the scheduler."""
+        step, launched = self._steps[0].step, self._steps[0].launched
+        if not launched.arrival.query():
+            with host_read("tokens of a step", launched.results.nbytes, ReadKind.EVENT):
+                launched.arrival.synchronize()
+        self._steps.popleft()
+        rows: list[list[int]] = launched.results.tolist()
+        batch = self._runner.batch
+        found = [*rows[: len(step.decodes)], *rows[batch : batch + len(step.prefills)]]
+        self._scheduler.learn(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
+
+    def forget(self) -> None:
+        """Read no more of them."""
+        self._steps.clear()
+
+    def _tried(self, launch: Callable[[Sequence[Row]], None], rows: list[Row]) -> list[Row]:
+        """The rows that were launched: all, or, where memory does not suffice, none, and one request less next time."""
+        if not rows:
+            return rows
+        try:
+            launch(rows)
+        except torch.OutOfMemoryError as error:
+            # What was launched of it reads the step's buffers still; no hurry now.
+            self._lanes.drain()
+            last = rows[-1].job
+            self._scheduler.undo(rows)
+            message = f"the device's memory does not suffice for this request beside {len(rows) - 1} others: {error}"
+            self._scheduler.fail(last, RequestError(message))
+            return []
+        return rows
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Make the device current in this thread, which may not be the one that made the batcher."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
