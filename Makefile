@@ -84,5 +84,6 @@ $(VENV)/.ready: pyproject.toml Makefile
 	fi
 	touch $@
 
-clean:
-	rm -rf $(VENV) $(CACHE) dist site
+clean:  ## what the other targets made in this checkout; a VENV or CACHE with another name is its owner's
+	rm -rf .venv .cache site
+	@$(foreach each,$(filter-out .venv .cache,$(VENV) $(CACHE)),echo "left alone: $(each)";)

@@ -91,8 +91,9 @@ def run(
     try:
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
         path = out / f"{name or chosen.name}.json"
-        if fresh:
-            path.unlink(missing_ok=True)
+        if fresh and path.is_file():
+            read_result(path)  # or it is no result, and not ours to throw away
+            path.unlink()
         result = ResultFile(path, chosen)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = Runner(chosen, result, command=command, envs=_environments(env), cache=cache, report=_say)

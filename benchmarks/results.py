@@ -73,9 +73,13 @@ def read_result(path: Path) -> Document:
     Raises:
         PlanError: it is not one that this release reads.
     """
-    document: Document = json.loads(path.read_text())
-    if document.get("schema") != SCHEMA:
-        raise PlanError(f"{path} has schema {document.get('schema')!r}; this reads {SCHEMA}")
+    try:
+        document: Document = json.loads(path.read_text())
+        schema, _ = document["schema"], document["plan"]
+    except (ValueError, LookupError, TypeError):
+        raise PlanError(f"{path} is no result of `python -m benchmarks run`; move it away, or name another") from None
+    if schema != SCHEMA:
+        raise PlanError(f"{path} has schema {schema!r}; this reads {SCHEMA}")
     return document
 
 

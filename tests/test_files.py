@@ -1,0 +1,129 @@
+"""What else removes, replaces or keeps files: only what was made here, and nothing recursive."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_servers import listing, written
+from typer.testing import CliRunner
+
+from benchmarks.cli import app as benchmarks
+from vllm_async_spec.cli import app
+from vllm_async_spec.demo import train
+
+ROOT = Path(__file__).parents[1]
+
+REMOVALS = {
+    "benchmarks/cli.py": ["path.unlink"],  # a result that --fresh throws away, once it was read as one
+    "benchmarks/results.py": ["os.replace"],  # a result by its next turn's
+    "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
+    "vllm_async_spec/vllm_plugin/audit_route.py": ["done.unlink"],  # likewise
+    "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
+    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # likewise
+    "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
+        "fresh.rename",  # to where nothing is
+        "os.rmdir",  # a marked directory, which is empty
+        "os.unlink",  # a file that we wrote, in one; and a marker
+        "os.unlink",
+        "path.rmdir",  # what has just been made
+    ],
+    "vllm_async_spec/vllm_plugin/metrics/publisher.py": ["unfinished.replace"],  # a snapshot by the next
+}
+"""Every removal and rename of the package and the benchmarks, and why it is harmless."""
+
+_NAMES = {"rmtree", "move", "unlink", "rmdir", "removedirs", "rename", "renames"}
+
+
+def removals(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called, name = ast.unparse(node.func), node.func.attr
+            # A path's `replace` has one argument, a string's two; a list has `remove`.
+            replaces = name == "replace" and len(node.args) == 1 and not node.keywords and "file" not in called
+            if name in _NAMES or called in ("os.remove", "os.replace") or replaces:
+                yield called
+
+
+def test_each_removal_is_known_to_be_harmless() -> None:
+    sources = [*(ROOT / "vllm_async_spec").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    sources += [*ROOT.glob("*.py"), *(ROOT / "docs").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): sorted(removals(path)) for path in sources}
+    assert {name: calls for name, calls in found.items() if calls} == REMOVALS
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path) -> None:
+    checkout, home = tmp_path / "checkout", tmp_path / "home"
+    written(checkout / "Makefile", (ROOT / "Makefile").read_text())
+    for name in ("README.md", "dist/mine.whl"):
+        written(checkout / name)
+    for name in (".cache/precious", "venv/bin/python", "models/weights"):
+        written(home / name)
+    before = listing(tmp_path)
+    for name in (".venv/bin/python", ".cache/releases/0.32.0/vllm/__init__.py", "site/index.html"):
+        written(checkout / name)
+    (checkout / ".cache" / "models").symlink_to(home / "models")
+    named = {"VENV": str(home / "venv"), "CACHE": str(home / ".cache")}
+    done = subprocess.run(
+        ["make", "clean"], cwd=checkout, env=os.environ | named, capture_output=True, text=True, check=True
+    )
+    assert listing(tmp_path) == before
+    assert done.stdout.splitlines()[1:] == [f"left alone: {path}" for path in named.values()]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "not JSON", "[1]", '"plan"', '{"name": "package"}', '{"schema": 1}', '{"schema": 0, "plan": {}}']
+)
+@pytest.mark.parametrize("options", [["--fresh"], []])
+def test_a_benchmark_throws_nothing_away_that_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, options: list[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.cli.Runner.run", lambda runner, **_: False)
+    path = written(tmp_path / "package.json", content)
+    before = listing(tmp_path)
+    done = CliRunner().invoke(
+        benchmarks, ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "package", *options]
+    )
+    assert done.exit_code == 1
+    assert str(path) in done.output
+    assert "Traceback" not in done.output
+    assert listing(tmp_path) == before
+
+
+def test_a_fresh_run_throws_the_result_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.cli.Runner.run", lambda runner, **_: True)
+    path = written(tmp_path / "mine.json", json.dumps({"schema": 1, "plan": {"name": "another"}, "turns": []}))
+    done = CliRunner().invoke(benchmarks, ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"])
+    assert done.exit_code == 0, done.output
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [({}, "home/.cache/vllm-async-spec"), ({"XDG_CACHE_HOME": "kept"}, "kept/vllm-async-spec")],
+)
+def test_the_demo_keeps_its_models_where_only_this_user_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
+) -> None:
+    """Not in the temporary directory, where another user could put a model of the same name first."""
+    asked: list[Path] = []
+
+    def prepare_models(folder: Path, **_: Any) -> None:
+        asked.append(folder)
+        raise OSError("enough")
+
+    monkeypatch.setattr(train, "prepare_models", prepare_models)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 1
+    assert asked == [tmp_path / folder]
