@@ -106,7 +106,7 @@ def test_a_changed_upstream_function_is_refused_and_left_alone(upstream, tmp_pat
     module = importlib.import_module(upstream)
     outcome = ledger.outcomes["double"]
     assert outcome.state is State.REFUSED
-    assert f"{upstream}:Runner.step is as in no release that the patch is for" in outcome.detail
+    assert f"{upstream}:Runner.step matches no release that this patch supports" in outcome.detail
     assert refused == [outcome]
     assert module.Runner().step(1) == 3
 
@@ -204,13 +204,11 @@ def test_a_target_that_is_gone_is_refused(upstream):
 
 def test_the_ledger_and_the_code_name_the_same_patches():
     assert {spec.name for spec in load_ledger()} == set(IMPLEMENTATIONS) | set(audit_agent.IMPLEMENTATIONS)
-    with pytest.raises(PatchError, match="double is only one of the two"):
-        Ledger({}, (spec("m"),))
 
 
 def test_a_broken_ledger_entry_is_named(tmp_path):
     (tmp_path / "odd.toml").write_text("summary = 1\n")
-    with pytest.raises(PatchError, match=r"odd.toml is not a ledger entry: KeyError\('targets'\)"):
+    with pytest.raises(PatchError, match=r"odd.toml is not a ledger entry: summary is 1; it must be a string"):
         load_ledger(tmp_path)
     with pytest.raises(PatchError, match="there is no patch ledger in"):
         load_ledger(tmp_path / "nowhere")

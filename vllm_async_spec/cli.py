@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_async_spec._version import __version__
@@ -148,13 +149,17 @@ def status(
     async_scheduling: Annotated[
         bool | None, typer.Option(help="As `vllm serve` takes it; unset leaves it open.")
     ] = None,
+    url: Annotated[str | None, typer.Option(help="Ask a running server, by its /metrics.")] = None,
 ) -> None:
     """What was found, what each patch became, and who decided what.
 
-    Exit code 0: all is as it should be; 1: something was refused; 2: there is no vLLM.
+    Exit code 0: all is as it should be; 1: something was refused; 2: there is no vLLM, or no such server.
     """
+    if url is not None:
+        if model is not None or speculative_config is not None or async_scheduling is not None:
+            _fail("--url asks a server, which has its own engine arguments; leave the others out")
+        _status_of_server(url, as_json)
     from vllm_async_spec.vllm_plugin.ledger import PatchError
-    from vllm_async_spec.vllm_plugin.plugin import StrictError
     from vllm_async_spec.vllm_plugin.settings import SettingError
     from vllm_async_spec.vllm_plugin.status import NoVllmError, read_status
 
@@ -171,7 +176,7 @@ def status(
         found = read_status(arguments)
     except NoVllmError as error:
         _fail(str(error), 2)
-    except (SettingError, StrictError, PatchError) as error:
+    except (SettingError, PatchError) as error:
         _fail(str(error))
     except Exception as error:
         if model is None:
@@ -181,6 +186,29 @@ def status(
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
         _print_status(found)
+    raise typer.Exit(0 if found.healthy else 1)
+
+
+def _status_of_server(url: str, as_json: bool) -> NoReturn:
+    from vllm_async_spec.vllm_plugin.server_status import ServerError, read_server
+
+    try:
+        found = read_server(url)
+    except ServerError as error:
+        _fail(str(error), 2)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold")
+        facts.add_column(overflow="fold")
+        facts.add_row("vllm-async-spec", f"{found.version}, on in {found.url}")
+        facts.add_row("VLLM_ASYNC_SPEC", found.mode)
+        facts.add_row("VLLM_ASYNC_SPEC_SYNC", found.sync)
+        facts.add_row("patches", ", ".join(f"{count} {state}" for state, count in found.patches.items() if count))
+        for name, reason in found.refused.items():
+            facts.add_row("[bold red]refused[/]", f"{name}: {escape(reason)}")
+        Console().print(facts)
     raise typer.Exit(0 if found.healthy else 1)
 
 
@@ -202,6 +230,8 @@ def _print_status(found: Any) -> None:
     for name, setting in found.settings.items():
         facts.add_row(name, f"{setting['value']} ({setting['from']})")
     console.print(facts)
+    if found.failure is not None:
+        console.print(f"The plugin failed, and vLLM runs as stock: {escape(found.failure)}", style="red")
     if not found.loaded:
         console.print(
             "VLLM_PLUGINS is set and does not name async_spec, so vLLM does not load the plugin.", style="red"
@@ -210,7 +240,7 @@ def _print_status(found: Any) -> None:
     for name in ("patch", "state", "why"):
         table.add_column(name, overflow="fold", no_wrap=name != "why")
     for patch in found.patches:
-        table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", patch.detail)
+        table.add_row(patch.name, f"[{_STYLE[patch.state.value]}]{patch.state.value}[/]", escape(patch.detail))
     console.print(table)
 
 

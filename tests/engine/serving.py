@@ -125,17 +125,22 @@ def _completion(prompt: str, pieces: list[dict[str, Any]]) -> Completion:
     )
 
 
+def speculating_command(target: Path, draft: Path, port: int) -> list[str]:
+    """`vllm serve` with speculative decoding; any free port if it is 0."""
+    drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    return serve_command(
+        *(target, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"),
+        *("--speculative-config", json.dumps(drafting)),
+    )
+
+
 @contextmanager
 def serving(target: Path, draft: Path, folder: Path, **variables: str) -> Iterator[Server]:
     """A server with speculative decoding that is ready; afterwards it has been asked to stop, and has."""
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port: int = probe.getsockname()[1]
-    drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-    command = serve_command(
-        *(target, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"),
-        *("--speculative-config", json.dumps(drafting)),
-    )
+    command = speculating_command(target, draft, port)
     log_file = folder / "server.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.settings import Mode
 
 
@@ -61,5 +62,8 @@ def _plugin() -> str:
     plugin = active_plugin()
     if plugin is None or plugin.settings.mode is Mode.OFF or plugin.ledger is None:
         return "off"
-    states = [o.state.value for o in plugin.ledger.outcomes.values() if not o.spec.name.startswith("audit-")]
-    return "on: patches " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    outcomes = [outcome for outcome in plugin.ledger.outcomes.values() if not outcome.spec.name.startswith("audit-")]
+    states = [outcome.state.value for outcome in outcomes]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    refused = "; ".join(f"{o.spec.name}: {o.detail}" for o in outcomes if o.state is State.REFUSED)
+    return f"on: patches {counts}" + (f"; refused {refused}" if refused else "")

@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -17,7 +18,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     backends there would be an import too early.
     """
     module = sys.modules.get(name)
-    if module is not None and not _is_initialising(module):
+    if module is not None and not is_initialising(module):
         action(module)
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -29,19 +30,19 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, with a loader that runs the actions after the module's own code."""
+    """Finds what the finders after it find, with a loader that runs the actions after the module's own code."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in _waiting:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
+        # Those before it have been asked. To ask them again would not end where one of them does as this one.
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else []:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
-                if spec.loader is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
@@ -50,6 +51,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -60,9 +64,14 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for action in _waiting.pop(module.__name__, []):
+        # A module may put something else in its place.
+        module = sys.modules.get(module.__name__, module)
+        for action in _waiting.get(module.__name__, []):
             action(module)
+        # Only now, so that who imports again after an action failed does not get the module without it.
+        _waiting.pop(module.__name__, None)
 
 
-def _is_initialising(module: ModuleType) -> bool:
+def is_initialising(module: ModuleType) -> bool:
+    """Whether the module's own code is still running."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))

@@ -25,10 +25,11 @@ from vllm_async_spec.vllm_plugin import (
     top_k,
     virtual_batches,
 )
-from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchError, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, State, known_releases, read_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
-from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.settings import Audit, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
 
 IMPLEMENTATIONS = {
     **asked_outputs.IMPLEMENTATIONS,
@@ -48,17 +49,17 @@ IMPLEMENTATIONS = {
 }
 
 
-class StrictError(RuntimeError):
-    """A patch was refused under `VLLM_ASYNC_SPEC=strict`."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plugin:
     """The plugin in this process: its settings, and the patches that they allow."""
 
     settings: Settings
-    ledger: Ledger | None
+    ledger: Ledger | None = None
     """None where nothing may be patched: the mode is `off`, and no audit was asked for."""
+    failure: str | None = None
+    """Why nothing is patched though the mode asks for it."""
+    strictness: Strictness | None = None
+    """In the mode `strict`: what has been refused."""
 
 
 _plugin: Plugin | None = None
@@ -72,7 +73,8 @@ def active_plugin() -> Plugin | None:
 def load(*, report: bool = True) -> Plugin:
     """Read the settings and settle every patch whose module exists; the others as soon as theirs does.
 
-    Loading twice is the same as once, and a forked child is already loaded.
+    Loading twice is the same as once, and a forked child is already loaded. Whatever else fails in the mode `auto`
+    leaves stock vLLM.
 
     Args:
         report: whether to log what came of it.
@@ -82,33 +84,14 @@ def load(*, report: bool = True) -> Plugin:
         StrictError: the mode is `strict` and a patch was refused.
     """
     global _plugin
-    if _plugin is not None:
-        return _plugin
-    settings = Settings.read()
-    implementations = _allowed(settings)
-    if not implementations:
-        _plugin = Plugin(settings, None)
-        return _plugin
-    set_sync_policy(settings.sync)
-    on_refused = _stop_on_refusal if settings.mode is Mode.STRICT else _report_refusal if report else None
-
-    def on_settled(outcome: Outcome) -> None:
-        publisher.publish()
-        if outcome.state is State.REFUSED and on_refused is not None:
-            on_refused(outcome)
-
-    specs = tuple(spec for spec in load_ledger() if spec.name in implementations)
-    ledger = Ledger(implementations, specs, on_settled)
-    _plugin = Plugin(settings, ledger)
-    if settings.mode is not Mode.OFF:
-        publisher.start(ledger.outcomes)
-    if settings.audit is Audit.ON:
-        from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
-
-        hear_events_from_now_on()
-    ledger.install()
-    if report and settings.mode is not Mode.OFF:
-        _report(ledger)
+    if _plugin is None:
+        _plugin = Plugin(Settings.read())
+        try:
+            _install(_plugin, report)
+        except Exception as error:
+            _run_stock(_plugin, error)
+    elif _plugin.strictness is not None:
+        _plugin.strictness.insist()
     return _plugin
 
 
@@ -121,10 +104,52 @@ def entry_point() -> None:
     """
     try:
         load()
-    except (SettingError, StrictError, PatchError) as error:
+    except SettingError as error:
         if _is_vllms_command_line(Path(sys.argv[0])):
             raise SystemExit(f"vllm-async-spec: {error}") from None
         raise
+
+
+def _install(plugin: Plugin, report: bool) -> None:
+    settings = plugin.settings
+    implementations = _allowed(settings)
+    if not implementations:
+        return
+    set_sync_policy(settings.sync)
+    specs, unreadable = read_ledger()
+    plugin.strictness = strictness = Strictness() if settings.mode is Mode.STRICT else None
+
+    def on_settled(outcome: Outcome) -> None:
+        _publish()
+        if outcome.state is State.REFUSED and strictness is not None:
+            strictness.refuse(outcome.spec.name, outcome.detail)
+        elif outcome.state is State.REFUSED and report:
+            _report_refusal(outcome)
+
+    plugin.ledger = ledger = Ledger(
+        implementations, specs, on_settled, unreadable=unreadable, release=_release(known_releases(specs))
+    )
+    if settings.mode is not Mode.OFF:
+        publisher.start(ledger.outcomes)
+    if settings.audit is Audit.ON:
+        from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
+
+        hear_events_from_now_on()
+    if strictness is not None:
+        strictness.watch({name for outcome in ledger.outcomes.values() for name in outcome.modules})
+    ledger.install()
+    if report and settings.mode is not Mode.OFF:
+        _report(ledger)
+
+
+def _run_stock(plugin: Plugin, error: Exception) -> None:
+    """Put back what was patched, and say why."""
+    plugin.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if plugin.settings.mode is Mode.STRICT:
+        raise StrictError(f"the plugin failed: {plugin.failure}")
+    logger.warning("vllm-async-spec: running stock vLLM in process %d: %s", os.getpid(), plugin.failure)
+    if plugin.ledger is not None:
+        plugin.ledger.refuse_all(f"the plugin failed: {plugin.failure}")
 
 
 def _allowed(settings: Settings) -> dict[str, Implementation]:
@@ -136,6 +161,20 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     from vllm_async_spec.vllm_plugin import audit_agent
 
     return patches | audit_agent.IMPLEMENTATIONS
+
+
+def _release(known: tuple[str, ...]) -> str | None:
+    """The release of the vLLM that loads us, if the ledger knows it."""
+    version = getattr(sys.modules.get("vllm"), "__version__", None)
+    release = version.partition("+")[0] if isinstance(version, str) else None
+    return release if release in known else None
+
+
+def _publish() -> None:
+    try:
+        publisher.publish()
+    except Exception as error:  # whoever imports a module of vLLM's must not learn of it
+        logger.debug("vllm-async-spec: what became of a patch was not published: %s", error)
 
 
 def _is_vllms_command_line(program: Path) -> bool:
@@ -153,12 +192,6 @@ def _report(ledger: Ledger) -> None:
 
 
 def _report_refusal(outcome: Outcome) -> None:
-    if is_main_process():
+    """One line for the server, from whichever of its processes was the first to refuse."""
+    if publisher.is_first(f"{outcome.spec.name}: {outcome.detail}"):
         logger.warning("vllm-async-spec: running stock vLLM for %s: %s", outcome.spec.name, outcome.detail)
-
-
-def _stop_on_refusal(outcome: Outcome) -> None:
-    raise StrictError(
-        f"{outcome.spec.name} was refused: {outcome.detail}; {MODE}=auto runs stock vLLM for it, "
-        f"{MODE}=off runs stock vLLM for everything"
-    )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, known_releases, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Ledger, PatchError, PatchSpec, State, known_releases, read_ledger
 from vllm_async_spec.vllm_plugin.settings import Mode
 
 
@@ -50,6 +50,8 @@ class Status:
     """The attention backend, where engine arguments were given."""
     scheduling: str
     settings: dict[str, dict[str, str]]
+    failure: str | None
+    """Why nothing is patched though the mode asks for it."""
     loaded: bool
     """Whether vLLM would load the plugin: `VLLM_PLUGINS` may leave it out."""
     patches: tuple[PatchStatus, ...]
@@ -57,7 +59,8 @@ class Status:
     @property
     def healthy(self) -> bool:
         """Whether vLLM loads the plugin and nothing was refused or left waiting."""
-        return self.loaded and not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
+        settled = not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
+        return self.loaded and self.failure is None and settled
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -81,14 +84,16 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
     plugin = load(report=False)
     if plugin.ledger is not None:
         _import_targets(plugin.ledger)
-    releases = known_releases(load_ledger())
+    specs, unreadable = _entries()
+    releases = known_releases(specs)
+    summaries = {spec.name: spec.summary for spec in specs} | dict.fromkeys(unreadable, "")
     runner, backend, scheduling = _engine(engine_arguments)
     settings = plugin.settings
     return Status(
         version=__version__,
         vllm=vllm,
         known=vllm.partition("+")[0] in releases,
-        newest_known=releases[-1],
+        newest_known=releases[-1] if releases else "none",
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         family=_family(),
@@ -100,8 +105,9 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
             "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
             "VLLM_ASYNC_SPEC_AUDIT": {"value": settings.audit.value, "from": settings.audit_from},
         },
+        failure=plugin.failure,
         loaded=_is_allowed(os.environ.get("VLLM_PLUGINS")),
-        patches=_patches(plugin.ledger, settings.mode),
+        patches=_patches(plugin.ledger, summaries, settings.mode),
     )
 
 
@@ -122,7 +128,7 @@ def _import_targets(ledger: Ledger) -> None:
     """Make every module that a patch targets exist, so that none is left waiting for an import."""
     for outcome in ledger.outcomes.values():
         for module in outcome.modules:
-            with contextlib.suppress(ModuleNotFoundError):  # it belongs to another release
+            with contextlib.suppress(Exception):  # another release's, or one that this environment can't import
                 importlib.import_module(module)
 
 
@@ -131,15 +137,22 @@ def _is_allowed(allowed: str | None) -> bool:
     return allowed is None or "async_spec" in allowed.split(",")
 
 
-def _patches(ledger: Ledger | None, mode: Mode) -> tuple[PatchStatus, ...]:
+def _entries() -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
+    try:
+        return read_ledger()
+    except PatchError:  # which `load` has said
+        return (), {}
+
+
+def _patches(ledger: Ledger | None, summaries: Mapping[str, str], mode: Mode) -> tuple[PatchStatus, ...]:
     outcomes = {} if ledger is None else ledger.outcomes
     found = []
-    for spec in load_ledger():
-        if outcome := outcomes.get(spec.name):
-            found.append(PatchStatus(spec.name, outcome.state, outcome.detail, spec.summary))
+    for name in sorted({*summaries, *outcomes}):
+        if outcome := outcomes.get(name):
+            found.append(PatchStatus(name, outcome.state, outcome.detail, outcome.spec.summary))
         else:
-            why = "VLLM_ASYNC_SPEC_AUDIT=0" if spec.name.startswith("audit-") else f"VLLM_ASYNC_SPEC={mode.value}"
-            found.append(PatchStatus(spec.name, State.OFF, why, spec.summary))
+            why = "VLLM_ASYNC_SPEC_AUDIT=0" if name.startswith("audit-") else f"VLLM_ASYNC_SPEC={mode.value}"
+            found.append(PatchStatus(name, State.OFF, why, summaries[name]))
     return tuple(found)
 
 

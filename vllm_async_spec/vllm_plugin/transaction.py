@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -16,11 +18,11 @@ class Transaction:
     """
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name`, remembering what the owner itself (not its bases) had there."""
-        self._undo.append((owner, name, vars(owner).get(name, _ABSENT)))
+        self._undo.append(functools.partial(_put, owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def set_function(self, module: ModuleType, name: str, value: Any) -> None:
@@ -29,18 +31,14 @@ class Transaction:
         vLLM's command line imports some of its modules before it loads plugins; those hold the original by name.
         """
         original = getattr(module, name)
-        for holder in list(sys.modules.values()):
-            if getattr(holder, "__dict__", {}).get(name) is original:
-                self.set(holder, name, value)
+        # Put back wherever it is then: modules that are imported later take the new one.
+        self._undo.append(functools.partial(_replace, name, value, original))
+        _replace(name, original, value)
 
     def roll_back(self) -> None:
         """Put everything back."""
         while self._undo:
-            owner, name, old = self._undo.pop()
-            if old is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+            self._undo.pop()()
 
     def __enter__(self) -> Transaction:
         return self
@@ -50,3 +48,17 @@ class Transaction:
     ) -> None:
         if kind is not None:
             self.roll_back()
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _replace(name: str, old: Any, new: Any) -> None:
+    """Set `name` to `new` in every module that has `old` under it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)

@@ -58,6 +58,14 @@ class Collector:
         for state in (State.APPLIED, State.NOT_NEEDED, State.REFUSED, State.WAITING):
             patches.add_metric([state.value], states[state])
         yield patches
+        refused = GaugeMetricFamily(
+            "vllm:async_spec_refused_patch",
+            "1 for each patch of vllm-async-spec that some process refused, with the reason.",
+            labels=["patch", "reason"],
+        )
+        for name, reason in sorted(snapshot.refused.items()):
+            refused.add_metric([name, reason], 1)
+        yield refused
         info = GaugeMetricFamily(
             "vllm:async_spec_info", "Version and settings of vllm-async-spec.", labels=["version", "mode", "sync"]
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from pathlib import Path
 from vllm_async_spec.sync_policy import on_first_count, sync_report
 from vllm_async_spec.vllm_plugin.ledger import Outcome
 from vllm_async_spec.vllm_plugin.log import logger
-from vllm_async_spec.vllm_plugin.metrics.run_directory import run_directory
+from vllm_async_spec.vllm_plugin.metrics.run_directory import run_directory, said_path, snapshot_path
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
 
 INTERVAL = 1.0
@@ -29,8 +28,7 @@ class SnapshotFile:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        # Number and token: the file of a process that has ended stays, and its number may be given to another.
-        self._path = directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
+        self._path = snapshot_path(directory)
         self._lock = threading.Lock()
         self._text = ""
         self._warned = False
@@ -51,6 +49,16 @@ class SnapshotFile:
                 if not self._warned:
                     logger.warning("vllm-async-spec: /metrics lacks new counts of process %d: %s", os.getpid(), error)
                 self._warned = True
+
+    def claim(self, sentence: str) -> bool:
+        """Whether no process of the server has claimed this sentence before."""
+        try:
+            said_path(self.directory, sentence).touch(mode=0o600, exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:  # then each process says it
+            return True
+        return True
 
     def others(self) -> list[str]:
         """What the other processes have written, those that have ended too."""
@@ -89,6 +97,10 @@ class Publisher:
         """Tell the others now."""
         if self._file is not None:
             self._file.replace(self._own().to_json())
+
+    def is_first(self, sentence: str) -> bool:
+        """Whether this process is the first of the server to say `sentence`, where they can tell each other."""
+        return self._file is None or self._file.claim(sentence)
 
     def snapshot(self) -> Snapshot:
         """The counters of all processes that this server has, or had, on this machine."""

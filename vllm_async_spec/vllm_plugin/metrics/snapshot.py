@@ -28,12 +28,16 @@ class Snapshot:
     """Batches that waited because a request needs exact host counts, by reason."""
     patches: dict[str, State] = field(default_factory=dict)
     """What became of each patch."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why each refused patch was refused."""
 
     @classmethod
     def of(cls, report: SyncReport, outcomes: Mapping[str, Outcome]) -> Snapshot:
         """The snapshot of this process."""
         snapshot = cls(
-            fallbacks=Counter(report.fallbacks), patches={name: outcome.state for name, outcome in outcomes.items()}
+            fallbacks=Counter(report.fallbacks),
+            patches={name: outcome.state for name, outcome in outcomes.items()},
+            refused={name: outcome.detail for name, outcome in outcomes.items() if outcome.state is State.REFUSED},
         )
         for entry in report.sites:
             cause = f"{entry.what} at {_importable(entry.site)}"
@@ -50,12 +54,14 @@ class Snapshot:
             total.fallbacks.update(snapshot.fallbacks)
             for name, state in snapshot.patches.items():
                 total.patches[name] = max(state, total.patches.get(name, state), key=_TELLING.index)
+            total.refused |= snapshot.refused
         return total
 
     def to_json(self) -> str:
         """The text that `from_json` takes."""
         waits = [[cause, kind, count, self.seconds[cause, kind]] for (cause, kind), count in self.waits.items()]
-        return json.dumps({"waits": waits, "fallbacks": self.fallbacks, "patches": self.patches})
+        plain = {"waits": waits, "fallbacks": self.fallbacks, "patches": self.patches, "refused": self.refused}
+        return json.dumps(plain)
 
     @classmethod
     def from_json(cls, text: str) -> Snapshot:
@@ -64,6 +70,7 @@ class Snapshot:
         snapshot = cls(
             fallbacks=Counter(data["fallbacks"]),
             patches={name: State(state) for name, state in data["patches"].items()},
+            refused=data["refused"],
         )
         for wait in data["waits"]:
             snapshot.add_wait(*wait)

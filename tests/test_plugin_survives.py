@@ -1,0 +1,192 @@
+"""What is broken costs one line in the mode `auto`, and one sentence and the start in `strict`; never a traceback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REGISTER = "from vllm_async_spec.vllm_plugin import register; register(); print('served')"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A copy of the package and its ledger, to be broken."""
+    keep = shutil.ignore_patterns("__pycache__", "*.txt", "compat", "demo", "generation")
+    shutil.copytree(ROOT / "vllm_async_spec", tmp_path / "vllm_async_spec", ignore=keep)
+    shutil.copytree(ROOT / "patches", tmp_path / "patches")
+    return tmp_path
+
+
+def run(code: str, path: Path, mode: str = "auto", **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        cwd=path,
+        env=variables | {"PYTHONPATH": str(path), "VLLM_ASYNC_SPEC": mode, **environment},
+    )
+
+
+ENTRY = "patches/min-tokens.toml"
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not UTF-8": (
+        lambda root: (root / ENTRY).write_bytes(b'summary = "\xff"'),
+        "min-tokens.toml is not a ledger entry: 'utf-8' codec can't decode byte 0xff",
+    ),
+    "not TOML": (lambda root: (root / ENTRY).write_text("summary ="), "min-tokens.toml is not a ledger entry: Invalid"),
+    "incomplete": (
+        lambda root: (root / ENTRY).write_text('summary = "s"\nwhy = "w"\nupstream = "u"\nremove_when = "r"\n'),
+        "min-tokens.toml is not a ledger entry: targets is missing",
+    ),
+    "no targets": (
+        lambda root: (root / ENTRY).write_text('summary="s"\nwhy="w"\nupstream="u"\nremove_when="r"\ntargets=[]\n'),
+        "min-tokens.toml is not a ledger entry: it has no targets",
+    ),
+    "a directory": (
+        lambda root: ((root / ENTRY).unlink(), (root / ENTRY).mkdir()),
+        "min-tokens.toml is not a ledger entry: [Errno 21] Is a directory",
+    ),
+    "gone": (lambda root: (root / ENTRY).unlink(), "min-tokens: it has no entry in the ledger"),
+    "no ledger": (lambda root: shutil.rmtree(root / "patches"), "PatchError: there is no patch ledger in"),
+    "a patch that can't be imported": (
+        lambda root: (root / "vllm_async_spec/vllm_plugin/min_tokens.py").write_text("raise ImportError('no such')"),
+        "vllm-async-spec can't be imported: ImportError: no such",
+    ),
+    "a core that can't be imported": (
+        lambda root: (root / "vllm_async_spec/sync_policy.py").write_text("import no_such_module"),
+        "can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path) -> None:
+    spoil, message = BROKEN[broken]
+    spoil(installed)
+    code = REGISTER if "core" not in broken else REGISTER.replace("from", "import vllm_async_spec.vllm_plugin\nfrom")
+    if "core" in broken:  # even the package's own __init__ fails: vLLM logs what it can't import, and serves on
+        done = run("try:\n    import vllm_async_spec\nexcept ImportError:\n    print('served')", installed)
+        assert done.stdout == "served\n"
+        return
+    done = run(code, installed)
+    assert done.stdout == "served\n", done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum(message.split(":")[0] in line for line in done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("broken", [name for name in BROKEN if "core" not in name])
+def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path) -> None:
+    spoil, message = BROKEN[broken]
+    spoil(installed)
+    done = run(REGISTER, installed, "strict")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert message.removeprefix("min-tokens: ") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_copy_itself_is_right(installed: Path) -> None:
+    done = run(REGISTER, installed, "strict")
+    assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
+
+
+UPSTREAM = """
+    import sys, types
+    from vllm_async_spec.vllm_plugin import plugin
+    from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchSpec, Target
+
+    def never(transaction, module):
+        raise AssertionError("a changed target was patched")
+
+    plugin.IMPLEMENTATIONS.clear()
+    plugin.IMPLEMENTATIONS["p"] = Implementation(lambda value: None, never)
+    targets = tuple(Target(f"upstream.{name}", "f", {"1.0": "0"}) for name in ("first",))
+    plugin.read_ledger = lambda: ((PatchSpec("p", "s", "w", "u", "r", targets),), {})
+"""
+
+
+@pytest.fixture
+def upstream(tmp_path: Path) -> Path:
+    package = tmp_path / "upstream"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "first.py").write_text("def f():\n    return 1\n")
+    (package / "second.py").write_text("")
+    for name in ("vllm_async_spec", "patches"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+SWALLOWED = {
+    "except Exception": "try:\n    import upstream.first\nexcept Exception:\n    pass\n",
+    "except BaseException": "try:\n    import upstream.first\nexcept BaseException:\n    pass\nimport upstream.first\n",
+    "until there is an engine": (
+        "try:\n    import upstream.first\nexcept BaseException:\n    pass\n"
+        "import vllm.v1.engine.core\nvllm.v1.engine.core.EngineCore()\n"
+    ),
+    "until the plugin is loaded again": (
+        "try:\n    import upstream.first\nexcept BaseException:\n    pass\nplugin.entry_point()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("swallowed", SWALLOWED)
+def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: str, upstream: Path) -> None:
+    engine = upstream / "vllm" / "v1" / "engine"
+    engine.mkdir(parents=True)
+    for folder in (engine, engine.parent, engine.parent.parent):
+        (folder / "__init__.py").write_text("")
+    (engine / "core.py").write_text("class EngineCore:\n    def __init__(self):\n        print('started')\n")
+    code = textwrap.dedent(UPSTREAM) + "plugin.load()\n" + SWALLOWED[swallowed] + "print('served')\n"
+    done = run(code, upstream, "strict")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("vllm-async-spec: p was refused: upstream.first:f matches no release") == 1
+    assert "Traceback" not in done.stderr
+    done = run(code, upstream, "auto")
+    assert done.stdout.endswith("served\n"), done.stderr
+    assert done.stderr.count("running stock vLLM for p: upstream.first:f matches no release") == 1
+
+
+COPIES = """
+    import functools, importlib
+    from pathlib import Path
+
+    def double(transaction, module):
+        original = module.f
+        transaction.set_function(module, "f", functools.wraps(original)(lambda: 2 * original()))
+
+    def load(package):
+        plugin = importlib.import_module(f"{package}.vllm_plugin.plugin")
+        ledger = importlib.import_module(f"{package}.vllm_plugin.ledger")
+        prints = importlib.import_module(f"{package}.vllm_plugin.fingerprint")
+        found = prints.fingerprint(Path("upstream/first.py").read_text(), "f")
+        target = ledger.Target("upstream.first", "f", {"1.0": found})
+        plugin.IMPLEMENTATIONS.clear()
+        plugin.IMPLEMENTATIONS["p"] = ledger.Implementation(lambda value: None, double)
+        plugin.read_ledger = lambda: ((ledger.PatchSpec("p", "s", "w", "u", "r", (target,)),), {})
+        plugin.load()
+
+    load("vllm_async_spec")
+    load("fork_of_it")
+    import upstream.first
+    print(upstream.first.f(), type(upstream.first.__loader__).__name__)
+"""
+
+
+def test_of_two_copies_under_different_names_one_stands_back(upstream: Path) -> None:
+    """Each finds modules by the finders after it: neither asks the other for ever."""
+    shutil.copytree(ROOT / "vllm_async_spec", upstream / "fork_of_it", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (upstream / "fork_of_it").rglob("*.py"):
+        path.write_text(path.read_text().replace("vllm_async_spec", "fork_of_it"))
+    done = run(COPIES, upstream)
+    assert done.stdout == "2 SourceFileLoader\n", done.stderr
+    assert done.stderr.count("running stock vLLM for p: upstream.first:f has been replaced by another plugin") == 1

@@ -1,0 +1,35 @@
+"""The patch ledger: what each TOML in patches/ says, and what became of it in this process."""
+
+from vllm_async_spec.vllm_plugin.ledger.applying import Implementation, Ledger, Outcome, State
+from vllm_async_spec.vllm_plugin.ledger.entries import (
+    PatchError,
+    PatchSpec,
+    Target,
+    known_releases,
+    ledger_directory,
+    load_ledger,
+    read_ledger,
+    release_order,
+    release_runs,
+)
+from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict, source_release, verify
+
+__all__ = [
+    "Implementation",
+    "Ledger",
+    "Match",
+    "Outcome",
+    "PatchError",
+    "PatchSpec",
+    "State",
+    "Target",
+    "Verdict",
+    "known_releases",
+    "ledger_directory",
+    "load_ledger",
+    "read_ledger",
+    "release_order",
+    "release_runs",
+    "source_release",
+    "verify",
+]

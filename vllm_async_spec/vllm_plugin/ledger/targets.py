@@ -1,0 +1,137 @@
+"""Finding what a patch targets, and telling upstream's own from what somebody else has put there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from vllm_async_spec.vllm_plugin.fingerprint import module_file
+from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, Target
+
+
+def defines(module: ModuleType, qualname: str) -> bool:
+    """Whether a module has this class or function of its own, not only imported."""
+    owner = getattr(module, qualname.partition(".")[0], None)
+    if getattr(owner, "__module__", None) != module.__name__:
+        return False
+    try:
+        resolve(module, qualname)
+    except AttributeError:
+        return False
+    return True
+
+
+def resolve(module: ModuleType, qualname: str) -> Any:
+    """The class or function.
+
+    Raises:
+        AttributeError: there is none of this name.
+    """
+    value: Any = module
+    for name in qualname.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def package_root(module: str) -> Path | None:
+    """The directory that the top package of `module` is in; nothing is imported. None where it isn't installed."""
+    top = module.partition(".")[0]
+    loaded = sys.modules.get(top)
+    try:
+        spec = importlib.util.find_spec(top) if loaded is None else getattr(loaded, "__spec__", None)
+        origin = getattr(loaded, "__file__", None) or getattr(spec, "origin", None)
+    except (ImportError, ValueError):
+        return None
+    if origin is None:
+        return None
+    file = Path(origin)
+    return file.parents[1] if file.name == "__init__.py" else file.parent
+
+
+def source_file(module: str) -> Path | None:
+    """The file of a module, found without importing it or what it is in; None where there is none."""
+    root = package_root(module)
+    return None if root is None else module_file(root, module)
+
+
+def refuse_third_party(module: ModuleType, target: Target) -> None:
+    """Two plugins on one target would undo each other: the later one stands back.
+
+    Raises:
+        PatchError: what the target's name leads to is not what its module defines.
+    """
+    value = _own(module, target.qualname)
+    if not isinstance(value, type):
+        if isinstance(value, property | functools.cached_property):
+            raise PatchError(f"{target} has been replaced by a {type(value).__name__}; {_REMEDY}")
+        for layer in _layers(value):
+            _refuse_layer(layer, module, target)
+        return
+    for name, member in vars(value).items():
+        for layer in _layers(member):
+            # What is no function may be upstream's own, and a dataclass's methods have no file.
+            generated = isinstance(layer, FunctionType) and layer.__code__.co_filename == "<string>"
+            if isinstance(layer, FunctionType) and not (generated and name.startswith("__")):
+                _refuse_layer(layer, module, target)
+
+
+def _own(module: ModuleType, qualname: str) -> Any:
+    """What the name is bound to, before a class makes a method or a property's value of it."""
+    path, _, name = qualname.rpartition(".")
+    return inspect.getattr_static(resolve(module, path) if path else module, name)
+
+
+def _layers(value: Any) -> Iterator[Any]:
+    """The functions of a method or function, from the outermost decorator to what upstream wrote.
+
+    What is neither a function nor one of Python's own wrappers is given as it is, and nothing after it.
+    """
+    while True:
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
+        elif isinstance(value, FunctionType | _CACHED):
+            if isinstance(value, FunctionType):
+                yield value
+            if "__wrapped__" not in vars(value):
+                return
+            value = vars(value)["__wrapped__"]
+        else:
+            yield value
+            return
+
+
+def _refuse_layer(layer: Any, module: ModuleType, target: Target) -> None:
+    if not isinstance(layer, FunctionType):
+        raise PatchError(f"{target} has been replaced by a {type(layer).__name__}; {_REMEDY}")
+    file = layer.__code__.co_filename
+    root, top = package_root(module.__name__), module.__name__.partition(".")[0]
+    upstream = file == module.__file__ or (root is not None and file.startswith(f"{root / top}{os.sep}"))
+    if not (upstream or file.startswith(_OURS) or Path(file).name in _DECORATORS):
+        line = layer.__code__.co_firstlineno
+        raise PatchError(f"{target} has been replaced by another plugin ({file}:{line}); {_REMEDY}")
+
+
+_CACHED = type(functools.cache(lambda: None))
+_REMEDY = "disable one of the two, with VLLM_PLUGINS or VLLM_ASYNC_SPEC=off"
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+# Decorators that upstream itself puts on its functions, such as @deprecated, @contextmanager and @inference_mode.
+_DECORATORS = {
+    "typing_extensions.py",
+    "warnings.py",
+    "contextlib.py",
+    "functools.py",
+    "dataclasses.py",
+    "reprlib.py",
+    "_contextlib.py",
+}

@@ -1,0 +1,79 @@
+"""What `vllm-async-spec status --url` says: the plugin in a running server, from the server's own `/metrics`."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_SECONDS = 30
+
+
+class ServerError(RuntimeError):
+    """The server can't be asked, or has no plugin; the message says what to do."""
+
+
+@dataclass(slots=True)
+class ServerStatus:
+    """What a server's plugin became."""
+
+    url: str
+    version: str = ""
+    mode: str = ""
+    sync: str = ""
+    patches: dict[str, int] = field(default_factory=dict)
+    """How many patches are in each state."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why each refused patch was refused, in whichever process of the server."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no process refused a patch."""
+        return not self.patches.get("refused")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"healthy": self.healthy}
+
+
+def read_server(url: str) -> ServerStatus:
+    """Ask a server.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000`.
+
+    Raises:
+        ServerError: nothing answers there, or no vLLM with the plugin.
+    """
+    page = f"{url.rstrip('/')}/metrics"
+    try:
+        with urllib.request.urlopen(page, timeout=_SECONDS) as response:
+            text = response.read().decode()
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"{page} answers {error.code}; give the address of a vLLM server") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"{page} can't be read: {reason}; give the address of a vLLM server that runs") from None
+    return _parsed(url, text)
+
+
+def _parsed(url: str, text: str) -> ServerStatus:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    found = ServerStatus(url)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if family.name == "vllm:async_spec_info":
+                found.version, found.mode = sample.labels["version"], sample.labels["mode"]
+                found.sync = sample.labels["sync"]
+            elif family.name == "vllm:async_spec_patches":
+                found.patches[sample.labels["state"]] = int(sample.value)
+            elif family.name == "vllm:async_spec_refused_patch":
+                found.refused[sample.labels["patch"]] = sample.labels["reason"]
+    if not found.version:
+        raise ServerError(
+            f"the server at {url} has no vllm-async-spec on its /metrics: it is not installed there, or VLLM_PLUGINS "
+            "leaves it out, or VLLM_ASYNC_SPEC is off"
+        )
+    return found
