@@ -22,9 +22,9 @@ CLI = "from vllm_async_spec.cli import main; main()"
 CHANGED_RELEASE = f"""
 import sys, vllm, vllm.v1.attention.backend as backend
 vllm.__version__ = "0.99.0"
-from vllm_async_spec.vllm_plugin import fingerprint, ledger
-known = ledger.fingerprint
-ledger.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
+from vllm_async_spec.vllm_plugin.ledger import entries
+known = entries.fingerprint
+entries.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
 sys.argv[0] = "vllm-async-spec"
 {CLI}
 """
@@ -82,7 +82,7 @@ def test_status_of_a_release_with_a_changed_target_is_unhealthy(statuses):
     done = statuses["changed release"]
     assert done.returncode == 1, done.stderr
     assert "0.99.0 (unknown to vllm-async-spec" in done.stdout
-    assert "is as in no release that the patch is for" in done.stdout
+    assert "matches no release that this patch supports" in done.stdout
     assert "Traceback" not in done.stderr
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.compat import builders
+from vllm_async_spec.host_copy import Epoch
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 __all__ = [
@@ -293,8 +294,8 @@ def our_metadata() -> MetadataFactory:
 
     def make(fields: dict[str, Any]) -> CommonAttentionMetadata:
         ours = {name: fields[name] for name in fields if name not in ("lengths", "computed", "bound")}
-        return CommonAttentionMetadata(
-            **ours, _seq_lens_cpu=fields["lengths"], seq_lens_cpu_upper_bound=fields["bound"]
-        )
+        # With an epoch, which no builder may advance: without one no host lengths could be given.
+        told = {"_seq_lens_cpu": fields["lengths"], "seq_lens_cpu_upper_bound": fields["bound"]}
+        return CommonAttentionMetadata(**ours, **told, epoch=Epoch())
 
     return MetadataFactory(True, True, make)
