@@ -4,7 +4,7 @@ A page asks with a comment on a line of its own:
 
     <!-- ledger: patches -->                      the table of the patches
     <!-- ledger: releases -->                     the releases that the ledger names, in one sentence
-    <!-- reference: host_copy HostCopy Upkeep --> signatures and docstrings of a module's public names
+    <!-- reference: host_copy HostCopy Epoch --> signatures and docstrings of a module's public names
     <!-- compat: table cpu -->                    the verdicts of all runs in compat/ on one machine, by backend
 
 Sources are parsed, never imported, so the site builds without PyTorch and without vLLM.

@@ -73,7 +73,12 @@ def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path) -> None
     (checkout / ".cache" / "models").symlink_to(home / "models")
     named = {"VENV": str(home / "venv"), "CACHE": str(home / ".cache")}
     done = subprocess.run(
-        ["make", "--no-print-directory", "clean"], cwd=checkout, env=os.environ | named, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "clean"],
+        cwd=checkout,
+        env=os.environ | named,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert listing(tmp_path) == before
     assert done.stdout.splitlines()[1:] == [f"left alone: {path}" for path in named.values()]

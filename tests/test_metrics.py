@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -229,6 +230,11 @@ def test_names_and_labels_are_those_of_the_documentation() -> None:
         'vllm:async_spec_refused_patch{patch="three",reason="its module has not been imported"}': 1,
         f'vllm:async_spec_info{{mode="strict",sync="allow",version="{_version()}"}}': 1,
     }
+    documented = re.findall(
+        r"^\| `(vllm:\w+)` \|", (Path(__file__).parents[1] / "docs/metrics.md").read_text(), re.MULTILINE
+    )
+    families = Collector(lambda: found, Settings.read({})).collect()
+    assert documented == [family.name + "_total" * (family.type == "counter") for family in families]
 
 
 def test_causes_beyond_the_cap_are_other_and_no_counter_goes_backwards() -> None:

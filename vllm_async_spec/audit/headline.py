@@ -55,10 +55,7 @@ def _remedy(cause: Cause) -> str:
     if cause.kind is WaitKind.COPY_TO_DEVICE:
         return "to change: stage it in pinned memory and copy without blocking"
     if cause.kind in (WaitKind.COPY_TO_HOST, WaitKind.READ):
-        return (
-            "to change: build from device seq_lens or seq_lens_cpu_upper_bound, or start the copy a step earlier with "
-            "prefetch_host()"
-        )
+        return "to change: build from device seq_lens or seq_lens_cpu_upper_bound"
     return "to change: have the device carry the value to the next step, or wait for it a step later"
 
 
