@@ -58,7 +58,7 @@ class BenchEngine:
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
         if not self._cuda and self._arm["plugin"] == "sham" and self._arm["engine"].get("async_scheduling"):
-            from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+            from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
             open_cpu_gate()  # on a CPU stock vLLM takes that choice back
         options = {
@@ -253,7 +253,7 @@ def _vllm_plugins() -> set[str]:
 
 
 def _plugin_state() -> str:
-    module = sys.modules.get("vllm_async_spec.vllm_plugin.plugin")
+    module = sys.modules.get("vllm_async_spec.vllm_plugin.state")
     plugin = module.active_plugin() if module else None
     if plugin is None:
         return "not loaded"

@@ -133,7 +133,7 @@ def _watched(llm: Any) -> Iterator[Steps]:
 
 def _patch() -> str:
     """What became of the patch `optimistic-runner` in this process."""
-    module = sys.modules.get("vllm_async_spec.vllm_plugin.plugin")
+    module = sys.modules.get("vllm_async_spec.vllm_plugin.state")
     plugin = module.active_plugin() if module else None
     if plugin is None or plugin.ledger is None:
         return "not loaded"

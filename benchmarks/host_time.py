@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 CALLS = 3000
 

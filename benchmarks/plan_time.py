@@ -25,8 +25,8 @@ from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.flashinfer_builders import Way, flashinfer_builder
 from vllm_async_spec.compat.setting import Setting
-from vllm_async_spec.vllm_plugin.flashinfer_builder import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.patches.flashinfer_builder import IMPLEMENTATIONS
 
 REQUESTS = (1, 8, 32, 128)
 DRAFTS, LONGEST = 3, 4096

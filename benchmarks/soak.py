@@ -207,7 +207,7 @@ def _cycles_per_ms(torch: Any) -> float:
 
 def _no_lengths(llm: Any) -> None:
     """What FlashInfer planned from the bound is not corrected on the device."""
-    from vllm_async_spec.vllm_plugin import flashinfer_builder
+    from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
 
     flashinfer_builder.__dict__["carry_lengths"] = lambda *_: None
 
@@ -254,7 +254,7 @@ def _no_positions(llm: Any) -> None:
 
 def _never_exact(llm: Any) -> None:
     """No batch waits for exact counts, whatever its requests need."""
-    from vllm_async_spec.vllm_plugin import optimistic_runner
+    from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
     optimistic_runner.needed_by = lambda input_batch: None  # type: ignore[attr-defined]
 

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from benchmarks.statistics import summary
 from benchmarks.timing import microseconds_on_an_idle_device
-from vllm_async_spec.vllm_plugin.optimistic_runner import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.patches.optimistic_runner import IMPLEMENTATIONS
 
 DRAFTS = 3
 _ALL = "all that differs"

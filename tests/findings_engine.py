@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("way", choices=["async", "sync"])
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+        from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
         open_cpu_gate()
     show, options = FINDINGS[arguments.finding]

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'vllm-asy
 from vllm_async_spec.audit import engine
 from vllm_async_spec.audit.engine import AuditError, Ran, answers, saved_files
 from vllm_async_spec.audit.recording import How, Order
-from vllm_async_spec.vllm_plugin.audit_agent import Agent
+from vllm_async_spec.vllm_plugin.audit_agent.agent import Agent
 
 
 class Runner:

@@ -466,7 +466,7 @@ def test_a_control_breaks_what_it_names(control: str, monkeypatch: pytest.Monkey
     from vllm_async_spec.spec_decode import DeviceProgress
 
     pytest.importorskip("vllm")
-    from vllm_async_spec.vllm_plugin import optimistic_runner
+    from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
     correct, needed_by = DeviceProgress.correct, optimistic_runner.needed_by
     monkeypatch.setattr(DeviceProgress, "correct", correct)  # put back after the test

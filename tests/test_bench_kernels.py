@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import kernels
 from benchmarks.cli import app
 from benchmarks.results import RESULTS
-from vllm_async_spec.vllm_plugin.flashinfer_graphs import MOST_ROWS
+from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

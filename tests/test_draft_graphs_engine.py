@@ -24,7 +24,7 @@ BOTH_WAYS = """
 import copy, json, sys
 from vllm import LLM, SamplingParams
 from vllm_async_spec.demo.train import PROMPTS
-from vllm_async_spec.vllm_plugin import draft_graphs
+from vllm_async_spec.vllm_plugin.patches import draft_graphs
 target, draft, compilation = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 llm = LLM(model=target, speculative_config={"method": "draft_model", "model": draft, "num_speculative_tokens": 3},
           async_scheduling=True, max_model_len=256, max_num_seqs=24, dtype="float16", seed=0,
@@ -62,7 +62,7 @@ print("FOUND " + json.dumps({"refused": reason, "captured": captured, "drafts": 
 def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, compiled: bool):
     """In one engine, batch by batch, with rows that are filled up as requests end."""
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    from vllm_async_spec.vllm_plugin.optimistic_runner import unneeded
+    from vllm_async_spec.vllm_plugin.patches.optimistic_runner import unneeded
 
     reason = unneeded(runner._update_states)
     if reason is not None:

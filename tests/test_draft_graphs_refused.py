@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_async_spec.vllm_plugin import draft_graphs
+from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 
 class FlashAttentionMetadataBuilder:

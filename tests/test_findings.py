@@ -185,7 +185,7 @@ print("EARLY", sum(bool(set(tokens) & set(usual)) for tokens in first), len(firs
 
 def test_min_tokens_is_lifted_early(gpu_models: Any):
     """Requests may stop at every token that they would choose, once they have enough; asynchronous, some do before."""
-    from vllm_async_spec.vllm_plugin.min_tokens import IMPLEMENTATIONS
+    from vllm_async_spec.vllm_plugin.patches.min_tokens import IMPLEMENTATIONS
 
     batch: Any = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
     mended = IMPLEMENTATIONS["min-tokens"].unneeded(batch.update_async_output_token_ids)
@@ -208,7 +208,7 @@ def test_min_tokens_is_lifted_early(gpu_models: Any):
 
 def carried() -> str | None:
     """Why the host takes nothing off, and gives asynchronous draft steps no lengths of its own: from 0.19 on."""
-    from vllm_async_spec.vllm_plugin.optimistic_runner import IMPLEMENTATIONS
+    from vllm_async_spec.vllm_plugin.patches.optimistic_runner import IMPLEMENTATIONS
 
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     return IMPLEMENTATIONS["optimistic-runner"].unneeded(runner._update_states)

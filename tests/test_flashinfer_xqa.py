@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_async_spec.vllm_plugin import flashinfer_xqa
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.patches import flashinfer_xqa
 
 
 class Platform:

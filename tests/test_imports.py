@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "vllm_async_spec"
 
 # Lowest first: a part may import parts of lower rows, and its own row's only where it is the same part.
 LAYERS = [
-    {"_version", "sync_policy", "host_copy", "host_lengths", "metadata"},
+    {"_version", "sync_policy", "host_copy", "host_lengths", "metadata", "patching"},
     {"kernels"},
     {"attention", "spec_decode"},
     {"audit"},
@@ -27,14 +28,29 @@ VLLM_PARTS = {"vllm_plugin", "audit", "compat", "demo"}
 
 
 def imports(path: Path) -> set[str]:
+    """What it imports, inside functions too: modules, and each name of a module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next and the last the first; empty where there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
 
 
 def part_of(path: Path) -> str:
@@ -59,10 +75,34 @@ def test_imports_point_downwards(path: Path):
             assert part == "generation", f"{part} imports transformers"
 
 
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Inside functions neither: an import that must wait for another hides a circle."""
+    files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    # A package beside one of its own modules is where the name was found, not another step.
+    graph = {
+        module: {name for name in imports(path) & files.keys() if name != module and not is_only_the_way(name, path)}
+        for module, path in files.items()
+    }
+    assert not circle(graph)
+
+
+def is_only_the_way(name: str, path: Path) -> bool:
+    """Whether all that `path` imports from the package `name` are modules of it."""
+    named = {other.removeprefix(f"{name}.") for other in imports(path) if other.startswith(f"{name}.")}
+    package = PACKAGE.parent.joinpath(*name.split("."))
+    direct = {each for each in named if "." not in each}
+    return bool(direct) and all((package / f"{each}.py").exists() or (package / each).is_dir() for each in direct)
+
+
+def test_a_circle_is_seen() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) in (list("abca"), list("bcab"), list("cabc"))
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 def test_the_rule_sees_an_upward_import(tmp_path: Path):
     path = tmp_path / "bad.py"
     path.write_text("from vllm_async_spec.cli import main\nimport vllm.config\n")
-    assert imports(path) == {"vllm_async_spec.cli", "vllm.config"}
+    assert imports(path) == {"vllm_async_spec.cli", "vllm_async_spec.cli.main", "vllm.config"}
     assert RANK["cli"] > RANK["metadata"]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_async_spec.vllm_plugin import audit_agent
-from vllm_async_spec.vllm_plugin.fingerprint import fingerprint
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import (
     Implementation,
     Ledger,
@@ -26,9 +26,9 @@ from vllm_async_spec.vllm_plugin.ledger import (
     release_runs,
     verify,
 )
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS, _is_vllms_command_line
 from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 SOURCE = '''
 import functools
@@ -273,7 +273,7 @@ print(json.dumps([
     )
     assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode).stdout) == [[], [], "torch"]
     there = json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode, VLLM_ASYNC_SPEC_AUDIT="1").stdout)
-    assert "vllm_async_spec.vllm_plugin.audit_agent" in there[0]
+    assert "vllm_async_spec.vllm_plugin.audit_agent.agent" in there[0]
     assert there[1] == ["audit-engine-core", "audit-route", "audit-worker"]
     assert there[2] == "vllm_async_spec.audit." + ("cpu_waits" if torch.version.cuda is None else "cuda_waits")
 

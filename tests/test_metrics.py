@@ -30,7 +30,7 @@ from vllm_async_spec.sync_policy import host_read, record_fallback
 from vllm_async_spec.vllm_plugin.metrics import publisher as publishing
 from vllm_async_spec.vllm_plugin.metrics.run_directory import VARIABLE
 from vllm_async_spec.vllm_plugin.plugin import load
-from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
 
 publishing.INTERVAL = 0.05
 

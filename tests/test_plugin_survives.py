@@ -58,7 +58,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda root: (root / ENTRY).unlink(), "min-tokens: it has no entry in the ledger"),
     "no ledger": (lambda root: shutil.rmtree(root / "patches"), "PatchError: there is no patch ledger in"),
     "a patch that can't be imported": (
-        lambda root: (root / "vllm_async_spec/vllm_plugin/min_tokens.py").write_text("raise ImportError('no such')"),
+        lambda root: (root / "vllm_async_spec/vllm_plugin/patches/min_tokens.py").write_text(
+            "raise ImportError('no such')"
+        ),
         "vllm-async-spec can't be imported: ImportError: no such",
     ),
     "a core that can't be imported": (
@@ -167,7 +169,7 @@ COPIES = """
     def load(package):
         plugin = importlib.import_module(f"{package}.vllm_plugin.plugin")
         ledger = importlib.import_module(f"{package}.vllm_plugin.ledger")
-        prints = importlib.import_module(f"{package}.vllm_plugin.fingerprint")
+        prints = importlib.import_module(f"{package}.vllm_plugin.ledger.fingerprint")
         found = prints.fingerprint(Path("upstream/first.py").read_text(), "f")
         target = ledger.Target("upstream.first", "f", {"1.0": found})
         plugin.IMPLEMENTATIONS.clear()

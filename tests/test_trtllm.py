@@ -557,7 +557,7 @@ def compiled_xqa() -> Callable[..., torch.Tensor]:
         pytest.skip(f"FlashInfer does not decode with XQA on compute capability {capability[0]}.{capability[1]}")
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-    from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa
+    from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa import compile_xqa
 
     group = GPU_SHAPE.num_heads // GPU_SHAPE.num_kv_heads
     shapes: list[tuple[Any, ...]] = []

@@ -131,7 +131,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= environment(arguments.mode)
     if arguments.mode is Mode.ASYNC:
-        from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+        from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
         open_cpu_gate()
     wanted = [name for name in SCENARIOS if name in (arguments.scenario or SCENARIOS)]

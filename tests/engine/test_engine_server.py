@@ -21,9 +21,9 @@ from vllm_async_spec import __version__
 from vllm_async_spec.audit.report import Place, Report
 from vllm_async_spec.cli import app
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
-from vllm_async_spec.vllm_plugin import audit_agent
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -120,7 +120,8 @@ def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itsel
     ((same_cause, seconds),) = server.series("async_spec_host_wait_seconds_total").items()
     assert reason == 'reason="min_tokens"'
     assert re.fullmatch(
-        r'cause="sampled_token_ids at vllm_async_spec/vllm_plugin/min_tokens.py:\d+ synchronize",kind="event"', cause
+        r'cause="sampled_token_ids at vllm_async_spec/vllm_plugin/patches/min_tokens.py:\d+ synchronize",kind="event"',
+        cause,
     )
     assert cause == same_cause
     assert seconds > 0

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from undone import undone
 
-from vllm_async_spec.vllm_plugin.asked_outputs import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.patches.lazy_outputs import IMPLEMENTATIONS
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "outputs-when-asked")
 

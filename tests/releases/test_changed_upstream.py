@@ -18,11 +18,11 @@ import fake_flashinfer
 import pytest
 from undone import undone
 
-from vllm_async_spec.vllm_plugin import audit_agent
-from vllm_async_spec.vllm_plugin.fingerprint import fingerprint, module_file
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchSpec, State, Target, applying, load_ledger
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint, module_file
 from vllm_async_spec.vllm_plugin.ledger.targets import defines, resolve
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 SPECS = load_ledger()
 ALL = IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS

@@ -180,7 +180,7 @@ way, source, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 handle = prepare(source, plugin=way != "stock")
 device = open_device("cpu", handle)
 if way != "stock":
-    from vllm_async_spec.vllm_plugin import flashinfer_builder
+    from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
     from vllm_async_spec.vllm_plugin.plugin import load
     load(report=False)
     if way == "uncorrected":

@@ -17,8 +17,8 @@ from simulation.judge import differences, mistakes
 from simulation.schedule import random_schedule, run
 from undone import applied
 
-from vllm_async_spec.vllm_plugin import draft_graphs
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
+from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "draft-graphs")
 SEEDS = [seed for seed in range(20) if not random_schedule(seed).shape.axes][:5]

@@ -16,8 +16,8 @@ from undone import ledger_of, undone
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin import fast_prefill
 from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.patches import fast_prefill
 
 BATCHES: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     # query lengths, lengths, draft tokens of each request

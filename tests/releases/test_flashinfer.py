@@ -22,8 +22,8 @@ from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
-from vllm_async_spec.vllm_plugin import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
 from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.patches import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
 
 PAGE, DRAFTS, LONGEST = 16, 3, 8192
 BATCHES = {

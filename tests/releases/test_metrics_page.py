@@ -11,8 +11,8 @@ from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
 from undone import undone
 
-from vllm_async_spec.vllm_plugin import prometheus_registry
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.patches import prometheus_registry
 
 NAME = "prometheus-registry"
 

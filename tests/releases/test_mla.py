@@ -23,8 +23,8 @@ from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.mla import mla_builder
 from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.host_lengths import with_host_values
-from vllm_async_spec.vllm_plugin import mla_prefill
 from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.patches import mla_prefill
 
 PAGE = 64
 BACKENDS = {

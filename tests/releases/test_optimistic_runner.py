@@ -19,8 +19,8 @@ from vllm_async_spec.compat.cases import CASES, Host
 from vllm_async_spec.compat.check import AbsentError, check
 from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.kernels import device_inputs
-from vllm_async_spec.vllm_plugin.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
+from vllm_async_spec.vllm_plugin.patches.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 ROWS, TOKENS, DRAFTS = 8, 64, 3

@@ -16,10 +16,10 @@ from undone import undone
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin import audit_agent
-from vllm_async_spec.vllm_plugin.async_scheduling import explain
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, load_ledger, verify
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.patches.async_scheduling import explain
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 QUERY, SEQ = [1, 4, 7], [33, 100, 7]
 COMPUTED = [32, 96, 0]
@@ -183,7 +183,7 @@ def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, rele
         pytest.skip("an option that was not given is None in this release")
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_async_spec.vllm_plugin import async_scheduling
+    from vllm_async_spec.vllm_plugin.patches import async_scheduling
 
     stock = EngineArgs.__init__.__wrapped__
     made = EngineArgs.__new__(EngineArgs)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from undone import ledger_of, undone
 
 from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
-from vllm_async_spec.vllm_plugin.top_k import top_k_only
+from vllm_async_spec.vllm_plugin.patches.top_k_bound import top_k_only
 
 SPEC = next(spec for spec in load_ledger() if spec.name == "top-k-bound")
 VOCABULARY = 64

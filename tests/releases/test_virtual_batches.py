@@ -17,8 +17,8 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.local_attention import layer_module, local_attention_builder
 from vllm_async_spec.compat.setting import Setting
-from vllm_async_spec.vllm_plugin import virtual_batches
 from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.patches import virtual_batches
 
 PAGE, CHUNK = 16, 32
 SETTING = Setting(torch.device("cpu"))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class DemoEngine:
         import torch
         import vllm
 
-        from vllm_async_spec.vllm_plugin.async_scheduling import open_cpu_gate
+        from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
         self._cuda = torch.cuda.is_available()
         if not self._cuda and setup["async_scheduling"] and os.environ.get("VLLM_ASYNC_SPEC") == "off":

@@ -4,70 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
-from vllm_async_spec.vllm_plugin import (
-    asked_outputs,
-    async_scheduling,
-    draft_graphs,
-    draft_lengths,
-    fast_prefill,
-    flashinfer_builder,
-    flashinfer_xqa,
-    metadata_patches,
-    min_tokens,
-    mla_prefill,
-    optimistic_runner,
-    prometheus_registry,
-    top_k,
-    virtual_batches,
-)
 from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, State, known_releases, read_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
-from vllm_async_spec.vllm_plugin.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
+from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
 from vllm_async_spec.vllm_plugin.settings import Audit, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.state import Plugin, activate, active_plugin
 from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
-
-IMPLEMENTATIONS = {
-    **asked_outputs.IMPLEMENTATIONS,
-    **async_scheduling.IMPLEMENTATIONS,
-    **draft_graphs.IMPLEMENTATIONS,
-    **draft_lengths.IMPLEMENTATIONS,
-    **fast_prefill.IMPLEMENTATIONS,
-    **flashinfer_builder.IMPLEMENTATIONS,
-    **flashinfer_xqa.IMPLEMENTATIONS,
-    **metadata_patches.IMPLEMENTATIONS,
-    **mla_prefill.IMPLEMENTATIONS,
-    **min_tokens.IMPLEMENTATIONS,
-    **optimistic_runner.IMPLEMENTATIONS,
-    **prometheus_registry.IMPLEMENTATIONS,
-    **top_k.IMPLEMENTATIONS,
-    **virtual_batches.IMPLEMENTATIONS,
-}
-
-
-@dataclass(slots=True)
-class Plugin:
-    """The plugin in this process: its settings, and the patches that they allow."""
-
-    settings: Settings
-    ledger: Ledger | None = None
-    """None where nothing may be patched: the mode is `off`, and no audit was asked for."""
-    failure: str | None = None
-    """Why nothing is patched though the mode asks for it."""
-    strictness: Strictness | None = None
-    """In the mode `strict`: what has been refused."""
-
-
-_plugin: Plugin | None = None
-
-
-def active_plugin() -> Plugin | None:
-    """The plugin of this process, or None where nothing has loaded it."""
-    return _plugin
 
 
 def load(*, report: bool = True) -> Plugin:
@@ -83,16 +30,17 @@ def load(*, report: bool = True) -> Plugin:
         SettingError: an environment variable has a value that does not exist.
         StrictError: the mode is `strict` and a patch was refused.
     """
-    global _plugin
-    if _plugin is None:
-        _plugin = Plugin(Settings.read())
+    plugin = active_plugin()
+    if plugin is None:
+        plugin = Plugin(Settings.read())
+        activate(plugin)
         try:
-            _install(_plugin, report)
+            _install(plugin, report)
         except Exception as error:
-            _run_stock(_plugin, error)
-    elif _plugin.strictness is not None:
-        _plugin.strictness.insist()
-    return _plugin
+            _run_stock(plugin, error)
+    elif plugin.strictness is not None:
+        plugin.strictness.insist()
+    return plugin
 
 
 def entry_point() -> None:
@@ -132,7 +80,7 @@ def _install(plugin: Plugin, report: bool) -> None:
     if settings.mode is not Mode.OFF:
         publisher.start(ledger.outcomes)
     if settings.audit is Audit.ON:
-        from vllm_async_spec.vllm_plugin.audit_agent import hear_events_from_now_on
+        from vllm_async_spec.vllm_plugin.audit_agent.agent import hear_events_from_now_on
 
         hear_events_from_now_on()
     if strictness is not None:
@@ -158,9 +106,9 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     if settings.audit is Audit.OFF:
         return patches
     # The tool costs nothing until it is asked for, not even its import.
-    from vllm_async_spec.vllm_plugin import audit_agent
+    from vllm_async_spec.vllm_plugin.audit_agent.agent import IMPLEMENTATIONS as AUDIT
 
-    return patches | audit_agent.IMPLEMENTATIONS
+    return patches | AUDIT
 
 
 def _release(known: tuple[str, ...]) -> str | None:

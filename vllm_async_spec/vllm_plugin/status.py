@@ -173,7 +173,7 @@ def _engine(arguments: Mapping[str, Any] | None) -> tuple[str, str | None, str]:
         return "depends on the model", None, "depends on the engine's arguments; give --model and --speculative-config"
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_async_spec.vllm_plugin.async_scheduling import explain
+    from vllm_async_spec.vllm_plugin.patches.async_scheduling import explain
 
     config, decision = explain(EngineArgs(**arguments))
     backend = getattr(getattr(config, "attention_config", None), "backend", None)

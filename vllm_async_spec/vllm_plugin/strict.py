@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from types import ModuleType
 
-from vllm_async_spec.vllm_plugin.import_hook import when_imported
+from vllm_async_spec.vllm_plugin.ledger.import_hook import when_imported
 from vllm_async_spec.vllm_plugin.settings import MODE
 
 _ENGINE = "vllm.v1.engine.core"

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from vllm_async_spec.vllm_plugin.import_hook import is_initialising, when_imported
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target
+from vllm_async_spec.vllm_plugin.ledger.import_hook import is_initialising, when_imported
 from vllm_async_spec.vllm_plugin.ledger.targets import (
     defines,
     package_root,
@@ -26,7 +27,6 @@ from vllm_async_spec.vllm_plugin.ledger.targets import (
     source_file,
 )
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, compare
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
 class State(str, enum.Enum):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from vllm_async_spec.vllm_plugin.fingerprint import fingerprint
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from vllm_async_spec.vllm_plugin.fingerprint import module_file
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, Target
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import module_file
 
 
 def defines(module: ModuleType, qualname: str) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_async_spec.vllm_plugin.fingerprint import fingerprint, module_file
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint, module_file
 
 
 class Match(str, enum.Enum):

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes, captured
-from vllm_async_spec.vllm_plugin import optimistic_runner
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
 BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
 """Classes that build for drafting by nothing but launches, from nothing but what is on the device and bounds."""

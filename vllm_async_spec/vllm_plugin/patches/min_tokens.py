@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, overload
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _PLACEHOLDER = -1
 

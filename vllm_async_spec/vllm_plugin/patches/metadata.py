@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from vllm_async_spec.host_lengths import HostLengths, Trust, VllmHostLengths, host_values_of, with_host_values
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 CLASS = "CommonAttentionMetadata"
 

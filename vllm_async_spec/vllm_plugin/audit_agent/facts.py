@@ -10,6 +10,7 @@ import torch
 
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.settings import Mode
+from vllm_async_spec.vllm_plugin.state import active_plugin
 
 
 def worker_facts(runner: Any) -> dict[str, Any]:
@@ -57,8 +58,6 @@ def _driver() -> str:
 
 
 def _plugin() -> str:
-    from vllm_async_spec.vllm_plugin.plugin import active_plugin  # which is what imports this package's audit
-
     plugin = active_plugin()
     if plugin is None or plugin.settings.mode is Mode.OFF or plugin.ledger is None:
         return "off"

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from vllm_async_spec.host_lengths import Trust, host_values_of
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _HOST_SHADOWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu")
 

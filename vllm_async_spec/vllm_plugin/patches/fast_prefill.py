@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.metadata_patches import without_host_lengths
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
 
 _MAKE = "make_kv_sharing_fast_prefill_common_attn_metadata"
 _PREPARE = "_prepare_kv_sharing_fast_prefill"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
 @dataclass(frozen=True, slots=True)

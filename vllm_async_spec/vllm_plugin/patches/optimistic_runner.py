@@ -25,11 +25,11 @@ import torch
 
 from vllm_async_spec.host_lengths import host_values_of
 from vllm_async_spec.kernels import PagedGroup, StepInputs
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
-from vllm_async_spec.vllm_plugin.exact_counts import always_needed, needed_by
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.exact_counts import always_needed, needed_by
 
 _CLASS = "GPUModelRunner"
 

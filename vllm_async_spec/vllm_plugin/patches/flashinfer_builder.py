@@ -30,13 +30,13 @@ from vllm_async_spec.attention.trtllm_shape import (
 )
 from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.kernels import compile_kernels
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
-from vllm_async_spec.vllm_plugin.flashinfer_graphs import MOST_ROWS, GraphWrappers, drafts_in_graphs
-from vllm_async_spec.vllm_plugin.flashinfer_mixed import MixedWrapper, load_flash_attention_2
-from vllm_async_spec.vllm_plugin.flashinfer_xqa import compile_xqa, no_flashinfer, without_xqa
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS, GraphWrappers, drafts_in_graphs
+from vllm_async_spec.vllm_plugin.patches.flashinfer_mixed import MixedWrapper, load_flash_attention_2
+from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa import compile_xqa, no_flashinfer, without_xqa
 
 _PLANS_IN_FLIGHT = 8
 """A step plans once for the target and at most once for each draft, and two steps are in flight; more wait, counted."""

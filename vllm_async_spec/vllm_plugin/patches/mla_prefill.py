@@ -20,10 +20,10 @@ import torch
 
 from vllm_async_spec.host_copy import HostCopy
 from vllm_async_spec.host_lengths import query_lens
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
-from vllm_async_spec.vllm_plugin.fingerprint import module_file
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import module_file
 
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 

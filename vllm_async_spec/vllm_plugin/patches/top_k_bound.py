@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
 def _unneeded(make: Any) -> str | None:

@@ -19,10 +19,10 @@ import torch
 
 from vllm_async_spec.host_copy import HostCopy
 from vllm_async_spec.kernels import gather_pages, split_by_chunks, virtual_batches
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
-from vllm_async_spec.vllm_plugin.metadata_patches import without_host_lengths
-from vllm_async_spec.vllm_plugin.transaction import Transaction
+from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
 
 _CUT = "make_local_attention_virtual_batches"
 _CREATE = "create_chunked_local_attention_backend"

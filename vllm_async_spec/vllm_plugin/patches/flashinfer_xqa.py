@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform, logger
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 NO_CUBINS = (
     "vllm-async-spec: NVIDIA's artifact server does not answer and the package flashinfer-cubin is not installed, so "

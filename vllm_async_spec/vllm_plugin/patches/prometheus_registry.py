@@ -6,11 +6,11 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher
 from vllm_async_spec.vllm_plugin.settings import Settings
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 publisher = Publisher()
 """That of this process."""

@@ -22,10 +22,10 @@ from vllm_async_spec.audit.cuda_waits import hear_events
 from vllm_async_spec.audit.engine import RPC
 from vllm_async_spec.audit.recording import How, Order, Recorder, UnderWay
 from vllm_async_spec.audit.spans import Watch, replace
-from vllm_async_spec.vllm_plugin import audit_phases
-from vllm_async_spec.vllm_plugin.audit_facts import worker_facts
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.audit_agent import phases
+from vllm_async_spec.vllm_plugin.audit_agent.facts import worker_facts
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 
 class Agent:
@@ -120,9 +120,9 @@ class Agent:
 
     def _watch_all(self, watch: Watch, cpu: CpuWaits | None) -> None:
         if self._core is not None:
-            audit_phases.watch_engine_core(watch, self._core)
+            phases.watch_engine_core(watch, self._core)
         if self._runner is not None:
-            audit_phases.watch_runner(watch, self._runner, cpu)
+            phases.watch_runner(watch, self._runner, cpu)
 
 
 AGENT = Agent()
@@ -157,7 +157,7 @@ def _route(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(build_app)
     def with_route(*args: Any, **kwargs: Any) -> Any:
-        from vllm_async_spec.vllm_plugin.audit_route import add_route
+        from vllm_async_spec.vllm_plugin.audit_agent.route import add_route
 
         app = build_app(*args, **kwargs)
         add_route(app)

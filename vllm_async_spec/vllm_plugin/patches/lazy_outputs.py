@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
+from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.transaction import Transaction
 
 _THREAD = "async_output_thread"
 
