@@ -15,7 +15,7 @@ import torch
 from benchmarks import child
 from benchmarks.arms import Acceptance, Arm, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.plans import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import Method
 
 pytestmark = [
@@ -32,7 +32,7 @@ RUNNERS = ("V1", "V2") if ON_GPU else ("V1",)
 
 def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -> Arm:
     path = os.pathsep.join(filter(None, (str(READER), os.environ.get("PYTHONPATH"))))
-    engine: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1} if ON_GPU else CPU_ENGINE
+    engine: dict[str, Any] = {"enforce_eager": True} | BESIDE_OTHERS if ON_GPU else CPU_ENGINE
     return Arm(
         f"{method.value} K = {draft_tokens} {runner}",
         "tiny",
