@@ -86,11 +86,8 @@ class Client:
     async def receive(self) -> dict[str, Any]:
         if self.read < len(self.pieces):
             self.read += 1
-            return {
-                "type": "http.request",
-                "body": self.pieces[self.read - 1],
-                "more_body": self.read < len(self.pieces),
-            }
+            more = self.read < len(self.pieces)
+            return {"type": "http.request", "body": self.pieces[self.read - 1], "more_body": more}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
@@ -187,10 +184,8 @@ def test_the_key_of_the_environment_counts_unless_the_option_is_given(monkeypatc
 def test_where_the_keys_have_moved_nobody_is_let_in() -> None:
     app = server()
     app.state.args = SimpleNamespace(api_keys=["one"])
-    assert asked(app) == (
-        503,
-        {"error": "the server's keys can't be found in this vLLM, so it can't be audited over HTTP"},
-    )
+    why = "the server's keys can't be found in this vLLM, so it can't be audited over HTTP"
+    assert asked(app) == (503, {"error": why})
 
 
 OBJECT = "it must be an object with steps, skip and seconds, or {}"
@@ -205,9 +200,7 @@ MISTAKES = {
     '{"steps": true}': "steps is True; it must be a whole number from 3 to 2048",
     '{"steps": 3.5}': "steps is 3.5; it must be a whole number from 3 to 2048",
     '{"steps": 2049}': "steps is 2049; it must be a whole number from 3 to 2048",
-    '{"steps": "8"}': "steps is '8'; it must be a whole number from 3 to 2048",
     '{"skip": -1}': "skip is -1; it must be a whole number from 0 to 2048",
-    '{"skip": null}': "skip is None; it must be a whole number from 0 to 2048",
     '{"seconds": NaN}': "seconds is nan; it must be a number from 1 to 600",
     '{"seconds": 1e999}': "seconds is inf; it must be a number from 1 to 600",
     '{"seconds": true}': "seconds is True; it must be a number from 1 to 600",
@@ -337,8 +330,7 @@ def ended_while_analysing(scratch: Path, end: Callable[[FastAPI, Client], None],
             assert list(scratch.iterdir()) == []
             return answer
 
-    answer: Answer = ran(ask)
-    return answer
+    return ran(ask)
 
 
 def client_goes(app: FastAPI, client: Client) -> None:
@@ -395,16 +387,13 @@ def test_an_engine_that_dies_is_not_waited_for() -> None:
     assert said["error"] == "the engine ended while it was audited; the server's log says why"
 
 
-def test_a_server_without_an_engine_says_in_its_log_that_it_has_no_route(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("lacks", ["engine", "routes"])
+def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture) -> None:
     app = server()
-    app.state.engine_client = None
+    if lacks == "engine":
+        app.state.engine_client = None
+    else:
+        app.add_route = None
     assert asked(app)[0] == 404
     (line,) = caplog.messages
     assert line.startswith(f"vllm-async-spec: this server can't be audited, it gets no POST {PATH}: ")
-
-
-def test_an_application_that_takes_no_route_serves_on(caplog: pytest.LogCaptureFixture) -> None:
-    app = server()
-    app.add_route = None
-    assert asked(app)[0] == 404
-    assert "'NoneType' object is not callable" in caplog.text
