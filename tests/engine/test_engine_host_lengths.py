@@ -80,7 +80,7 @@ def test_every_host_property_is_exact_in_every_build(
     steps = sum(build["tokens"] > 1 for build in builds)
     print(f"{method.value} K = {draft_tokens}, {runner}: {len(stale)} of {len(builds)} builds had a stale value")
     assert steps > 8, "the target's own builds"
-    assert len(builds) > steps or runner == "V2", "V1 builds for each draft; V2 builds once for all"
+    assert len(builds) > steps or runner == "V2" or draft_tokens == 1, "V1 builds for each draft but the first"
     assert not stale
 
 
