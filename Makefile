@@ -14,7 +14,7 @@ RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
-.PHONY: demo bench test test-slow coverage test-releases test-transformers test-planner compat docs wheel lint clean
+.PHONY: demo bench test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -64,6 +64,10 @@ test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own plann
 		test -d $(CACHE)/planner/$$release || $(UV) --no-deps --target $(CACHE)/planner/$$release flashinfer-python==$$release || exit 1; \
 	done
 	PLANNER=$(CACHE)/planner $(PYTHON) -m pytest -m slow tests/test_flashinfer_planner.py
+
+test-upstream: $(VENV)/.ready  ## vLLM's own tests that need no GPU, with the plugin and without; UPSTREAM="v1/core" runs a part
+	test -d $(CACHE)/upstream/packages || $(UV) $(FIND_LINKS) --no-deps --target $(CACHE)/upstream/packages tblib==3.2.2 pytest-asyncio==1.5.0
+	$(PYTHON) tests/upstream --cache $(CACHE)/upstream $(UPSTREAM)
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'vllm-asy
 
 from vllm_async_spec.audit import engine
 from vllm_async_spec.audit.engine import AuditError, Ran, answers, saved_files
+from vllm_async_spec.audit.folder import make_folder
 from vllm_async_spec.audit.recording import How, Order
 from vllm_async_spec.vllm_plugin.audit_agent.agent import Agent
 
@@ -56,15 +60,22 @@ class EngineOf:
         return self.ask({"do": "arm", "how": "full", "skip": 0, "steps": steps, "folder": str(folder)})
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """As the front end of an audit makes it."""
+    with make_folder() as made:
+        yield Path(made)
+
+
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole engine is recorded instead")
 
 
 @needs_no_gpu
 @pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
-def test_phases_of_core_and_worker_are_recorded_once_and_everything_is_put_back(apart, tmp_path):
+def test_phases_of_core_and_worker_are_recorded_once_and_everything_is_put_back(apart, folder):
     before = vars(Runner)["execute_model"], vars(Scheduler)["schedule"]
     engine_ = EngineOf(apart=apart)
-    engine_.arm(tmp_path)
+    engine_.arm(folder)
     for _ in range(5):
         engine_.step()
     files = saved_files(engine_.ask({"do": "save"}))
@@ -79,14 +90,82 @@ def test_phases_of_core_and_worker_are_recorded_once_and_everything_is_put_back(
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
-def test_a_second_audit_is_refused_in_words_and_leaves_the_first_alone(apart, tmp_path):
+def test_a_second_audit_is_refused_in_words_and_leaves_the_first_alone(apart, folder):
     engine_ = EngineOf(apart=apart)
-    order = {"do": "arm", "how": "plain", "skip": 0, "steps": 3, "folder": str(tmp_path)}
+    order = {"do": "arm", "how": "plain", "skip": 0, "steps": 3, "folder": str(folder)}
     engine_.ask(order)
     with pytest.raises(AuditError, match=r"^an audit of this engine is under way \(0 of 3 steps\); wait for it"):
         engine_.ask(order)
-    engine_.ask({"do": "cancel"})
+    engine_.ask({"do": "cancel", "folder": str(folder)})
     engine_.ask(order)
+
+
+def test_only_who_asked_for_a_recording_cancels_it(folder):
+    engine_ = EngineOf()
+    engine_.arm(folder)
+    engine_.ask({"do": "cancel", "folder": "/another"})
+    with pytest.raises(AuditError, match="is under way"):
+        engine_.arm(folder)
+    engine_.ask({"do": "cancel", "folder": str(folder)})
+    engine_.arm(folder)
+    engine_.ask({"do": "cancel", "folder": str(folder)})
+
+
+def _linked(folder: Path) -> Path:
+    link = folder.with_name(f"{folder.name}-link")
+    link.symlink_to(folder)
+    return link
+
+
+def _file(folder: Path) -> Path:
+    file = folder.with_name(f"{folder.name}-file")
+    file.touch(0o700)
+    return file
+
+
+def _open(folder: Path) -> Path:
+    folder.chmod(0o750)
+    return folder
+
+
+def _somebody_elses(folder: Path) -> Path:
+    os.chown(folder, 65534, -1)
+    return folder
+
+
+FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "elsewhere": (lambda folder: Path.home(), "it is not a vllm-async-spec-audit-* in "),
+    "below": (lambda folder: folder / folder.name, "it is not a vllm-async-spec-audit-* in "),
+    "around a corner": (lambda folder: folder / ".." / "..", "it is not a vllm-async-spec-audit-* in "),
+    "another name": (lambda folder: folder.parent / "mine", "it is not a vllm-async-spec-audit-* in "),
+    "gone": (lambda folder: folder.with_name(f"{folder.name}-gone"), "No such file or directory"),
+    "a link": (_linked, "it is no directory"),
+    "a file": (_file, "it is no directory"),
+    "open to others": (_open, "it is not this user's alone"),
+    "somebody else's": (_somebody_elses, "it is not this user's alone"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_nothing_is_recorded_in_a_folder_that_no_front_end_made(case, folder, tmp_path, monkeypatch):
+    make, why = FOLDERS[case]
+    if make is _somebody_elses and os.geteuid():
+        pytest.skip("only root gives a folder away")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    engine_ = EngineOf()
+    with make_folder() as good:
+        named = make(Path(good))
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(AuditError) as error:
+            engine_.arm(named)
+        engine_.step()
+        assert f"an audit can't be recorded in {str(named)!r}: {why}" in str(error.value)
+        assert str(error.value).endswith("; leave making the folder to vllm-async-spec")
+        assert sorted(tmp_path.rglob("*")) == before
+        Path(good).chmod(0o700)
+        os.chown(good, os.geteuid(), -1)
+        engine_.arm(good)
+        engine_.ask({"do": "cancel", "folder": good})
 
 
 def test_what_an_agent_does_not_know_is_an_answer_and_no_exception():
@@ -94,14 +173,14 @@ def test_what_an_agent_does_not_know_is_an_answer_and_no_exception():
     assert "asked to 'dance'; it can describe, arm, save and cancel" in json.loads(reply)["error"]
 
 
-def test_only_the_first_rank_is_recorded(tmp_path):
+def test_only_the_first_rank_is_recorded(folder):
     engine_ = EngineOf(rank=1)
-    (reply,) = engine_.replies(do="arm", how="plain", skip=0, steps=3, folder=str(tmp_path))[1:]
+    (reply,) = engine_.replies(do="arm", how="plain", skip=0, steps=3, folder=str(folder))[1:]
     assert json.loads(reply) == {"role": "worker", "rank": 1}
     engine_.step()
 
 
-def test_a_load_that_fails_leaves_the_engine_ready_for_the_next_audit(tmp_path):
+def test_a_load_that_fails_leaves_the_engine_ready_for_the_next_audit(folder):
     engine_ = EngineOf()
 
     def breaks() -> Ran:
@@ -110,15 +189,15 @@ def test_a_load_that_fails_leaves_the_engine_ready_for_the_next_audit(tmp_path):
 
     for _ in range(2):
         with pytest.raises(ConnectionError, match="the load's own"):
-            engine._record(engine_.ask, breaks, Order(How.PLAIN, 0, 3, str(tmp_path)))
+            engine._record(engine_.ask, breaks, Order(How.PLAIN, 0, 3, str(folder)))
 
 
-def test_a_load_is_run_until_the_steps_are_through(tmp_path):
+def test_a_load_is_run_until_the_steps_are_through(folder):
     engine_ = EngineOf()
 
     def work() -> Ran:
         engine_.step()
         return Ran(1, 1.0, None)
 
-    engine._record(engine_.ask, work, Order(How.PLAIN, 1, 3, str(tmp_path)))
+    engine._record(engine_.ask, work, Order(How.PLAIN, 1, 3, str(folder)))
     assert engine_.runner.steps == 5

@@ -25,7 +25,7 @@ REMOVALS = {
     "benchmarks/cli.py": ["path.unlink"],  # a result that --fresh throws away, once it was read as one
     "benchmarks/results.py": ["os.replace"],  # a result by its next turn's
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
-    "vllm_async_spec/vllm_plugin/audit_agent/route.py": ["done.unlink"],  # likewise
+    "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
     "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
     "vllm_async_spec/demo/train.py": ["fresh.rename"],  # likewise
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [

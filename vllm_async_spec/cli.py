@@ -253,6 +253,9 @@ def audit(
     url: Annotated[
         str | None, typer.Option(help="Audit a running server instead, started with VLLM_ASYNC_SPEC_AUDIT=1.")
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="One of the keys of the server at --url.")
+    ] = None,
     load: Annotated[
         str | None, typer.Option(help="decode, mixed, or a file of JSON lines; a server: what it serves anyway.")
     ] = None,
@@ -282,6 +285,9 @@ def audit(
         _fail(f"--compare is {compare!r}; it must be off")
     if url is not None and (compare is not None or context.args):
         _fail(f"{' '.join(context.args) or '--compare'} says nothing of a running server; leave it out, or use --model")
+    source = context.get_parameter_source("api_key")
+    if model is not None and source is not None and source.name == "COMMANDLINE":
+        _fail("--api-key says nothing of an engine that an audit starts; leave it out, or use --url")
     for option, path in (("--json", json_file), ("--html", html_file), ("--log", log)):
         if path is not None and not path.absolute().parent.is_dir():
             _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
@@ -290,7 +296,7 @@ def audit(
     try:
         with errors.status("asking the server") as status:
             if url is not None:
-                found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds)
+                found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds, api_key=api_key)
             else:
                 arguments = ["--model", str(model), *context.args]
                 options: dict[str, Any] = {"load": load or "decode", "batch": batch, "steps": steps}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -122,11 +120,11 @@ class VllmHostLengths(HostLengths):
 
     @property
     def _seq_lens_cpu(self) -> torch.Tensor | None:
-        return _given(self, "lengths")
+        return _given(self, _LENGTHS)
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
-        _give(self, "lengths", value)
+        _give(self, _LENGTHS, value)
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:
@@ -148,11 +146,11 @@ class VllmHostLengths(HostLengths):
 
     @property
     def _num_computed_tokens_cpu(self) -> torch.Tensor | None:
-        return _given(self, "computed")
+        return _given(self, _COMPUTED)
 
     @_num_computed_tokens_cpu.setter
     def _num_computed_tokens_cpu(self, value: torch.Tensor | None) -> None:
-        _give(self, "computed", value)
+        _give(self, _COMPUTED, value)
 
     def prefetch_host(self) -> None:
         """Warn that nothing is prefetched: without an epoch nothing could prove the value current."""
@@ -163,18 +161,29 @@ class VllmHostLengths(HostLengths):
         self._seq_lens_cpu = self._num_computed_tokens_cpu = None
 
 
-@contextlib.contextmanager
-def host_values_of(metadata: Any) -> Iterator[None]:
-    """Run the constructor of `metadata` within: the host values that it is given describe the lengths it is given."""
-    values = metadata.__dict__
-    values[_CONSTRUCTING] = True
-    yield
-    del values[_CONSTRUCTING]
-    for name in ("lengths", "computed"):
-        value = values.get(_GIVEN + name)
-        # One that was given for other lengths before still says for which: `dataclasses.replace` hands it on.
-        if isinstance(value, torch.Tensor) and not hasattr(value, _DESCRIBED):
-            setattr(value, _DESCRIBED, (metadata.seq_lens, _version(metadata.seq_lens)))
+class host_values_of:
+    """Run the constructor of `metadata` within: the host values that it is given describe the lengths it is given.
+
+    A class, because each object that a step makes pays for it, and a generator costs twice as much.
+    """
+
+    __slots__ = ("_metadata",)
+
+    def __init__(self, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def __enter__(self) -> None:
+        self._metadata.__dict__[_CONSTRUCTING] = True
+
+    def __exit__(self, *raised: object) -> None:
+        metadata = self._metadata
+        values = metadata.__dict__
+        del values[_CONSTRUCTING]
+        for name in _GIVEN_NAMES:
+            value = values.get(name)
+            # One that was given for other lengths before still says for which: `dataclasses.replace` hands it on.
+            if isinstance(value, torch.Tensor) and not hasattr(value, _DESCRIBED):
+                setattr(value, _DESCRIBED, (metadata.seq_lens, _version(metadata.seq_lens)))
 
 
 def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
@@ -192,7 +201,8 @@ def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
     return stand_in
 
 
-_CONSTRUCTING, _GIVEN, _STAND_IN = "_host_constructing", "_host_given_", "_host_stand_in"
+_CONSTRUCTING, _STAND_IN = "_host_constructing", "_host_stand_in"
+_GIVEN_NAMES = _LENGTHS, _COMPUTED = "_host_given_lengths", "_host_given_computed"
 _DESCRIBED = "_async_spec_described"
 """On a host value: the device lengths that it was given for, and their version."""
 
@@ -203,7 +213,7 @@ def _given(metadata: Any, name: str) -> torch.Tensor | None:
     value: torch.Tensor | None = values.get(_STAND_IN)
     if value is not None:
         return value
-    value = values.get(_GIVEN + name)
+    value = values.get(name)
     if value is None or metadata.host_trust is Trust.RENEWED:
         return value
     seq_lens, version = getattr(value, _DESCRIBED, (None, None))
@@ -214,8 +224,8 @@ def _given(metadata: Any, name: str) -> torch.Tensor | None:
 def _give(metadata: Any, name: str, value: torch.Tensor | None) -> None:
     """Take what is assigned: in the constructor, and after it only what renews a value given there."""
     values = metadata.__dict__
-    renews = metadata.host_trust is Trust.RENEWED and values.get(_GIVEN + name) is not None
-    values[_GIVEN + name] = value if renews or _CONSTRUCTING in values else None
+    renews = metadata.host_trust is Trust.RENEWED and values.get(name) is not None
+    values[name] = value if renews or _CONSTRUCTING in values else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -138,9 +138,16 @@ def speculating_command(target: Path, draft: Path, port: int) -> list[str]:
 @contextmanager
 def serving(target: Path, draft: Path, folder: Path, **variables: str) -> Iterator[Server]:
     """A server with speculative decoding that is ready; afterwards it has been asked to stop, and has."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port: int = probe.getsockname()[1]
-    command = speculating_command(target, draft, port)
+    port = free_port()
+    with started(speculating_command(target, draft, port), port, folder, **variables) as server:
+        yield server
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(STOP_TIMEOUT) == 0, server.log()[-4000:]
+
+
+@contextmanager
+def started(command: list[str], port: int, folder: Path, **variables: str) -> Iterator[Server]:
+    """A server that is ready; afterwards nothing is left of it."""
     log_file = folder / "server.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -154,12 +161,16 @@ def serving(target: Path, draft: Path, folder: Path, **variables: str) -> Iterat
     try:
         _wait_until_ready(server)
         yield server
-        process.send_signal(signal.SIGINT)
-        assert process.wait(STOP_TIMEOUT) == 0, server.log()[-4000:]
     finally:
         with suppress(ProcessLookupError):  # whatever is left of its own processes
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def _wait_until_ready(server: Server) -> None:

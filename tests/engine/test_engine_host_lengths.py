@@ -15,7 +15,7 @@ import torch
 from benchmarks import child
 from benchmarks.arms import Acceptance, Arm, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.plans import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import Method
 
 pytestmark = [
@@ -32,7 +32,7 @@ RUNNERS = ("V1", "V2") if ON_GPU else ("V1",)
 
 def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -> Arm:
     path = os.pathsep.join(filter(None, (str(READER), os.environ.get("PYTHONPATH"))))
-    engine: dict[str, Any] = {"enforce_eager": True, "gpu_memory_utilization": 0.1} if ON_GPU else CPU_ENGINE
+    engine: dict[str, Any] = {"enforce_eager": True} | BESIDE_OTHERS if ON_GPU else CPU_ENGINE
     return Arm(
         f"{method.value} K = {draft_tokens} {runner}",
         "tiny",
@@ -80,7 +80,7 @@ def test_every_host_property_is_exact_in_every_build(
     steps = sum(build["tokens"] > 1 for build in builds)
     print(f"{method.value} K = {draft_tokens}, {runner}: {len(stale)} of {len(builds)} builds had a stale value")
     assert steps > 8, "the target's own builds"
-    assert len(builds) > steps or runner == "V2", "V1 builds for each draft; V2 builds once for all"
+    assert len(builds) > steps or runner == "V2" or draft_tokens == 1, "V1 builds for each draft but the first"
     assert not stale
 
 

@@ -18,10 +18,16 @@ else:
 
 OUT = Path(os.environ["HOST_READER"])
 
+_kept: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def keep(metadata: Any) -> torch.Tensor:
+    lengths = metadata.seq_lens
+    return _kept.setdefault((lengths.data_ptr(), lengths.numel()), lengths.to("cpu", copy=True))
+
+
 if os.environ.get("HOST_READER_CONTROL") == "keep":
-    CommonAttentionMetadata.seq_lens_cpu = property(
-        lambda self: self.__dict__.setdefault("_kept", self.seq_lens.to("cpu", copy=True)), lambda self, value: None
-    )
+    CommonAttentionMetadata.seq_lens_cpu = property(keep, lambda self, value: None)
 
 
 def stale(metadata: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.cases import CASES, Host
@@ -218,6 +219,8 @@ def test_flashinfers_plans_are_wrong_without_the_plugins_correction(vllm_source:
 
 
 def test_mla_prefill_with_flashinfer_is_planned_from_the_device(vllm_source: Path, release: str):
+    if release == "0.21.0":
+        pytest.skip("vLLM 0.21.0 asks for its workspace at each build, where the suite has none")
     line = {"0.12.0": "common.py:773", "0.13.0": "common.py:776", "0.18.1": "mla_attention.py:1627"}
     verdict, _, why = flashinfer("stock", vllm_source, "MLA_PREFILL_FLASHINFER")
     assert verdict == "blocks"
@@ -226,7 +229,8 @@ def test_mla_prefill_with_flashinfer_is_planned_from_the_device(vllm_source: Pat
 
 def test_trtllm_takes_device_lengths_where_its_builder_does(vllm_source: Path, release: str):
     verdict, passed, _ = flashinfer("stock", vllm_source, "FLASHINFER_TRTLLM")
-    assert (verdict, passed) == (("none", True) if release in ("0.26.0", "0.32.0") else ("exact", False))
+    # From 0.21 on it writes its first offset on the device; before, it waits to copy a number there.
+    assert (verdict, passed) == (("none", True) if Version(release) >= Version("0.21") else ("exact", False))
 
 
 def test_flex_attention_knows_no_request_of_padded_tokens(device: SimulatedDevice):

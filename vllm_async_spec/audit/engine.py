@@ -7,7 +7,6 @@ import itertools
 import json
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.audit.analysis import analyse
+from vllm_async_spec.audit.folder import make_folder
 from vllm_async_spec.audit.headline import headline
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
@@ -86,7 +86,7 @@ def audit_llm(
 
     facts = described(ask({"do": "describe"}))
     saved: Saved = {}
-    with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
+    with make_folder() as folder:
         for how in recordings(facts):
             ran = _record(ask, work, Order(how, skip, steps, folder))
             saved[how.value] = saved_files(ask({"do": "save"}))
@@ -119,6 +119,15 @@ def described(found: list[dict[str, Any]]) -> dict[str, Any]:
     if facts.pop("world_size") > 1:
         processes += "; only rank 0 was recorded"
     return facts | {"processes": processes}
+
+
+def most_seconds(seconds: float) -> float:
+    """How long an audit of a server may take in all.
+
+    Args:
+        seconds: how long one of its recordings may take.
+    """
+    return 4 * seconds + 60
 
 
 def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
@@ -192,8 +201,14 @@ def _plain_steps(files: dict[str, str]) -> Spread:
 
 
 def command_line() -> str:
-    """How this process was started, to be typed again."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """How this process was started, to be typed again; but for a server's key, which is nobody else's business."""
+    arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--api-key="):
+            arguments[index] = "--api-key=KEY"
+        elif index and arguments[index - 1] == "--api-key":
+            arguments[index] = "KEY"
+    return shlex.join(arguments)
 
 
 def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
@@ -212,7 +227,7 @@ def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
                 )
             ran = work()
     except BaseException:
-        ask({"do": "cancel"})
+        ask({"do": "cancel", "folder": order.folder})
         raise
     return ran
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_async_spec.audit.engine import AuditError, command_line
+from vllm_async_spec.audit.engine import AuditError, command_line, most_seconds
 from vllm_async_spec.audit.loads import Work
 from vllm_async_spec.audit.report import Load, Report
 
@@ -67,7 +67,9 @@ def audit_model(
     return dataclasses.replace(Report.from_dict(answer["report"]), command=command_line())
 
 
-def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds: float) -> Report:
+def audit_server(
+    url: str, *, load: str | None, batch: int, steps: int, seconds: float, api_key: str | None = None
+) -> Report:
     """Audit a server.
 
     Args:
@@ -76,16 +78,18 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
         batch: requests that are sent at once.
         steps: steps to record.
         seconds: how long the server may take to go through them, once for each of three recordings.
+        api_key: one of the server's, if it has some.
 
     Raises:
         AuditError: it can't be asked, or can't answer; the message says why.
     """
     url = url.rstrip("/")
+    headers = _headers(api_key)
     with contextlib.ExitStack() as stack:
         sent: Load | None = None
         refused: list[AuditError] = []
         if load is not None:
-            model = _ask(f"{url}/v1/models", None, 30)["data"][0]
+            model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
             # Token identifiers that any vocabulary has; a step gives a request no more than a few of them.
             work = Work.make(
                 load,
@@ -95,10 +99,15 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
                 vocabulary=200,
                 longest=int(model.get("max_model_len") or 2048),
             )
-            refused = stack.enter_context(_sending(url, model["id"], work))
+            refused = stack.enter_context(_sending(url, headers, model["id"], work))
             sent = Load(work.name, work.together, None, None)
         try:
-            answer = _ask(f"{url}/async_spec/audit", {"steps": steps, "seconds": seconds}, 4 * seconds + 60)
+            answer = _ask(
+                f"{url}/async_spec/audit",
+                headers,
+                {"steps": steps, "seconds": seconds},
+                most_seconds(seconds) + 30,
+            )
         except AuditError:
             if refused:
                 raise AuditError(f"the server refuses the load: {refused[0]}") from None
@@ -107,7 +116,20 @@ def audit_server(url: str, *, load: str | None, batch: int, steps: int, seconds:
     return dataclasses.replace(report, load=sent or report.load, command=command_line())
 
 
-def _ask(url: str, body: Any, seconds: float) -> Any:
+def _headers(api_key: str | None) -> dict[str, str]:
+    """What a server's guard is shown.
+
+    Raises:
+        AuditError: it can't be a key; the message does not tell it.
+    """
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise AuditError("the value of --api-key or VLLM_API_KEY can't be a key; give printable ASCII characters")
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
     """Get, or with a body post, JSON.
 
     Raises:
@@ -116,6 +138,8 @@ def _ask(url: str, body: Any, seconds: float) -> Any:
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        for name, value in headers.items():
+            request.add_unredirected_header(name, value)  # another server has no business with a key
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
@@ -127,7 +151,7 @@ def _ask(url: str, body: Any, seconds: float) -> Any:
 
 
 @contextlib.contextmanager
-def _sending(url: str, model: str, work: Work) -> Iterator[list[AuditError]]:
+def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[list[AuditError]]:
     """Keep the server busy with `work`, over and over; what is yielded fills with its refusals, if it refuses."""
     refused: list[AuditError] = []
     requests = itertools.cycle(work.requests)
@@ -145,7 +169,7 @@ def _sending(url: str, model: str, work: Work) -> Iterator[list[AuditError]]:
                 "ignore_eos": True,
             }
             try:
-                _ask(f"{url}/v1/completions", body, 600)
+                _ask(f"{url}/v1/completions", headers, body, 600)
             except AuditError as error:
                 refused.append(error)
                 stop.wait(1)
@@ -165,6 +189,8 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
             f"{url} is not there; start the server with VLLM_ASYNC_SPEC_AUDIT=1, and with vllm-async-spec installed "
             "beside its vLLM"
         )
+    if error.code == 401:
+        return f"{url} is refused without one of the server's keys; give it with --api-key, or in VLLM_API_KEY"
     try:
         said = json.load(error)["error"]
         return str(said["message"] if isinstance(said, dict) else said)

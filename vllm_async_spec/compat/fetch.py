@@ -1,6 +1,7 @@
 """Download vLLM releases and keep only their Python.
 
-`python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches all of `RELEASES`, or those named.
+`python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches all of `RELEASES`, or those named: any from
+0.12.0 on.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
+from packaging.version import InvalidVersion, Version
+
 __all__ = ["RELEASES", "FetchError", "fetch_release", "main"]
 
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 
-_PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux2014", "manylinux1")
+_PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux_2_24", "manylinux2014", "manylinux1")
 
 
 class FetchError(RuntimeError):
@@ -29,17 +32,17 @@ def fetch_release(version: str, cache: Path) -> Path:
     """Make one release's Python available below `cache`, downloading it unless it is there.
 
     Args:
-        version: One of `RELEASES`.
+        version: A release from 0.12.0 on.
         cache: A directory to keep releases in; made if missing.
 
     Returns:
         `cache/version`, which contains `vllm/` and its dist-info.
 
     Raises:
-        FetchError: The version is not one of `RELEASES`, or pip is missing or can't download it.
+        FetchError: The version is no release from 0.12.0 on, or pip is missing or can't download it.
     """
-    if version not in RELEASES:
-        raise FetchError(f"vLLM {version} is not one of the releases under test: {', '.join(RELEASES)}")
+    if not _is_release(version):
+        raise FetchError(f"{version!r} is no vLLM release from {RELEASES[0]} on; name one, such as {RELEASES[-1]}")
     target = cache / version
     if target.is_dir():
         return target
@@ -54,6 +57,13 @@ def fetch_release(version: str, cache: Path) -> Path:
             if not target.is_dir():  # else another process was faster
                 raise
     return target
+
+
+def _is_release(version: str) -> bool:
+    try:
+        return version[:1].isdigit() and Version(version) >= Version(RELEASES[0])
+    except InvalidVersion:
+        return False
 
 
 def _download(version: str, directory: Path) -> Path:

@@ -1,9 +1,9 @@
 """What `VLLM_ASYNC_SPEC_AUDIT=1` puts into each process of vLLM, so that somebody can ask for an audit later.
 
 Until somebody asks, three functions have a wrapper that no step calls: `EngineCore.collective_rpc`, by which requests
-reach the engine core, a method of the workers, by which they reach those, and `build_app`, which gets the route that a
-running server is asked by. Requests and answers are JSON. An audit that fails answers `{"error": ...}`; it never takes
-the engine down.
+reach the engine core, a method of the workers, by which they reach those, and `serve_http`, which gives each server the
+route that it is asked by, whichever way it was started. Requests and answers are JSON. An audit that fails answers
+`{"error": ...}`; it never takes the engine down.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
 from vllm_async_spec.audit.cuda_waits import hear_events
 from vllm_async_spec.audit.engine import RPC
+from vllm_async_spec.audit.folder import check_folder
 from vllm_async_spec.audit.recording import How, Order, Recorder, UnderWay
 from vllm_async_spec.audit.spans import Watch, replace
 from vllm_async_spec.patching import Transaction
@@ -78,7 +79,8 @@ class Agent:
         if do == "describe":
             return {} if role == "core" else {"facts": worker_facts(self._runner)}
         if do == "arm":
-            order = Order(How(options["how"]), options["skip"], options["steps"], options["folder"])
+            folder = str(check_folder(options["folder"]))
+            order = Order(How(options["how"]), options["skip"], options["steps"], folder)
             if role == "worker":
                 recorder.arm(order)
                 self._hear_steps()
@@ -89,6 +91,8 @@ class Agent:
         if do in ("save", "cancel"):
             if (role == "core" and not apart) or recorder.order is None:
                 return {}
+            if do == "cancel" and recorder.order.folder != options["folder"]:
+                return {}  # it is somebody else's
             self._deafen()
             if do == "cancel":
                 recorder.cancel()
@@ -153,17 +157,16 @@ def _worker(transaction: Transaction, module: ModuleType) -> None:
 
 
 def _route(transaction: Transaction, module: ModuleType) -> None:
-    build_app = module.build_app
+    serve_http = module.serve_http
 
-    @functools.wraps(build_app)
-    def with_route(*args: Any, **kwargs: Any) -> Any:
-        from vllm_async_spec.vllm_plugin.audit_agent.route import add_route
+    @functools.wraps(serve_http)
+    async def with_route(app: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_async_spec.vllm_plugin.audit_agent.route import open_door
 
-        app = build_app(*args, **kwargs)
-        add_route(app)
-        return app
+        async with open_door(app):
+            return await serve_http(app, *args, **kwargs)
 
-    transaction.set_function(module, "build_app", with_route)
+    transaction.set_function(module, "serve_http", with_route)
 
 
 def _needed(target: Any) -> str | None:

@@ -1,107 +1,235 @@
 """The route by which a running server is audited: `POST /async_spec/audit`.
 
-The analysis runs in a process of its own, so that the server goes on serving meanwhile.
+vLLM's guard asks for keys only below certain paths, `/v1` among them on every release. So the route hands each request
+to the application again, as one for `/v1/async_spec/audit`; there the guard decides as for any other route.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
-import sys
-import tempfile
-from pathlib import Path
-from typing import Any
+import os
+import secrets
+from collections.abc import AsyncIterator, Coroutine
+from typing import TYPE_CHECKING, Any
 
-from vllm_async_spec.audit.engine import RPC, SKIP, AuditError, Files, answers, described, recordings, saved_files
-from vllm_async_spec.audit.recording import DONE, How
+from vllm_async_spec.audit.engine import SKIP, AuditError, most_seconds
+from vllm_async_spec.vllm_plugin.audit_agent.run import Run
+from vllm_async_spec.vllm_plugin.log import logger
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 PATH = "/async_spec/audit"
+GUARDED = "/v1" + PATH
 MOST_STEPS = 2048
 LONGEST_S = 600.0
+MOST_BYTES = 4096
+_BODY_S = 10.0
+_CLOSING_S = 3.0
+_ENDS = "the server ends; ask for an audit when it runs again"
+_POLL_S = 0.1
+_SCOPE = {"type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server", "state"}
+"""What of a request is left as it is, where the application gets it again."""
 
 
-def add_route(app: Any) -> None:
-    """Give vLLM's application the route."""
-    app.add_route(PATH, _audit, methods=["POST"])
+class Refusal(Exception):
+    """The request is refused.
+
+    Args:
+        status: of the answer.
+        why: one sentence.
+    """
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
 
 
-async def _audit(request: Any) -> Any:
-    """Record what the server is doing anyway, and answer with the report."""
-    from starlette.responses import JSONResponse
+@contextlib.asynccontextmanager
+async def open_door(app: Any) -> AsyncIterator[None]:
+    """Give vLLM's application the route for as long as its server runs, or say in the log why not."""
+    door = None
+    try:
+        if app.state.engine_client is None:
+            raise ValueError("it has no engine")
+        door = Door()
+        app.add_route(PATH, _again, methods=["POST"])
+        app.add_route(GUARDED, door.answer, methods=["POST"])
+    except Exception as error:  # an audit that can't be made must not take the server with it
+        why = f"{type(error).__name__}: {error}"
+        logger.warning("vllm-async-spec: this server can't be audited, it gets no POST %s: %s", PATH, why)
+    try:
+        yield
+    finally:
+        if door is not None:
+            await door.close()
+
+
+async def _again(request: Request) -> ASGIApp:
+    """Hand a request, of which nothing was read, to the application as one for the path that vLLM guards."""
+
+    async def again(scope: Scope, receive: Receive, send: Send) -> None:
+        kept = {name: value for name, value in scope.items() if name in _SCOPE}
+        root = {"root_path": "", "path": GUARDED, "raw_path": GUARDED.encode()}
+        await request.app(kept | root, receive, send)
+
+    return again
+
+
+class Door:
+    """What lets requests for an audit in, one at a time, and ends them with their clients and with the server."""
+
+    def __init__(self) -> None:
+        self._closing = asyncio.Event()
+        self._under_way: asyncio.Task[Any] | None = None
+
+    async def answer(self, request: Request) -> JSONResponse:
+        """Record what the server is doing anyway, and answer with the report."""
+        from starlette.responses import JSONResponse
+
+        try:
+            check_key(request)
+            return JSONResponse(await self._audit(request))
+        except AuditError as error:
+            return JSONResponse({"error": str(error)}, status_code=409)
+        except Refusal as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status)
+
+    async def close(self) -> None:
+        """End the audit that is under way, and let no other begin."""
+        self._closing.set()
+        if self._under_way is not None:
+            await asyncio.wait({self._under_way}, timeout=_CLOSING_S)
+
+    async def _audit(self, request: Request) -> Any:
+        options = read_options(await _body(request))
+        if self._closing.is_set():
+            raise Refusal(503, _ENDS)
+        if self._under_way is not None:
+            raise Refusal(409, "an audit of this server is under way; wait for its end")
+        run = Run(request.app.state.engine_client, **options, ending=self._closing.is_set)
+        try:
+            return await self._while_wanted(request, run.report(), most_seconds(options["seconds"]))
+        finally:
+            self._under_way = None
+
+    async def _while_wanted(self, request: Request, report: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        """The report, unless first its client goes, the server ends, or the time is over."""
+        work = self._under_way = asyncio.create_task(report)
+        gone = asyncio.create_task(_gone(request))
+        ends = asyncio.create_task(self._server_ends(request.app))
+        try:
+            await asyncio.wait({work, gone, ends}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            if gone.done():
+                logger.info("vllm-async-spec: who asked for an audit has gone, so it was ended")
+                raise Refusal(499, "the client has gone")
+            if ends.done():
+                raise Refusal(503, _ENDS)
+            raise Refusal(504, f"the audit took longer than {seconds:g} seconds in all; ask for fewer steps")
+        finally:
+            for task in (work, gone, ends):
+                task.cancel()
+            await asyncio.wait({work, gone, ends})
+
+    async def _server_ends(self, app: Any) -> None:
+        server = getattr(app.state, "server", None)
+        while not (self._closing.is_set() or getattr(server, "should_exit", False)):
+            await asyncio.sleep(_POLL_S)
+        self._closing.set()
+
+
+def check_key(request: Request) -> None:
+    """Check the key of a request that vLLM's guard let through, lest a guard that has changed leave the route open.
+
+    Raises:
+        Refusal: it has none of the server's keys, or which these are can't be found.
+    """
+    options = getattr(request.app.state, "args", None)
+    if options is None:
+        return  # 0.12 keeps its options nowhere; the guard knows them
+    if not hasattr(options, "api_key"):
+        raise Refusal(503, "the server's keys can't be found in this vLLM, so it can't be audited over HTTP")
+    given = options.api_key
+    # As vLLM: the option has precedence over the variable, and an empty key is none.
+    keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
+    digests = [_digest(key) for key in keys if key]
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    # All are compared, so that the time tells nothing.
+    matches = [secrets.compare_digest(_digest(key), digest) for digest in digests]
+    if digests and not (scheme.lower() == "bearer" and any(matches)):
+        raise Refusal(401, "Unauthorized")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _body(request: Request) -> bytes:
+    """What the request says, read as it comes."""
+    from starlette.requests import ClientDisconnect
+
+    async def read() -> bytes:
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BYTES:
+                raise Refusal(413, f"the request is longer than {MOST_BYTES} bytes; send an object with {_NAMES}")
+        return body
 
     try:
-        options = _options(await request.json())
-        return JSONResponse(await _Audit(request.app.state.engine_client, **options).run())
-    except (AuditError, ValueError) as error:
-        return JSONResponse({"error": str(error)}, status_code=409 if isinstance(error, AuditError) else 400)
+        return await asyncio.wait_for(read(), _BODY_S)
+    except asyncio.TimeoutError:
+        raise Refusal(408, f"the request did not come in {_BODY_S:g} seconds; send it at once") from None
+    except ClientDisconnect:
+        raise Refusal(499, "the client has gone") from None
 
 
-def _options(asked: Any) -> dict[str, Any]:
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+_LIMITS: dict[str, tuple[float, float, float]] = {
+    "steps": (64, 3, MOST_STEPS),
+    "skip": (SKIP, 0, MOST_STEPS),
+    "seconds": (120.0, 1, LONGEST_S),
+}
+"""Of each option: its default, and its limits."""
+_NAMES = "steps, skip and seconds, or {}"
+
+
+def read_options(body: bytes) -> dict[str, Any]:
+    """What a request asks for.
+
+    Raises:
+        Refusal: it is not JSON, or not what can be asked for; the message says what can.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refusal(400, f"the request is {_shown(body)}, which is no JSON; send an object with {_NAMES}") from None
     if not isinstance(asked, dict):
-        raise ValueError(f"the request is {asked!r}; it must be an object with steps, skip and seconds, or {{}}")
-    limits = {"steps": (64, 3, MOST_STEPS), "skip": (SKIP, 0, MOST_STEPS), "seconds": (120.0, 1, LONGEST_S)}
-    options = {}
-    for name, (default, low, high) in limits.items():
-        value = asked.get(name, default)
-        if not isinstance(value, int | float) or not low <= value <= high:
-            raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high:g}")
-        options[name] = value if name == "seconds" else int(value)
-    return options
+        raise Refusal(400, f"the request is {_shown(asked)}; it must be an object with {_NAMES}")
+    if unknown := set(asked) - set(_LIMITS):
+        raise Refusal(400, f"the request has {_shown(min(unknown))}; it must be an object with {_NAMES}")
+    return {name: _number(name, asked.get(name, limits[0]), *limits[1:]) for name, limits in _LIMITS.items()}
 
 
-class _Audit:
-    """One audit of this server."""
-
-    def __init__(self, client: Any, steps: int, skip: int, seconds: float) -> None:
-        self._client, self._steps, self._skip, self._seconds = client, steps, skip, seconds
-
-    async def run(self) -> dict[str, Any]:
-        """Make every recording one after the other, and have them analysed."""
-        facts = described(await self._ask({"do": "describe"}))
-        with tempfile.TemporaryDirectory(prefix="vllm-async-spec-audit-") as folder:
-            saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
-            return await _analyse({"facts": facts, "saved": saved})
-
-    async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        return answers(await self._client.collective_rpc(RPC, args=(json.dumps(request),)))
-
-    async def _record(self, how: How, folder: str) -> Files:
-        done = Path(folder, DONE)
-        done.unlink(missing_ok=True)
-        await self._ask({"do": "arm", "how": how.value, "skip": self._skip, "steps": self._steps, "folder": folder})
-        try:
-            await asyncio.wait_for(_appears(done), self._seconds)
-        except asyncio.TimeoutError:
-            await self._ask({"do": "cancel"})
-            raise AuditError(
-                f"the server did not go through {self._skip} + {self._steps} steps in {self._seconds:g} seconds; send "
-                "it requests meanwhile, or give --load to have them sent"
-            ) from None
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                await self._ask({"do": "cancel"})
-            raise
-        return saved_files(await self._ask({"do": "save"}))
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    kinds = (int, float) if name == "seconds" else (int,)
+    # Nothing compares with NaN, and to Python true is 1.
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        what = "a number" if name == "seconds" else "a whole number"
+        raise Refusal(400, f"{name} is {_shown(value)}; it must be {what} from {low:g} to {high:g}")
+    return value
 
 
-async def _appears(path: Path) -> None:
-    while not path.exists():
-        await asyncio.sleep(0.05)
-
-
-async def _analyse(job: dict[str, Any]) -> dict[str, Any]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "vllm_async_spec.audit.engine",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate(json.dumps(job).encode())
-    if process.returncode:
-        lines = err.decode(errors="replace").strip().splitlines()
-        raise AuditError(f"the recording can't be analysed: {lines[-1] if lines else 'no reason was given'}")
-    found: dict[str, Any] = json.loads(out)
-    return found
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}"

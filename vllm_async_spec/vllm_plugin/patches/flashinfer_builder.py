@@ -298,13 +298,19 @@ def _xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> 
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             num_kv_heads=spec.num_kv_heads,
             query_dtype=config.model_config.dtype,
-            kv_dtype=backend.get_dtype_for_flashinfer(cache) if cache.startswith("fp8") else spec.dtype,
+            kv_dtype=_eight_bits(backend, cache) if cache.startswith("fp8") else spec.dtype,
             query_tokens=1 + getattr(config.speculative_config, "num_speculative_tokens", 0),
             sliding_window=getattr(spec, "sliding_window", None),
         )
         for spec in parts
         if hasattr(spec, "num_kv_heads")  # of attention; other layers have caches too
     )
+
+
+def _eight_bits(backend: Any, cache: str) -> Any:
+    """The dtype of a cache of 8 bits, by vLLM's own function, which has another name in 0.20."""
+    known = hasattr(backend, "get_dtype_for_flashinfer")
+    return (backend.get_dtype_for_flashinfer if known else backend.get_fp8_dtype_for_flashinfer)(cache)
 
 
 def _refusal(**shape: Any) -> str | None:

@@ -64,7 +64,7 @@ def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
         for name in _GRAFTED:
             transaction.set(cls, name, (vars(HostLengths) | vars(VllmHostLengths))[name])
         transaction.set(cls, "host_trust", trust)
-        transaction.set(cls, "__init__", _taking_optional_host_lengths(cls.__init__))
+        transaction.set(cls, "__init__", _taking_optional_host_lengths(cls.__init__, trust))
 
     return apply
 
@@ -80,19 +80,24 @@ def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
     return fields
 
 
-def _taking_optional_host_lengths(original: Callable[..., None]) -> Callable[..., None]:
+def _taking_optional_host_lengths(original: Callable[..., None], trust: Trust) -> Callable[..., None]:
     """`__init__` that takes host lengths under any of their names, or not at all."""
     parameters = dict(list(inspect.signature(original).parameters.items())[1:])
     names = list(parameters)
     required = [name for name in _HOST_NAMES if name in names and parameters[name].default is inspect.Parameter.empty]
-    foreign = [name for name in _HOST_NAMES if name not in names]
+    foreign = frozenset(_HOST_NAMES) - set(names)
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {_HOST_NAMES[name]: kwargs.pop(name) for name in foreign if name in kwargs}
+        given = {}
+        if not foreign.isdisjoint(kwargs):
+            given = {known: kwargs.pop(name) for name, known in _HOST_NAMES.items() if name in foreign & kwargs.keys()}
         for name in required:
             if name not in kwargs and name not in names[: len(args)]:
                 kwargs[name] = given.pop(_HOST_NAMES[name], None)
+        if trust is Trust.NONE:  # what is given will not be returned
+            original(self, *args, **kwargs)
+            return
         with host_values_of(self):
             original(self, *args, **kwargs)
             for name, value in given.items():

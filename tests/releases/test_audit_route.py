@@ -1,0 +1,165 @@
+"""The audit's route on a real vLLM release: its own application, its own guard, and what starts its server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from prometheus_client import REGISTRY
+from starlette.testclient import TestClient
+from undone import undone
+
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
+from vllm_async_spec.vllm_plugin.audit_agent import route as audit_route
+from vllm_async_spec.vllm_plugin.audit_agent.route import PATH, open_door
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+
+NAME = "audit-route"
+GUARDS = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.entrypoints.openai.server_utils",
+    "vllm.entrypoints.serve.utils.server_utils",
+    "vllm.entrypoints.serve.middleware.authenticate",
+)
+
+
+def first(names: tuple[str, ...], attribute: str) -> Any:
+    """The attribute of the first module that has it."""
+    for name in names:
+        try:
+            return getattr(importlib.import_module(name), attribute)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise AssertionError(f"no module has {attribute}")
+
+
+@pytest.fixture(scope="module")
+def guard() -> type:
+    """vLLM's, which asks for keys."""
+    found: type = first(GUARDS, "AuthenticationMiddleware")
+    return found
+
+
+def application(release: str, guard: type, *keys: str) -> FastAPI:
+    """As `build_app` and `init_app_state` leave it: with the guard, if there are keys, and what is kept of them."""
+    app = FastAPI()
+    if keys:
+        app.add_middleware(guard, tokens=list(keys))
+    if release != "0.12.0":
+        app.state.args = Namespace(api_key=list(keys) or None)
+    app.state.engine_client = SimpleNamespace(errored=False)
+    return app
+
+
+def status(app: FastAPI, key: str | None, body: bytes = b"no JSON") -> int:
+    """What a request that is let in is answered: 400."""
+
+    async def within(scope: Any, receive: Any, send: Any) -> None:
+        async with open_door(app):
+            await app(scope, receive, send)
+
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return TestClient(within).post(PATH, content=body, headers=headers).status_code
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "expected"),
+    [
+        ((), None, 400),
+        (("one",), None, 401),
+        (("one",), "two", 401),
+        (("one",), "one", 400),
+        (("two", "one"), "one", 400),
+    ],
+)
+def test_the_releases_own_guard_guards_the_route(
+    release: str, guard: type, keys: tuple[str, ...], key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    # Of the two that look at the key only the release's.
+    monkeypatch.setattr(audit_route, "check_key", lambda request: None)
+    assert status(application(release, guard, *keys), key) == expected
+
+
+@pytest.mark.parametrize(("key", "expected"), [(None, 401), ("two", 401), ("one", 400)])
+def test_what_the_release_keeps_of_its_options_guards_it_again(
+    release: str, guard: type, key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if release == "0.12.0":
+        pytest.skip("0.12 keeps its options nowhere: its guard is the only one")
+    monkeypatch.setattr(guard, "verify_token", lambda *_: True)
+    assert status(application(release, guard, "one"), key) == expected
+
+
+@pytest.fixture
+def launcher() -> Iterator[ModuleType]:
+    """The module of `serve_http`, which is patched, and a server of its that says which routes it has, and ends."""
+    specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
+    (name,) = [target.module for target in specs[0].targets if _exists(target.module)]
+    module = importlib.import_module(name)
+    ledger = Ledger({NAME: audit_agent.IMPLEMENTATIONS[NAME]}, specs)
+    with undone() as patch:
+        # `python -m vllm.entrypoints.openai.api_server` has taken the function before the plugin is loaded.
+        patch.setattr(sys.modules["__main__"], "serve_http", module.serve_http, raising=False)
+        ledger.install()
+        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+        yield module
+
+
+def _exists(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+STARTED: dict[str, Callable[[ModuleType], Any]] = {
+    "vllm serve": lambda launcher: launcher.serve_http,
+    "python -m": lambda launcher: vars(sys.modules["__main__"])["serve_http"],
+}
+
+
+@pytest.mark.parametrize("started", STARTED)
+def test_a_server_has_the_route_however_it_was_started(
+    release: str, guard: type, launcher: ModuleType, started: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn is a stand-in; the rest of `serve_http` is the release's own."""
+    app = application(release, guard, "one")
+    app.state.args = Namespace(api_key=["one"])
+    seen: list[str] = []
+
+    async def serve(self: Any, sockets: Any = None) -> None:
+        seen.extend(route.path for route in self.config.app.routes)
+
+    monkeypatch.setattr(launcher.uvicorn.Server, "serve", serve)
+
+    async def run() -> None:
+        end = await STARTED[started](launcher)(app, None, host="127.0.0.1", port=0)
+        await end
+
+    asyncio.run(run())
+    assert PATH in seen
+
+
+def test_what_starts_servers_takes_it_from_there(launcher: ModuleType) -> None:
+    """Of the module that `vllm serve` and each API server process begin in."""
+    starts = first(
+        ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"), "run_server_worker"
+    )
+    assert starts.__globals__["serve_http"] is launcher.serve_http
+
+
+@pytest.fixture(autouse=True)
+def _metrics() -> Iterator[None]:
+    collectors = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - collectors:
+        REGISTRY.unregister(collector)

@@ -1,0 +1,113 @@
+"""One audit of the server that this process serves: its recordings in the engine, then their analysis.
+
+The analysis runs in a process of its own, so that the server goes on serving meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_async_spec.audit.engine import RPC, AuditError, Files, answers, described, recordings, saved_files
+from vllm_async_spec.audit.folder import make_folder
+from vllm_async_spec.audit.recording import DONE, How
+
+_CANCEL_S = 2.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An audit. Cancelling its task ends its recording, its analysis and its folder.
+
+    Args:
+        client: vLLM's `EngineClient`.
+        steps: steps to record.
+        skip: steps to leave out before them.
+        seconds: how long one recording may take.
+        ending: whether the server ends, and its engine with it.
+    """
+
+    client: Any
+    steps: int
+    skip: int
+    seconds: float
+    ending: Callable[[], bool]
+
+    async def report(self) -> dict[str, Any]:
+        """Make every recording one after the other, and have them analysed.
+
+        Raises:
+            AuditError: it can't be made; the message says why.
+        """
+        facts = described(await self._ask({"do": "describe"}))
+        with make_folder() as folder:
+            saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
+            return await _analyse({"facts": facts, "saved": saved})
+
+    async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        try:
+            replies = await self.client.collective_rpc(RPC, args=(json.dumps(request),))
+        except Exception as error:
+            raise AuditError(f"the engine can't be asked: {type(error).__name__}: {error}") from error
+        return answers(replies)
+
+    async def _record(self, how: How, folder: str) -> Files:
+        done = Path(folder, DONE)
+        done.unlink(missing_ok=True)
+        order = {"how": how.value, "skip": self.skip, "steps": self.steps, "folder": folder}
+        try:
+            await self._ask({"do": "arm", **order})
+            await asyncio.wait_for(self._appears(done), self.seconds)
+            return saved_files(await self._ask({"do": "save"}))
+        except asyncio.TimeoutError:
+            await self._cancel(folder)
+            raise AuditError(
+                f"the server did not go through {self.skip} + {self.steps} steps in {self.seconds:g} seconds; send "
+                "it requests meanwhile, or give --load to have them sent"
+            ) from None
+        except BaseException:
+            await self._cancel(folder)
+            raise
+
+    async def _appears(self, path: Path) -> None:
+        while not path.exists():
+            if self.client.errored:
+                raise AuditError("the engine ended while it was audited; the server's log says why")
+            await asyncio.sleep(_POLL_S)
+
+    async def _cancel(self, folder: str) -> None:
+        """Have the engine stop recording into this folder; an engine that ends is left alone."""
+        if self.ending():
+            return
+        with contextlib.suppress(AuditError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._ask({"do": "cancel", "folder": folder}), _CANCEL_S)
+
+
+async def _analyse(job: dict[str, Any]) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "vllm_async_spec.audit.engine",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate(json.dumps(job).encode())
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        lines = err.decode(errors="replace").strip().splitlines()
+        raise AuditError(f"the recording can't be analysed: {lines[-1] if lines else 'no reason was given'}")
+    found: dict[str, Any] = json.loads(out)
+    return found
