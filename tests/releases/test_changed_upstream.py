@@ -125,14 +125,14 @@ def edited(source: str, qualname: str, how: str) -> str:
     for name in qualname.split("."):
         node = next(each for each in body if getattr(each, "name", None) == name)
         siblings, body = body, getattr(node, "body", [])
-    assert isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    assert isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     if how == "renamed":
         node.name += "_renamed"
     elif how == "deleted":
         siblings.remove(node)
     elif how == "another line":
         node.body.insert(0, ast.parse("another = 'line'").body[0])
-    elif isinstance(node, ast.FunctionDef):
+    elif not isinstance(node, ast.ClassDef):
         node.args.kwonlyargs.append(ast.arg("another_parameter"))
         node.args.kw_defaults.append(ast.Constant(None))
     else:
