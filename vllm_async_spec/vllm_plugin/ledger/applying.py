@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target
+from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target, missing
 from vllm_async_spec.vllm_plugin.ledger.import_hook import is_initialising, when_imported
 from vllm_async_spec.vllm_plugin.ledger.targets import (
     defines,
@@ -120,7 +120,7 @@ class Ledger:
                 self._conclude(outcome, State.NOT_NEEDED, reason)
                 continue
             if not any(map(_exists, outcome.modules)):
-                self._refuse(outcome, _absent(outcome.spec))
+                self._refuse(outcome, _absent(outcome.spec.targets))
                 continue
             for module in outcome.modules:
                 when_imported(module, functools.partial(self.settle, outcome))
@@ -155,7 +155,7 @@ class Ledger:
         if not present:
             outcome.without.add(module.__name__)
             if all(name in outcome.without or not _exists(name) for name in outcome.modules):
-                raise PatchError(_absent(spec))
+                raise PatchError(_absent(spec.targets))
             return
         reason = _reason(implementation, module, present[0])
         if reason is not None:
@@ -165,6 +165,9 @@ class Ledger:
             refuse_third_party(module, target)
         source = inspect.getsource(module)
         releases = [target.release_of(source) for target in present]
+        pairs = zip(present, releases, strict=True)
+        if gone := missing(targets, {str(target): target.fingerprints[release] for target, release in pairs}):
+            raise PatchError(_absent(gone))
         self._check_needs(spec, module)
         with Transaction() as transaction:
             implementation.apply(transaction, module)
@@ -212,7 +215,7 @@ class Ledger:
         root = package_root(spec.targets[0].module)
         verdict = None if root is None else compare(spec, root, self._release)
         if verdict is None or not verdict.fingerprints:
-            return _absent(spec)
+            return _absent(spec.targets)
         if verdict.match is Match.CHANGED:
             return f"{next(iter(verdict.fingerprints))} matches no release that this patch supports"
         asking |= {spec.name}
@@ -238,8 +241,8 @@ def _nothing(name: str) -> PatchSpec:
     return PatchSpec(name, "its ledger entry can't be read", "", "", "", ())
 
 
-def _absent(spec: PatchSpec) -> str:
-    return f"this vLLM has no {' and no '.join(map(str, spec.targets))}"
+def _absent(targets: Iterable[Target]) -> str:
+    return f"this vLLM has no {' and no '.join(map(str, targets))}"
 
 
 def _exists(module: str) -> bool:

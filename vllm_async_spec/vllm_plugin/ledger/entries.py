@@ -51,6 +51,23 @@ class Target:
         return release
 
 
+def missing(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]:
+    """The targets that are gone: each release that has the others as they are has these too.
+
+    Args:
+        targets: of one patch. Not every release has all of them.
+        found: the fingerprints of those that are there, by the target's name.
+    """
+    alike = {
+        release
+        for target in targets
+        for release, known in target.fingerprints.items()
+        if found.get(str(target)) == known
+    }
+    gone = [[t for t in targets if release in t.fingerprints and str(t) not in found] for release in sorted(alike)]
+    return min(gone, key=len, default=[])
+
+
 @dataclass(frozen=True, slots=True)
 class PatchSpec:
     """What a TOML in patches/ says."""

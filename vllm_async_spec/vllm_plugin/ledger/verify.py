@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec
+from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, missing
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint, module_file
 
 
@@ -77,4 +77,5 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
             matched, same = as_in or matched, same and as_in is not None
     if release is not None and release not in spec.releases:
         return Verdict(spec.name, Match.OTHER, found, None)
-    return Verdict(spec.name, Match.SAME if found and same else Match.CHANGED, found, matched)
+    same = same and bool(found) and not missing(spec.targets, found)
+    return Verdict(spec.name, Match.SAME if same else Match.CHANGED, found, matched)
