@@ -26,6 +26,7 @@ from vllm_async_spec.vllm_plugin.ledger import (
     release_runs,
     verify,
 )
+from vllm_async_spec.vllm_plugin.ledger.entries import missing
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS, _is_vllms_command_line
 from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
@@ -340,3 +341,24 @@ def test_releases_are_shown_as_runs_without_gaps():
 )
 def test_only_vllms_own_command_lines_end_without_a_traceback(program, ends):
     assert _is_vllms_command_line(Path(program)) is ends
+
+
+@pytest.mark.parametrize(
+    ("found", "gone"),
+    [
+        ({"m:f": "1", "m:g": "5"}, []),
+        ({"m:f": "2", "m:h": "7"}, []),  # the second release has h, which the first has not, in place of g
+        ({"m:f": "1"}, ["m:g"]),
+        ({"m:f": "2"}, ["m:h"]),
+        ({"m:h": "7"}, ["m:f"]),
+        ({"m:f": "1", "m:h": "7"}, []),  # each as some release has it, and all that the second has
+        ({"m:f": "9"}, []),  # as in no release, which is said of f
+    ],
+)
+def test_a_target_is_gone_where_every_release_alike_has_it(found: dict[str, str], gone: list[str]) -> None:
+    targets = [
+        Target("m", "f", {"1.0": "1", "2.0": "2"}),
+        Target("m", "g", {"1.0": "5"}),
+        Target("m", "h", {"2.0": "7"}),
+    ]
+    assert list(map(str, missing(targets, found))) == gone
