@@ -23,6 +23,7 @@ from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.machine import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.patches import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
 
 PAGE, DRAFTS, LONGEST = 16, 3, 8192
@@ -821,6 +822,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
         type(builder)(*setting)
         return
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger.name)
     rebuilt = type(builder)(*setting)
     assert re.search(f"by its planned wrappers, without XQA: .*{message}", caplog.text)
     assert fake_flashinfer.compiled == []
