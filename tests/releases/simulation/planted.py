@@ -6,6 +6,7 @@ it shows is of the simulation: without a mistake it passes, with one it does not
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -101,12 +102,15 @@ def optimistic(stock: Any, mistake: str | None = None) -> Any:
                 table.slot_mapping.gpu[:total] = blocks * table.block_size + positions % table.block_size
 
         def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            made = super()._build_attention_metadata(*args, **kwargs)
-            common = made[1]
+            made, common = super()._build_attention_metadata(*args, **kwargs)
             if mistake != "shadow":
-                common._seq_lens_cpu = common._seq_lens_cpu.clone()
-                common._num_computed_tokens_cpu = common._num_computed_tokens_cpu.clone()
-            return made
+                # A new object: of lengths that are assigned later the plugin's metadata can't tell that they are right.
+                common = dataclasses.replace(
+                    common,
+                    _seq_lens_cpu=common._seq_lens_cpu.clone(),
+                    _num_computed_tokens_cpu=common._num_computed_tokens_cpu.clone(),
+                )
+            return made, common
 
         def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
             drafts = self._pinned if mistake == "no fence" else torch.zeros_like(self._pinned)
