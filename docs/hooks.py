@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -49,17 +51,18 @@ def on_serve(server: Any, **_: Any) -> Any:
 
 def _ledger(what: str) -> str:
     entries = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(LEDGER.glob("*.toml"))}
-    named = {name: _releases(entry) for name, entry in entries.items()}
+    lock = json.loads((LEDGER / "fingerprints.lock").read_text(encoding="utf-8"))
+    named = {name: _releases(entry, lock) for name, entry in entries.items()}
     known = sorted({release for releases in named.values() for release in releases}, key=_order)
     if what == "releases":
         return f"The ledger names these releases of vLLM: {', '.join(known)}."
-    rows = ["| patch | releases | what it does, and why | goes when |", "|---|---|---|---|"]
+    rows = ["| patch | releases | what it changes in vLLM, and why | deleted when |", "|---|---|---|---|"]
     for name, entry in entries.items():
-        targets = dict.fromkeys(f"`{t['module']}:{t['qualname']}`" for t in entry["targets"] if t["fingerprints"])
+        targets = [f"`{target}`" for target in entry["targets"] if lock[target]]
         cells = [
             f"`{name}`",
             ",<br>".join(_runs(named[name], known)),
-            f"{_sentence(entry['summary'])} {_words(entry['why'])}<br>Target: {', '.join(targets)}<br>"
+            f"{entry['summary']}. {_words(entry['why'])}<br>Target: {', '.join(targets)}<br>"
             f"Upstream: {entry['upstream']}.",
             entry["remove_when"],
         ]
@@ -115,8 +118,10 @@ def _has_details(row: dict[str, Any]) -> bool:
     return any(row.get(part) for part in parts)
 
 
-def _releases(entry: dict[str, Any]) -> set[str]:
-    return {release for target in entry["targets"] for release in target["fingerprints"]}
+def _releases(entry: dict[str, Any], lock: dict[str, dict[str, str]]) -> set[str]:
+    ranges = [SpecifierSet(each) for each in entry["releases"]]
+    known = {release for target in entry["targets"] for release in lock[target]}
+    return {release for release in known if any(release in each for each in ranges)}
 
 
 def _order(release: str) -> tuple[int, ...]:
@@ -139,10 +144,6 @@ def _runs(releases: set[str], known: list[str]) -> list[str]:
 
 def _words(text: str) -> str:
     return " ".join(text.split())
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _reference(module: str, *names: str) -> str:

@@ -22,9 +22,9 @@ CLI = "from vllm_async_spec.cli import main; main()"
 CHANGED_RELEASE = f"""
 import sys, vllm, vllm.v1.attention.backend as backend
 vllm.__version__ = "0.99.0"
-from vllm_async_spec.vllm_plugin.ledger import entries
-known = entries.fingerprint
-entries.fingerprint = lambda source, name: "0" * 16 if known(source, name) else None
+from vllm_async_spec.vllm_plugin.ledger import applying
+known = applying.fingerprints
+applying.fingerprints = lambda source, names: dict.fromkeys(known(source, names), "0" * 16)
 sys.argv[0] = "vllm-async-spec"
 {CLI}
 """

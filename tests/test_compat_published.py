@@ -76,7 +76,7 @@ def test_a_row_says_what_was_found(full: Report):
 def test_its_name_says_release_way_and_machine(full: Report):
     assert full.published.name == "0.32.0-stock"
     assert report(device="NVIDIA H200").published.name == "0.32.0-stock-h200"
-    data = full.to_dict() | {"plugin": {"min-tokens": "applied", "micro-batches": "refused"}}
+    data = full.to_dict() | {"plugin": {"min-tokens": "applied", "metadata-micro-batches": "refused"}}
     assert (Run.read(data).name, Run.read(data).plugin) == ("0.32.0-plugin", ["min-tokens"])
 
 

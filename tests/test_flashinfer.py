@@ -1,6 +1,6 @@
 """FlashInfer's wrappers planned from an upper bound: on a GPU against the oracle, and wrong without each remedy.
 
-That the builder of vLLM hands them the right things is in tests/releases/test_flashinfer.py, which needs no GPU.
+That vLLM's builder hands them the right things is in tests/releases/test_flashinfer_builder.py, which needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -11,7 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
 
+from vllm_async_spec.cli import app
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import (
@@ -22,16 +26,21 @@ from vllm_async_spec.vllm_plugin.ledger import (
     PatchSpec,
     State,
     Target,
+    cli,
+    ledger_directory,
     load_ledger,
     release_runs,
     verify,
 )
 from vllm_async_spec.vllm_plugin.ledger.entries import missing
-from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
+from vllm_async_spec.vllm_plugin.ledger.readme import readme
+from vllm_async_spec.vllm_plugin.patches.implementations import PATCHES
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS, _is_vllms_command_line
 from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
 
 SOURCE = '''
+import dataclasses
 import functools
 
 class Runner:
@@ -60,8 +69,9 @@ def upstream(tmp_path, monkeypatch):
 
 
 def spec(module: str, qualname: str = "Runner.step", source: str = SOURCE, name: str = "double") -> PatchSpec:
-    known = fingerprint(source, qualname)
-    return PatchSpec(name, "doubles", "why", "upstream", "never", (Target(module, qualname, {"1.0": known}),))
+    known = fingerprints(source, [qualname])
+    target = Target(module, qualname, {"1.0": known.get(qualname, "gone")})
+    return PatchSpec(name, "doubles", "why", "upstream", "never", (target,))
 
 
 def double(transaction: Transaction, module) -> None:
@@ -126,14 +136,13 @@ def test_a_changed_upstream_function_is_refused_and_left_alone(upstream, tmp_pat
 def test_fingerprints_see_code_and_not_layout(change, same):
     changed = SOURCE.replace(*change)
     assert changed != SOURCE
-    assert (fingerprint(changed, "Runner.step") == fingerprint(SOURCE, "Runner.step")) is same
+    assert (fingerprints(changed, ["Runner.step"]) == fingerprints(SOURCE, ["Runner.step"])) is same
 
 
 def test_fingerprints_are_those_of_every_python():
     """Literals: a Python whose syntax trees differ computes others, and then every patch would be refused."""
-    assert fingerprint(SOURCE, "Runner.step") == "f069f5e21afe9073"
-    assert fingerprint(SOURCE, "Runner") == "06baa0e80033624f"
-    assert fingerprint(SOURCE, "Runner.missing") is None
+    found = fingerprints(SOURCE, ["Runner.step", "Runner", "Runner.missing"])
+    assert found == {"Runner.step": "f069f5e21afe9073", "Runner": "06baa0e80033624f"}
 
 
 def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream):
@@ -209,6 +218,9 @@ def test_the_ledger_and_the_code_name_the_same_patches():
 
 def test_a_broken_ledger_entry_is_named(tmp_path):
     (tmp_path / "odd.toml").write_text("summary = 1\n")
+    with pytest.raises(PatchError, match=r"fingerprints.lock is not a lock file of fingerprints: \[Errno 2\]"):
+        load_ledger(tmp_path)
+    (tmp_path / "fingerprints.lock").write_text("{}")
     with pytest.raises(PatchError, match=r"odd.toml is not a ledger entry: summary is 1; it must be a string"):
         load_ledger(tmp_path)
     with pytest.raises(PatchError, match="there is no patch ledger in"):
@@ -223,10 +235,120 @@ def test_verify_compares_source_without_importing_it(tmp_path):
     (package / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
     specs = [spec("vllm.a"), spec("vllm.b"), spec("vllm.c")]
     assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
-    (tmp_path / "vllm-2.0+cu129.dist-info").mkdir()
-    assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
     with pytest.raises(PatchError, match="contains no vllm/"):
         verify(specs, package)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "found"),
+    [
+        ([">=1.0"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
+        ([">=1.0,<2.0"], [Match.NOT_NEEDED] * 3),
+        ([">=0.1,<0.2", ">=2.0,<2.1"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
+    ],
+)
+def test_on_an_unknown_release_not_needed_is_told_from_changed(tmp_path, ranges, found):
+    write_vllm(tmp_path, "2.0+cu129")
+    specs = [
+        dataclasses.replace(spec(module), ranges=tuple(map(SpecifierSet, ranges)))
+        for module in ("vllm.a", "vllm.b", "vllm.c")
+    ]
+    assert [v.match for v in verify(specs, tmp_path)] == found
+
+
+def write_vllm(path: Path, release: str) -> None:
+    (path / "vllm").mkdir()
+    (path / "vllm" / "__init__.py").write_text("raise ImportError('never imported')")
+    (path / "vllm" / "a.py").write_text(SOURCE)
+    (path / "vllm" / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    (path / f"vllm-{release}.dist-info").mkdir()
+
+
+ENTRY = """
+summary = "Doubles"
+why = "why"
+upstream = "none"
+remove_when = "never"
+releases = [">=1.0"]
+targets = ["vllm.a:Runner.step", "vllm.c:Runner.step"]
+"""
+
+
+def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, monkeypatch):
+    ledger, source = tmp_path / "patches", tmp_path / "source"
+    ledger.mkdir(), source.mkdir()
+    (ledger / "double.toml").write_text(ENTRY)
+    (ledger / "older.toml").write_text(ENTRY.replace(">=1.0", ">=0.8,<1.0"))  # of the same targets
+    (ledger / "fingerprints.lock").write_text(
+        '{"vllm.a:Runner.step": {"0.7": "00", "0.9": "00", "1.0": "01", "2.0": "02"}, "vllm.old:f": {"1.0": "03"}}'
+    )
+    write_vllm(source, "2.0")
+    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
+    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
+    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert done.exit_code == 0, done.output
+    assert "read what vLLM changed in the targets of double" in done.output
+    lock = json.loads((ledger / "fingerprints.lock").read_text())
+    # 0.7 is outside the entries' ranges, 2.0 is new, and no entry names vllm.old any more.
+    assert lock == {
+        "vllm.a:Runner.step": {"0.9": "00", "1.0": "01", "2.0": "f069f5e21afe9073"},
+        "vllm.c:Runner.step": {},
+    }
+    assert "| [`double`](double.toml) | Doubles | 1.0 to 2.0 | never |" in (ledger / "README.md").read_text()
+    assert sorted(path.name for path in ledger.iterdir()) == [
+        "README.md",
+        "double.toml",
+        "fingerprints.lock",
+        "older.toml",
+    ]
+    again = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert json.loads((ledger / "fingerprints.lock").read_text()) == lock
+    assert "Before you commit" not in again.output
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda source, ledger: (source / "vllm-2.0.dist-info").rmdir(),
+            "has no vllm-*.dist-info that names",
+        ),
+        (lambda source, ledger: (source / "vllm" / "a.py").write_text(""), "vLLM 2.0 has no target of double"),
+        (lambda source, ledger: (ledger / "fingerprints.lock").write_text("[]"), "is not a lock file of fingerprints"),
+        (lambda source, ledger: (ledger / "fingerprints.lock").unlink(), "No such file or directory"),
+    ],
+)
+def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(tmp_path, monkeypatch, spoil, message):
+    ledger, source = tmp_path / "patches", tmp_path / "source"
+    ledger.mkdir(), source.mkdir()
+    (ledger / "double.toml").write_text(ENTRY)
+    (ledger / "fingerprints.lock").write_text("{}")
+    write_vllm(source, "2.0")
+    spoil(source, ledger)
+    before = {path.name: path.read_text() for path in ledger.iterdir()}
+    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
+    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
+    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert done.exit_code == 1
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert {path.name: path.read_text() for path in ledger.iterdir()} == before
+
+
+def test_the_readme_beside_the_entries_is_theirs():
+    assert (ledger_directory() / "README.md").read_text() == readme(load_ledger()), (
+        "run `vllm-async-spec patches verify --update` with any release of the ledger"
+    )
+
+
+@pytest.mark.parametrize("spec", load_ledger(), ids=lambda spec: spec.name)
+def test_an_entry_is_short_names_its_module_and_knows_a_release_of_each_range(spec):
+    assert len((ledger_directory() / f"{spec.name}.toml").read_text().splitlines()) <= 30
+    for each in spec.ranges:
+        assert any(release in each for release in spec.releases), f"no fingerprint is known for {each}"
+    code = PATCHES | {"audit": audit_agent}
+    stem = max((stem for stem in code if spec.name.replace("-", "_").startswith(stem)), key=len)
+    assert spec.name in code[stem].IMPLEMENTATIONS
 
 
 def test_settings_name_bad_values():

@@ -45,15 +45,25 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "not TOML": (lambda root: (root / ENTRY).write_text("summary ="), "min-tokens.toml is not a ledger entry: Invalid"),
     "incomplete": (
         lambda root: (root / ENTRY).write_text('summary = "s"\nwhy = "w"\nupstream = "u"\nremove_when = "r"\n'),
-        "min-tokens.toml is not a ledger entry: targets is missing",
+        "min-tokens.toml is not a ledger entry: releases is missing",
     ),
     "no targets": (
-        lambda root: (root / ENTRY).write_text('summary="s"\nwhy="w"\nupstream="u"\nremove_when="r"\ntargets=[]\n'),
+        lambda root: (root / ENTRY).write_text(
+            'summary="s"\nwhy="w"\nupstream="u"\nremove_when="r"\nreleases=[">=0.12"]\ntargets=[]\n'
+        ),
         "min-tokens.toml is not a ledger entry: it has no targets",
     ),
     "a directory": (
         lambda root: ((root / ENTRY).unlink(), (root / ENTRY).mkdir()),
         "min-tokens.toml is not a ledger entry: [Errno 21] Is a directory",
+    ),
+    "no range": (
+        lambda root: (root / ENTRY).write_text((root / ENTRY).read_text().replace(">=", "from ")),
+        "min-tokens.toml is not a ledger entry: Invalid specifier: 'from 0.19'",
+    ),
+    "no lock": (
+        lambda root: (root / "patches/fingerprints.lock").write_text("{"),
+        "fingerprints.lock is not a lock file of fingerprints: Expecting property name",
     ),
     "gone": (lambda root: (root / ENTRY).unlink(), "min-tokens: it has no entry in the ledger"),
     "no ledger": (lambda root: shutil.rmtree(root / "patches"), "PatchError: there is no patch ledger in"),
@@ -170,7 +180,7 @@ COPIES = """
         plugin = importlib.import_module(f"{package}.vllm_plugin.plugin")
         ledger = importlib.import_module(f"{package}.vllm_plugin.ledger")
         prints = importlib.import_module(f"{package}.vllm_plugin.ledger.fingerprint")
-        found = prints.fingerprint(Path("upstream/first.py").read_text(), "f")
+        found = prints.fingerprints(Path("upstream/first.py").read_text(), ["f"])["f"]
         target = ledger.Target("upstream.first", "f", {"1.0": found})
         plugin.IMPLEMENTATIONS.clear()
         plugin.IMPLEMENTATIONS["p"] = ledger.Implementation(lambda value: None, double)

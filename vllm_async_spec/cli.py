@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_async_spec._version import __version__
+from vllm_async_spec.vllm_plugin.ledger.cli import AsJson, patches_app
 
 if TYPE_CHECKING:
     from vllm_async_spec.compat.report import Report
@@ -26,12 +27,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
 app.add_typer(patches_app, name="patches")
 
 _STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiting": "yellow", "off": "dim"}
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
 
 def main() -> None:
@@ -397,68 +395,6 @@ def _load_plugin() -> Callable[[], dict[str, str]]:
 
     ledger = load(report=False).ledger
     return lambda: {name: outcome.state.value for name, outcome in ledger.outcomes.items()} if ledger else {}
-
-
-@patches_app.command("list")
-def list_patches(as_json: AsJson = False) -> None:
-    """What each patch is for: why it exists, for which releases, and when it goes."""
-    from vllm_async_spec.vllm_plugin.ledger import load_ledger, release_runs
-
-    specs = load_ledger()
-    if as_json:
-        rows = [
-            {
-                "name": s.name,
-                "summary": s.summary,
-                "why": s.why.strip(),
-                "upstream": s.upstream,
-                "remove_when": s.remove_when,
-                "releases": s.releases,
-                "targets": [str(t) for t in s.targets],
-            }
-            for s in specs
-        ]
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    table = Table()
-    for name in ("patch", "releases", "what it does", "goes when"):
-        table.add_column(name, overflow="fold", no_wrap=name == "patch")
-    for spec in specs:
-        table.add_row(spec.name, ", ".join(release_runs(specs, spec)), spec.summary, spec.remove_when)
-    Console().print(table)
-
-
-@patches_app.command()
-def verify(
-    vllm_source: Annotated[Path, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")],
-    as_json: AsJson = False,
-) -> None:
-    """Compare every patch's target with some vLLM's source, which is neither imported nor installed.
-
-    Exit code 0: every patch that is for this release finds its target as it knows it; 1: one does not, and would be
-    refused.
-    """
-    from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, source_release
-    from vllm_async_spec.vllm_plugin.ledger import verify as verify_patches
-
-    try:
-        verdicts = verify_patches(load_ledger(), vllm_source)
-    except PatchError as error:
-        _fail(str(error))
-    if as_json:
-        rows = [
-            {"patch": v.patch, "match": v.match.value, "fingerprints": v.fingerprints, "as_in": v.release}
-            for v in verdicts
-        ]
-        typer.echo(json.dumps({"release": source_release(vllm_source), "patches": rows}, indent=2))
-    else:
-        table = Table("patch", "verdict", "as in", "fingerprint", title=f"vLLM {source_release(vllm_source)}")
-        for v in verdicts:
-            style = {Match.SAME: "green", Match.CHANGED: "bold red", Match.OTHER: "dim"}[v.match]
-            codes = ", ".join(v.fingerprints.values()) or "absent"
-            table.add_row(v.patch, f"[{style}]{v.match.value}[/]", v.release or "", codes)
-        Console().print(table)
-    raise typer.Exit(1 if any(v.match is Match.CHANGED for v in verdicts) else 0)
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 CHANGED = {
     "min-tokens": "vllm.v1.worker.gpu_input_batch:InputBatch.update_async_output_token_ids",
     "metadata-restored-host-lengths": "vllm.v1.attention.backend:CommonAttentionMetadata",
-    "shared-kv-counts": "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
+    "fast-prefill-counts": "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata",
 }
 """The first decides whether scheduling may be asynchronous, in a process that never imports it."""
 REFUSED = {*CHANGED, "async-scheduling-cpu"}
@@ -90,7 +90,7 @@ def test_without_the_declared_need_min_tokens_would_be_broken(models: DemoModels
         assert broken(server)
 
 
-@pytest.mark.parametrize("name", ["min-tokens", "shared-kv-counts"])
+@pytest.mark.parametrize("name", ["min-tokens", "fast-prefill-counts"])
 def test_in_strict_there_is_no_start(models: DemoModels, tmp_path: Path, name: str) -> None:
     """The first is known in the front end, the second in the worker only."""
     changed_vllm(vllm_folder(), tmp_path, [CHANGED[name]])

@@ -20,7 +20,7 @@ from undone import undone
 
 from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchSpec, State, Target, applying, load_ledger
-from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint, module_file
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints, module_file
 from vllm_async_spec.vllm_plugin.ledger.targets import defines, resolve
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
@@ -147,7 +147,7 @@ def test_a_target_that_upstream_changed_is_refused(
 ) -> None:
     modules = imported(spec)
     module = next((each for each in modules if each.__name__ == target.module), None)
-    if module is None or fingerprint(inspect.getsource(module), target.qualname) is None:
+    if module is None or not fingerprints(inspect.getsource(module), [target.qualname]):
         pytest.skip("this release has no such target")
     source = edited(inspect.getsource(module), target.qualname, how)
     getsource = inspect.getsource

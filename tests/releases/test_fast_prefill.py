@@ -39,7 +39,7 @@ def stock(release: str) -> Iterator[Any]:
     with undone():
         ledger = ledger_of(fast_prefill.IMPLEMENTATIONS)
         ledger.install()
-        for name in ("shared-kv-counts", "shared-kv-fast-prefill"):
+        for name in ("fast-prefill-counts", "fast-prefill-offsets"):
             assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
         yield own
 

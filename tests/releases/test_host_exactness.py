@@ -30,7 +30,7 @@ WRITERS = writers("cpu") | {"assigned": lambda metadata: setattr(metadata, "seq_
 def _patched() -> Iterator[None]:
     fake_flashinfer.install()
     with undone():
-        ledger_of(["metadata-unpadded", "micro-batches"]).install()
+        ledger_of(["metadata-unpadded", "metadata-micro-batches"]).install()
         yield
 
 

@@ -17,7 +17,9 @@ from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
-from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, load_ledger, verify
+from vllm_async_spec.vllm_plugin.ledger import Ledger, Match, State, ledger_directory, load_ledger, verify
+from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
+from vllm_async_spec.vllm_plugin.ledger.verify import updated_lock
 from vllm_async_spec.vllm_plugin.patches.async_scheduling import explain
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
@@ -67,8 +69,13 @@ def test_a_patch_is_applied_exactly_where_its_ledger_entry_says(ledger, release,
 
 def test_the_source_verifies(vllm_source, release):
     for verdict in verify(load_ledger(), vllm_source):
-        expected = Match.SAME if release in _spec(verdict.patch).releases else Match.OTHER
+        expected = Match.SAME if release in _spec(verdict.patch).releases else Match.NOT_NEEDED
         assert verdict.match is expected, verdict
+
+
+def test_the_lock_file_has_what_an_update_from_this_source_writes(vllm_source):
+    lock = read_lock(ledger_directory())
+    assert updated_lock(load_ledger(), lock, vllm_source) == lock
 
 
 def test_installing_again_changes_nothing(ledger):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.sync_policy import set_sync_policy
-from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, State, known_releases, read_ledger
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, State, read_ledger
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
@@ -74,9 +74,7 @@ def _install(plugin: Plugin, report: bool) -> None:
         elif outcome.state is State.REFUSED and report:
             _report_refusal(outcome)
 
-    plugin.ledger = ledger = Ledger(
-        implementations, specs, on_settled, unreadable=unreadable, release=_release(known_releases(specs))
-    )
+    plugin.ledger = ledger = Ledger(implementations, specs, on_settled, unreadable=unreadable, release=_release())
     if settings.mode is not Mode.OFF:
         publisher.start(ledger.outcomes)
     if settings.audit is Audit.ON:
@@ -111,11 +109,10 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     return patches | AUDIT
 
 
-def _release(known: tuple[str, ...]) -> str | None:
-    """The release of the vLLM that loads us, if the ledger knows it."""
+def _release() -> str | None:
+    """The release of the vLLM that loads us, without its local part; None where it does not say."""
     version = getattr(sys.modules.get("vllm"), "__version__", None)
-    release = version.partition("+")[0] if isinstance(version, str) else None
-    return release if release in known else None
+    return version.partition("+")[0] if isinstance(version, str) else None
 
 
 def _publish() -> None:

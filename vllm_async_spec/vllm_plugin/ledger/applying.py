@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target, missing
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 from vllm_async_spec.vllm_plugin.ledger.import_hook import is_initialising, when_imported
 from vllm_async_spec.vllm_plugin.ledger.targets import (
     defines,
@@ -79,7 +80,7 @@ class Ledger:
         specs: the ledger entries.
         on_settled: called with each outcome that is no longer waiting, as it happens.
         unreadable: why the entries that can't be read can't, by patch. A patch without an entry is refused.
-        release: of the vLLM at hand, as the ledger writes it; None if it isn't known.
+        release: of the vLLM at hand, as the ledger writes it; None if nothing tells it.
     """
 
     def __init__(
@@ -163,10 +164,9 @@ class Ledger:
             return
         for target in present:
             refuse_third_party(module, target)
-        source = inspect.getsource(module)
-        releases = [target.release_of(source) for target in present]
-        pairs = zip(present, releases, strict=True)
-        if gone := missing(targets, {str(target): target.fingerprints[release] for target, release in pairs}):
+        found = fingerprints(inspect.getsource(module), [target.qualname for target in present])
+        releases = [target.release_of(found.get(target.qualname)) for target in present]
+        if gone := missing(targets, {str(target): found[target.qualname] for target in present}):
             raise PatchError(_absent(gone))
         self._check_needs(spec, module)
         with Transaction() as transaction:
@@ -210,7 +210,7 @@ class Ledger:
             return outcome.detail if outcome.state is State.REFUSED else None
         if self._implementations[spec.name].unneeded_here() is not None:
             return None
-        if self._release is not None and self._release not in spec.releases:
+        if self._release is not None and not spec.covers(self._release):
             return None
         root = package_root(spec.targets[0].module)
         verdict = None if root is None else compare(spec, root, self._release)

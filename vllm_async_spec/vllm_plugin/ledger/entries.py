@@ -1,20 +1,25 @@
-"""The entries of the ledger: the TOML files in patches/."""
+"""The entries of the ledger: a TOML file for each patch in patches/, and their lock file of fingerprints."""
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
-
-from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+LOCK = "fingerprints.lock"
+"""The file in patches/ that `vllm-async-spec patches verify --update` writes: {target: {release: fingerprint}}."""
 
 
 class PatchError(Exception):
@@ -23,7 +28,7 @@ class PatchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One class or function that a patch changes, as one or more releases have it."""
+    """One class or function that a patch changes, and its fingerprints."""
 
     module: str
     qualname: str
@@ -38,13 +43,12 @@ class Target:
         same = [release for release, known in self.fingerprints.items() if known == found]
         return same[-1] if same else None
 
-    def release_of(self, source: str) -> str:
-        """The newest release that has this target as `source` has it.
+    def release_of(self, found: str | None) -> str:
+        """`release_with`, where there must be one.
 
         Raises:
-            PatchError: no release that the patch is for has it so.
+            PatchError: no release that the patch is for has the target so.
         """
-        found = fingerprint(source, self.qualname)
         release = self.release_with(found)
         if release is None:
             raise PatchError(f"{self} matches no release that this patch supports: its fingerprint is {found}")
@@ -70,7 +74,7 @@ def missing(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]
 
 @dataclass(frozen=True, slots=True)
 class PatchSpec:
-    """What a TOML in patches/ says."""
+    """What a TOML in patches/ says, with the fingerprints of its targets."""
 
     name: str
     summary: str
@@ -80,10 +84,16 @@ class PatchSpec:
     targets: tuple[Target, ...]
     needs: tuple[str, ...] = ()
     """Patches without which this one would do harm: where one of them is refused, this one is too."""
+    ranges: tuple[SpecifierSet, ...] = ()
+    """The releases that need the patch, as far as anyone has looked; an open range may end with a release to come."""
 
     @classmethod
-    def load(cls, path: Path) -> PatchSpec:
+    def load(cls, path: Path, lock: Mapping[str, Mapping[str, str]]) -> PatchSpec:
         """Read a ledger entry.
+
+        Args:
+            path: the TOML file.
+            lock: the fingerprints, by target and release.
 
         Raises:
             PatchError: the file is not a ledger entry; the message says what is wrong.
@@ -91,28 +101,47 @@ class PatchSpec:
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
             prose = {name: _text(data, name) for name in ("summary", "why", "upstream", "remove_when")}
-            targets = tuple(
-                Target(_text(each, "module"), _text(each, "qualname"), _texts(each["fingerprints"]))
-                for each in data["targets"]
-            )
-            needs = tuple(_texts(dict.fromkeys(data.get("needs", ()), "")))
+            ranges = tuple(map(SpecifierSet, _texts(data["releases"])))
+            targets = tuple(_target(name, ranges, lock) for name in _texts(data["targets"]))
+            needs = tuple(_texts(data.get("needs", [])))
             if not targets:
                 raise ValueError("it has no targets")
-            return cls(path.stem, **prose, targets=targets, needs=needs)
+            return cls(path.stem, **prose, targets=targets, needs=needs, ranges=ranges)
         except KeyError as error:
             raise PatchError(f"{path} is not a ledger entry: {error.args[0]} is missing") from error
-        except (OSError, TypeError, ValueError, AttributeError) as error:  # of which TOML's and Unicode's are
+        except (OSError, TypeError, ValueError) as error:  # of which TOML's, Unicode's and InvalidSpecifier are
             raise PatchError(f"{path} is not a ledger entry: {error}") from error
 
     @property
     def releases(self) -> tuple[str, ...]:
-        """The releases that the patch is for, oldest first."""
-        return tuple(dict.fromkeys(release for target in self.targets for release in target.fingerprints))
+        """The releases that the patch is for and whose fingerprints are known, oldest first."""
+        named = {release for target in self.targets for release in target.fingerprints}
+        return tuple(sorted(named, key=release_order))
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The modules that may define a target, in one release or another."""
         return tuple(dict.fromkeys(target.module for target in self.targets))
+
+    def covers(self, release: str) -> bool:
+        """Whether the patch is for `release`, which may be newer than any that the lock knows."""
+        return release in self.releases or _within(self.ranges, release)
+
+
+def _target(name: str, ranges: tuple[SpecifierSet, ...], lock: Mapping[str, Mapping[str, str]]) -> Target:
+    module, colon, qualname = name.partition(":")
+    if not (module and colon and qualname):
+        raise ValueError(f"the target {name!r} is not of the form module:qualname")
+    known = lock.get(name, {})
+    return Target(module, qualname, {release: known[release] for release in known if _within(ranges, release)})
+
+
+@functools.cache  # every process that loads the plugin asks for each release and range
+def _within(ranges: tuple[SpecifierSet, ...], release: str) -> bool:
+    try:
+        return any(each.contains(Version(release), prereleases=True) for each in ranges)
+    except InvalidVersion:
+        return False
 
 
 def _text(data: Mapping[str, object], name: str) -> str:
@@ -122,10 +151,10 @@ def _text(data: Mapping[str, object], name: str) -> str:
     return value
 
 
-def _texts(data: Mapping[str, object]) -> dict[str, str]:
-    if wrong := [name for name in data if not isinstance(data[name], str) or not isinstance(name, str)]:
-        raise TypeError(f"{wrong[0]!r} is {data[wrong[0]]!r}; both must be strings")
-    return dict(data)  # type: ignore[arg-type]
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise TypeError(f"{value!r} must be a list of strings")
+    return value
 
 
 def ledger_directory() -> Path:
@@ -135,22 +164,46 @@ def ledger_directory() -> Path:
     return installed if installed.is_dir() else checkout
 
 
-def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
-    """Every ledger entry that can be read, by name, and why the others can't, by patch.
+def read_lock(directory: Path) -> dict[str, dict[str, str]]:
+    """The fingerprints, by target and release.
 
     Raises:
-        PatchError: there is no ledger.
+        PatchError: the lock file can't be read; the message says why.
+    """
+    path = directory / LOCK
+    try:
+        lock = json.loads(path.read_text(encoding="utf-8"))
+        if not all(isinstance(code, str) for known in lock.values() for code in known.values()):
+            raise TypeError("a fingerprint must be a string")
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        raise PatchError(f"{path} is not a lock file of fingerprints: {error}") from error
+    return lock  # type: ignore[no-any-return]
+
+
+def read_ledger(
+    directory: Path | None = None, lock: Mapping[str, Mapping[str, str]] | None = None
+) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
+    """Every ledger entry that can be read, by name, and why the others can't, by patch.
+
+    Args:
+        directory: with the TOML files; by default, those that were installed.
+        lock: the fingerprints; by default, those of the lock file there.
+
+    Raises:
+        PatchError: there is no ledger, or no lock file.
     """
     directory = directory or ledger_directory()
+    paths = sorted(directory.glob("*.toml"))
+    if not paths:
+        raise PatchError(f"there is no patch ledger in {directory}; reinstall vllm-async-spec")
+    lock = read_lock(directory) if lock is None else lock
     specs: list[PatchSpec] = []
     unreadable: dict[str, str] = {}
-    for path in sorted(directory.glob("*.toml")):
+    for path in paths:
         try:
-            specs.append(PatchSpec.load(path))
+            specs.append(PatchSpec.load(path, lock))
         except PatchError as error:
             unreadable[path.stem] = str(error)
-    if not specs and not unreadable:
-        raise PatchError(f"there is no patch ledger in {directory}; reinstall vllm-async-spec")
     return tuple(specs), unreadable
 
 

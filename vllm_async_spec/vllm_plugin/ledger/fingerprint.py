@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def fingerprint(source: str, qualname: str) -> str | None:
-    """The fingerprint of `qualname` in a module's source text.
+def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
+    """The fingerprints of classes and functions in a module's source text.
 
-    Equal for every Python that runs us: it is computed from the syntax tree's own fields, of which newer Pythons only
+    Equal for every Python that runs us: each is computed from the syntax tree's own fields, of which newer Pythons only
     add empty ones.
 
     Args:
         source: text of the module.
-        qualname: dotted name of a class or function in it, such as `CommonAttentionMetadata.unpadded`.
+        qualnames: dotted names in it, such as `CommonAttentionMetadata.unpadded`.
 
     Returns:
-        16 hexadecimal digits, or None where the module defines no such name.
+        16 hexadecimal digits for each name that the module defines.
     """
-    node: ast.AST | None = ast.parse(source)
-    for name in qualname.split("."):
-        node = _definition(node, name)
-        if node is None:
-            return None
-    return hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+    tree = ast.parse(source)
+    nodes = {qualname: _definition_of(tree, qualname) for qualname in qualnames}
+    return {
+        qualname: hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
+        for qualname, node in nodes.items()
+        if node is not None
+    }
 
 
 def module_file(root: Path, module: str) -> Path | None:
@@ -35,6 +37,13 @@ def module_file(root: Path, module: str) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+def _definition_of(tree: ast.AST, qualname: str) -> ast.AST | None:
+    node: ast.AST | None = tree
+    for name in qualname.split("."):
+        node = _definition(node, name)
+    return node
 
 
 def _definition(node: ast.AST | None, name: str) -> ast.AST | None:

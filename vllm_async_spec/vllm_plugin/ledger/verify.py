@@ -1,14 +1,14 @@
-"""Comparing the ledger with the source of some vLLM that is neither imported nor installed."""
+"""Compares the ledger with the source of some vLLM, which is neither imported nor installed, and updates its lock."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, missing
-from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprint, module_file
+from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, missing, release_order
+from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints, module_file
 
 
 class Match(str, enum.Enum):
@@ -17,9 +17,9 @@ class Match(str, enum.Enum):
     SAME = "same"
     """Its targets are as in a release that the patch is for."""
     CHANGED = "changed"
-    """The patch is for this release, or the release is unknown, and a target is as in none that it is for."""
-    OTHER = "not for this release"
-    """The ledger knows the release and has the patch for others."""
+    """The patch is for this release, as far as anybody knows, and its targets are as in no release that it knows."""
+    NOT_NEEDED = "not needed"
+    """Its entry names other releases: this one is older than the fault, or has what the patch would bring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,9 @@ def verify(specs: Sequence[PatchSpec], source: Path) -> list[Verdict]:
     Raises:
         PatchError: there is no vLLM in `source`.
     """
-    if module_file(source, "vllm") is None:
-        raise PatchError(f"{source} contains no vllm/; name the directory that a vLLM wheel was unpacked into")
+    _check(source)
     release = source_release(source)
-    known = any(release in spec.releases for spec in specs)
-    return [compare(spec, source, release if known else None) for spec in specs]
+    return [compare(spec, source, release) for spec in specs]
 
 
 def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
@@ -63,19 +61,61 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
     Args:
         spec: the ledger entry.
         source: the directory that contains `vllm/`.
-        release: which one that is, if the ledger knows it.
+        release: which one that is; None if nobody knows.
     """
+    found = _fingerprints(spec, source)
+    if release is not None and not spec.covers(release):
+        return Verdict(spec.name, Match.NOT_NEEDED, found, None)
+    there = [target for target in spec.targets if str(target) in found]
+    as_in = [target.release_with(found[str(target)]) for target in there]
+    same = bool(found) and None not in as_in and not missing(spec.targets, found)
+    newest = max(filter(None, as_in), key=release_order, default=None)
+    return Verdict(spec.name, Match.SAME if same else Match.CHANGED, found, newest)
+
+
+def updated_lock(
+    specs: Sequence[PatchSpec], lock: Mapping[str, Mapping[str, str]], source: Path
+) -> dict[str, dict[str, str]]:
+    """The lock file's content with the fingerprints of one more release, and without what no entry names any more.
+
+    Args:
+        specs: the ledger entries.
+        lock: its content now: fingerprints, by target and release.
+        source: the directory that an unpacked wheel's `vllm/` is in.
+
+    Raises:
+        PatchError: there is no vLLM in `source`, nothing there names its release, or a patch for it finds no target.
+    """
+    _check(source)
+    release = source_release(source)
+    if release is None:
+        raise PatchError(f"{source} has no vllm-*.dist-info that names the release; unpack a whole wheel there")
+    found: dict[str, dict[str, str]] = {str(target): {} for spec in specs for target in spec.targets}
+    for spec in specs:
+        here = _fingerprints(spec, source) if spec.covers(release) else {}
+        if spec.covers(release) and not here:
+            raise PatchError(f"vLLM {release} has no target of {spec.name}; change its releases or its targets")
+        for target in map(str, spec.targets):
+            kept = {each: code for each, code in lock.get(target, {}).items() if each != release and spec.covers(each)}
+            found[target] |= kept | ({release: here[target]} if target in here else {})
+    return {
+        target: {each: known[each] for each in sorted(known, key=release_order)}
+        for target, known in sorted(found.items())
+    }
+
+
+def _check(source: Path) -> None:
+    if module_file(source, "vllm") is None:
+        raise PatchError(f"{source} contains no vllm/; name the directory that a vLLM wheel was unpacked into")
+
+
+def _fingerprints(spec: PatchSpec, source: Path) -> dict[str, str]:
+    """Those of the patch's targets that the source defines, by target."""
     found: dict[str, str] = {}
-    matched: str | None = None
-    same = True
-    for target in spec.targets:
-        path = module_file(source, target.module)
-        code = None if path is None else fingerprint(path.read_text(encoding="utf-8"), target.qualname)
-        if code is not None:
-            found[str(target)] = code
-            as_in = target.release_with(code)
-            matched, same = as_in or matched, same and as_in is not None
-    if release is not None and release not in spec.releases:
-        return Verdict(spec.name, Match.OTHER, found, None)
-    same = same and bool(found) and not missing(spec.targets, found)
-    return Verdict(spec.name, Match.SAME if same else Match.CHANGED, found, matched)
+    for module in spec.modules:
+        path = module_file(source, module)
+        if path is not None:
+            names = [target.qualname for target in spec.targets if target.module == module]
+            codes = fingerprints(path.read_text(encoding="utf-8"), names)
+            found |= {f"{module}:{name}": code for name, code in codes.items()}
+    return found

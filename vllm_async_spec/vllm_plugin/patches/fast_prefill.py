@@ -152,7 +152,7 @@ def _apply_v2(transaction: Transaction, module: ModuleType) -> None:
 
 
 IMPLEMENTATIONS = {
-    "shared-kv-counts": Implementation(_unneeded_counts, _apply_counts),
-    "shared-kv-counts-v2": Implementation(_unneeded_v2, _apply_v2),
-    "shared-kv-fast-prefill": Implementation(_unneeded, _apply),
+    "fast-prefill-counts": Implementation(_unneeded_counts, _apply_counts),
+    "fast-prefill-counts-v2": Implementation(_unneeded_v2, _apply_v2),
+    "fast-prefill-offsets": Implementation(_unneeded, _apply),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches import (
     async_scheduling,
     draft_graphs,
@@ -19,19 +20,27 @@ from vllm_async_spec.vllm_plugin.patches import (
     virtual_batches,
 )
 
-IMPLEMENTATIONS = {
-    **async_scheduling.IMPLEMENTATIONS,
-    **draft_graphs.IMPLEMENTATIONS,
-    **draft_lengths.IMPLEMENTATIONS,
-    **fast_prefill.IMPLEMENTATIONS,
-    **flashinfer_builder.IMPLEMENTATIONS,
-    **flashinfer_xqa.IMPLEMENTATIONS,
-    **lazy_outputs.IMPLEMENTATIONS,
-    **metadata.IMPLEMENTATIONS,
-    **min_tokens.IMPLEMENTATIONS,
-    **mla_prefill.IMPLEMENTATIONS,
-    **optimistic_runner.IMPLEMENTATIONS,
-    **prometheus_registry.IMPLEMENTATIONS,
-    **top_k_bound.IMPLEMENTATIONS,
-    **virtual_batches.IMPLEMENTATIONS,
+PATCHES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        async_scheduling,
+        draft_graphs,
+        draft_lengths,
+        fast_prefill,
+        flashinfer_builder,
+        flashinfer_xqa,
+        lazy_outputs,
+        metadata,
+        min_tokens,
+        mla_prefill,
+        optimistic_runner,
+        prometheus_registry,
+        top_k_bound,
+        virtual_batches,
+    )
+}
+"""The modules, by name; the names of a module's patches begin with it."""
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    name: implementation for module in PATCHES.values() for name, implementation in module.IMPLEMENTATIONS.items()
 }

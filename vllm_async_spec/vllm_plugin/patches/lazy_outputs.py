@@ -1,9 +1,9 @@
-"""A step's output, made by whoever asks for it: in vLLM up to 0.20 a thread beside makes it.
+"""Builds each step's output on the thread that asks for it; vLLM up to 0.20 uses a helper thread.
 
-With asynchronous scheduling and one process, vLLM hands each step's output to a thread, which waits for the device and
-makes lists of tokens. The main thread launches the next step meanwhile, and the two hand Python's lock to each other
-for it. Where a step takes the host longer than the device, that is the step's time. The main thread asks for the output
-when it has launched that step, and by then the device has mostly finished: so it makes the output then.
+With asynchronous scheduling in one process, the helper thread waits for the device and converts tokens to lists. The
+main thread launches the next step meanwhile. The two threads contend for the interpreter lock. Where a step takes the
+host longer than the device, that lengthens the step. The main thread asks for the output after it has launched the next
+step. By then the device has usually finished, so the main thread builds the output at that point.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 _THREAD = "async_output_thread"
 
 
-class AskedOutput(Future[Any]):
-    """An output that is made when its result is asked for the first time, by the thread that asks.
+class LazyOutput(Future[Any]):
+    """An output that the first thread that asks for it builds.
 
-    Until then it is not done. vLLM therefore always launches a second step before it looks at the first one's output.
+    Until then it is not done. So vLLM always launches a second step before it looks at the first one's output.
 
     Args:
         make: waits for the device and makes the output.
@@ -35,7 +35,7 @@ class AskedOutput(Future[Any]):
         self._make = make
 
     def result(self, timeout: float | None = None) -> Any:
-        """The output; `timeout` is not heeded, as nobody else makes it."""
+        """The output. `timeout` has no effect, because the calling thread builds it."""
         self._ask()
         return super().result()
 
@@ -54,17 +54,17 @@ class AskedOutput(Future[Any]):
                 self.set_result(made)
 
 
-class WhenAsked:
-    """Takes the place of the thread pool that makes outputs."""
+class LazyPool:
+    """Replaces the pool whose helper thread builds outputs."""
 
-    def submit(self, make: Callable[[], Any]) -> AskedOutput:
-        """The output that `make` is going to make."""
-        return AskedOutput(make)
+    def submit(self, make: Callable[[], Any]) -> LazyOutput:
+        """The output that `make` builds, later."""
+        return LazyOutput(make)
 
 
 def _unneeded(init_executor: Any) -> str | None:
     if _THREAD not in inspect.unwrap(init_executor).__code__.co_names:
-        return "whoever asks makes a step's output here"
+        return "the thread that asks builds a step's output here"
     return None
 
 
@@ -77,9 +77,9 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         pool = getattr(self, _THREAD)
         if pool is not None:  # with asynchronous scheduling
             pool.shutdown()  # it has had no work, and so no thread
-            setattr(self, _THREAD, WhenAsked())
+            setattr(self, _THREAD, LazyPool())
 
     transaction.set(module.UniProcExecutor, "_init_executor", _init_executor)
 
 
-IMPLEMENTATIONS = {"outputs-when-asked": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"lazy-outputs": Implementation(_unneeded, _apply)}

@@ -184,5 +184,5 @@ IMPLEMENTATIONS = {
     "metadata-counted-host-lengths": Implementation(_unneeded_counted, _graft(Trust.UNCHANGED)),
     "metadata-restored-host-lengths": Implementation(_unneeded_restored, _graft(Trust.NONE)),
     "metadata-unpadded": Implementation(_unneeded_unpadded, _apply_unpadded),
-    "micro-batches": Implementation(_unneeded_micro_batches, _apply_micro_batches),
+    "metadata-micro-batches": Implementation(_unneeded_micro_batches, _apply_micro_batches),
 }

@@ -97,7 +97,7 @@ def _exact(metadata: Any) -> torch.Tensor:
 
 IMPLEMENTATIONS = {
     "mla-prefill-lengths": Implementation(_unneeded, functools.partial(_apply, "MLACommonMetadataBuilder")),
-    "mla-sparse-prefill-lengths": Implementation(
+    "mla-prefill-lengths-sparse": Implementation(
         _unneeded, functools.partial(_apply, "SparseMLACommonMetadataBuilder"), _no_sparse
     ),
 }

@@ -14,7 +14,7 @@ from undone import undone
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
 from vllm_async_spec.vllm_plugin.patches.lazy_outputs import IMPLEMENTATIONS
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "outputs-when-asked")
+SPEC = next(spec for spec in load_ledger() if spec.name == "lazy-outputs")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     with undone():
         ledger = Ledger(IMPLEMENTATIONS, (SPEC,))
         ledger.install()
-        outcome = ledger.outcomes["outputs-when-asked"]
+        outcome = ledger.outcomes["lazy-outputs"]
         assert outcome.state is State.APPLIED, outcome.detail
         yield make_executor(module, monkeypatch)
 

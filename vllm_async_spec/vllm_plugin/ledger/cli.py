@@ -1,0 +1,121 @@
+"""`vllm-async-spec patches`: what the ledger says, and what it says of some vLLM's source."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_async_spec.vllm_plugin.ledger.entries import (
+    LOCK,
+    PatchError,
+    ledger_directory,
+    load_ledger,
+    read_lock,
+    release_runs,
+)
+from vllm_async_spec.vllm_plugin.ledger.readme import readme
+from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict, source_release, updated_lock, verify
+
+patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
+
+_STYLE = {Match.SAME: "green", Match.CHANGED: "bold red", Match.NOT_NEEDED: "dim"}
+
+
+@patches_app.command("list")
+def list_patches(as_json: AsJson = False) -> None:
+    """What each patch is for: why it exists, for which releases, and when it is deleted."""
+    specs = load_ledger()
+    if as_json:
+        rows = [
+            {
+                "name": s.name,
+                "summary": s.summary,
+                "why": s.why.strip(),
+                "upstream": s.upstream,
+                "remove_when": s.remove_when,
+                "releases": s.releases,
+                "targets": [str(t) for t in s.targets],
+            }
+            for s in specs
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table()
+    for name in ("patch", "releases", "what it changes in vLLM", "deleted when"):
+        table.add_column(name, overflow="fold", no_wrap=name == "patch")
+    for spec in specs:
+        table.add_row(spec.name, ", ".join(release_runs(specs, spec)), spec.summary, spec.remove_when)
+    Console().print(table)
+
+
+@patches_app.command("verify")
+def verify_patches(
+    vllm_source: Annotated[Path, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")],
+    as_json: AsJson = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="Then write this release's fingerprints into the lock file.")
+    ] = False,
+) -> None:
+    """Compare every patch's target with some vLLM's source, which is neither imported nor installed.
+
+    Exit code 0: every patch that is for this release finds its target as it knows it; 1: one does not, and would be
+    refused. With --update it is 0 once the lock file and the README beside it are written.
+    """
+    try:
+        verdicts = verify(load_ledger(), vllm_source)
+        _print(verdicts, source_release(vllm_source), as_json)
+        if update:
+            _update(vllm_source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
+    except PatchError as error:
+        typer.echo(f"vllm-async-spec: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(1 if not update and any(v.match is Match.CHANGED for v in verdicts) else 0)
+
+
+def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:
+    if as_json:
+        rows = [
+            {"patch": v.patch, "match": v.match.value, "fingerprints": v.fingerprints, "as_in": v.release}
+            for v in verdicts
+        ]
+        typer.echo(json.dumps({"release": release, "patches": rows}, indent=2))
+        return
+    table = Table("patch", "verdict", "as in", "fingerprint", title=f"vLLM {release or 'of an unknown release'}")
+    for v in verdicts:
+        codes = "" if v.match is Match.NOT_NEEDED else ", ".join(v.fingerprints.values()) or "absent"
+        table.add_row(v.patch, f"[{_STYLE[v.match]}]{v.match.value}[/]", v.release or "", codes)
+    Console().print(table)
+
+
+def _update(source: Path, changed: list[Verdict]) -> None:
+    """Write the lock file, then the README.
+
+    Raises:
+        PatchError: the source has no release, or the ledger's directory can't be written to.
+    """
+    directory = ledger_directory()
+    lock = updated_lock(load_ledger(directory), read_lock(directory), source)
+    try:
+        _write(directory / LOCK, json.dumps(lock, indent=1) + "\n")
+        _write(directory / "README.md", readme(load_ledger(directory)))
+    except OSError as error:
+        raise PatchError(f"{directory} can't be written to: {error}") from error
+    typer.echo(f"Wrote the fingerprints of vLLM {source_release(source)} into {directory / LOCK}.", err=True)
+    if changed:
+        names = ", ".join(verdict.patch for verdict in changed)
+        typer.echo(f"Before you commit them, read what vLLM changed in the targets of {names}.", err=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file whole, so that no reader finds a half of it."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
