@@ -10,11 +10,13 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
-RELEASES := 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
+RELEASES ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
+# Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
+WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
-.PHONY: demo bench test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel lint clean
+.PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -23,8 +25,12 @@ bench: $(VENV)/.ready  ## the plugin on, off and not loaded: a model of 1b on a 
 	$(PYTHON) -m benchmarks run $(BENCH) --fresh --out $(CACHE)/benchmarks --cache $(CACHE)/benchmarks
 	$(PYTHON) -m benchmarks plot $(CACHE)/benchmarks/$(BENCH).json
 
-test: $(VENV)/.ready lint  ## what must hold before every commit
-	$(PYTHON) -m pytest -m "not slow"
+test: $(VENV)/.ready lint models  ## what must hold before every commit
+	$(PYTHON) -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+
+# Where no test waits for them within its time limit. They are trained once; where there is a GPU, tests train their own.
+models: $(VENV)/.ready
+	test -n "$(shell command -v nvidia-smi)" || $(PYTHON) -m vllm_async_spec.demo.train .cache/demo
 
 coverage: $(VENV)/.ready  ## the default tests, and which lines of the package they run
 	$(PYTHON) -m pytest -m "not slow" --cov --cov-report=term
@@ -39,10 +45,11 @@ lint: $(VENV)/.ready
 
 test-releases: $(VENV)/.ready  ## the plugin against the real Python of five vLLM releases, fetched once
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
-	@for release in $(RELEASES); do \
-		echo "vLLM $$release"; \
-		$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$$release || exit 1; \
-	done
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(addprefix test-release-,$(RELEASES))
+
+test-release-%:
+	@echo "vLLM $*"
+	$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$*
 
 compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and with the plugin, into the documentation
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)

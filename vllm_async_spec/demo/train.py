@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -301,3 +302,7 @@ def _json_files(shape: ModelShape) -> dict[str, dict[str, Any]]:
         "chat_template": CHAT_TEMPLATE,
     }
     return {"config.json": config, "generation_config.json": special, "tokenizer_config.json": tokenizer_config}
+
+
+if __name__ == "__main__":
+    print(prepare_models(Path(sys.argv[1])))
