@@ -19,29 +19,48 @@ HEAD = (
 )
 
 
+def digest(report: Report) -> dict[str, Any]:
+    """What a result keeps of an audit: the figures of its row. The whole report is twenty times as long."""
+    gpu, cost = report.gpu, report.overhead
+    critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
+    return {
+        "headline": report.headline,
+        "host_idle": gpu and gpu.host_idle,
+        "plain_idle": report.plain_idle,
+        "launch_gaps": gpu and gpu.launch_gaps,
+        "busy": gpu and gpu.busy,
+        "critical": [report.waits(Place.CRITICAL), report.waiting_ms(Place.CRITICAL)],
+        "sites": [[_short(str(cause.site)), cause.kind.value, cause.per_step] for cause in critical],
+        "overlapped": [report.waits(Place.OVERLAPPED), report.waiting_ms(Place.OVERLAPPED)],
+        "recording": cost and [cost.device_ratio, cost.ratio],
+    }
+
+
 def cells(audit: dict[str, Any], speed: str) -> list[str]:
     """What a row says of one audit, under `HEAD`.
 
     Args:
-        audit: `Report.to_dict()`.
+        audit: its `digest`.
         speed: the figure that was measured before the audit.
     """
-    report = Report.from_dict(audit)
-    critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
-    sites = [f"`{_short(str(cause.site))}` {cause.kind.value} {cause.per_step:.2f}" for cause in critical]
-    gpu, cost, plain = report.gpu, report.overhead, report.plain_idle
-    not_recorded = "-" if plain is None else f"{plain:.2f}"
-    shares = (
-        [f"**{gpu.host_idle:.3f}**", not_recorded, f"{gpu.launch_gaps:.3f}", f"{gpu.busy:.3f}"] if gpu else ["-"] * 4
-    )
+    sites = [f"`{site}` {kind} {per_step:.2f}" for site, kind, per_step in audit["sites"]]
+    waits, waiting_ms = audit["critical"]
+    beside, beside_ms = audit["overlapped"]
     return [
         speed,
-        *shares,
-        f"{report.waits(Place.CRITICAL):.2f} ({report.waiting_ms(Place.CRITICAL):.2f} ms)",
+        _share(audit["host_idle"], "**{:.3f}**"),
+        _share(audit["plain_idle"] if audit["host_idle"] is not None else None, "{:.2f}"),
+        _share(audit["launch_gaps"], "{:.3f}"),
+        _share(audit["busy"], "{:.3f}"),
+        f"{waits:.2f} ({waiting_ms:.2f} ms)",
         "; ".join(sites) or "nobody",
-        f"{report.waits(Place.OVERLAPPED):.2f} ({report.waiting_ms(Place.OVERLAPPED):.2f} ms)",
-        f"{cost.device_ratio:.2f}, {cost.ratio:.2f}" if cost else "-",
+        f"{beside:.2f} ({beside_ms:.2f} ms)",
+        "{:.2f}, {:.2f}".format(*audit["recording"]) if audit["recording"] else "-",
     ]
+
+
+def _share(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def _short(site: str) -> str:

@@ -127,7 +127,7 @@ def plot(
     ] = None,
     form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
 ) -> None:
-    """Draw the figure of each result or trace: beside its JSON, or in docs/assets/results for this repository's own."""
+    """Draw the figure of each result or trace: beside its JSON, or in .cache/figures for this repository's own."""
     if form not in ("svg", "png"):
         _fail(f"--format is {form!r}; it must be svg or png")
     try:
@@ -146,7 +146,7 @@ def plot(
 def tables(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
 ) -> None:
-    """Write the tables in README.md and docs/*.md from the results."""
+    """Write the tables in docs/*.md from the results."""
     with _failing(TableError, PlanError):
         stale = rewrite(documents())
     if check and stale:

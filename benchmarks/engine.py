@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import mrope, older_gpu
+from benchmarks.audited import digest
 from benchmarks.feature_engine import serve_feature
 from benchmarks.features import find_feature
 from benchmarks.loads import Load, Request, make_requests
@@ -141,8 +142,7 @@ class BenchEngine:
             timing = self._driver.time(which, requests)
             return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
 
-        report = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running).to_dict()
-        return report | {"timeline": None}  # by far the largest part, and none of the figures
+        return digest(audit_llm(self._llm, work, steps=steps, name=load, requests=which.running))
 
     def expect(self, load: str, file: str) -> dict[str, Any]:
         """Serve `load` and write what it says, with its other choices, to `file`, for the soak of another engine."""

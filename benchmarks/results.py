@@ -11,10 +11,11 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.summary import summarise
+from vllm_async_spec.compat.published import compact_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
-FIGURES = Path(__file__).parents[1] / "docs" / "assets" / "results"
+FIGURES = Path(__file__).parents[1] / ".cache" / "figures"
 
 Document = dict[str, Any]
 Turn = dict[str, Any]
@@ -63,7 +64,7 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        partial.write_text(compact_json(self.document))
         os.replace(partial, self.path)
 
 
@@ -100,7 +101,7 @@ def trace_files(folder: Path = RESULTS) -> Sequence[Path]:
 
 
 def figure_of(path: Path, form: str = "svg") -> Path:
-    """Where the figure of a result file is: among the documents for one of this repository, else beside it."""
+    """Where `plot` draws the figure of a result file: in .cache for one of this repository's own, else beside it."""
     folder = FIGURES if path.resolve().parent == RESULTS.resolve() else path.parent
     return folder / f"{path.stem}.{form}"
 

@@ -7,7 +7,7 @@ A page asks with a comment on a line of its own:
     <!-- reference: host_copy HostCopy Epoch --> signatures and docstrings of a module's public names
     <!-- compat: table cpu -->                    the verdicts of all runs in compat/ on one machine, by backend
 
-Sources are parsed, never imported, so the site builds without PyTorch and without vLLM.
+Here sources are parsed, never imported. `generated.py` adds the files that are made of results.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.arms import Acceptance
 from benchmarks.cli import app
 from benchmarks.plans import baseline
 from benchmarks.present import grid, notes
-from benchmarks.results import RESULTS, figure_of, result_files
+from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.tables import TableError, documents, rewrite
 
 STEADY = {"stock": [100, 101, 102, 100], "sham": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
@@ -104,9 +105,13 @@ def test_the_baseline_is_listed_and_drawn(tmp_path: Path):
     assert result.with_suffix(".svg").stat().st_size > 5000
 
 
-def test_the_figure_of_each_result_is_there():
-    for path in result_files():
-        assert figure_of(path).is_file(), f"`python -m benchmarks plot {path}` draws it"
+def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
+    """The site draws them when it is built."""
+    docs = RESULTS.parents[1] / "docs"
+    shown = set(re.findall(r"assets/results/([\w.-]+)\.svg", "".join(p.read_text() for p in docs.glob("*.md"))))
+    assert len(shown) > 5
+    assert shown <= {path.stem for path in [*result_files(), *trace_files()]}
+    assert not (docs / "assets" / "results").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""Put results of the suite into the documentation, and make its page and badge from all that are there.
+"""Put results of the suite into the documentation.
 
-`python -m vllm_async_spec.compat.publish [RESULT.json ...]` takes what `vllm-async-spec compat --json` wrote, and keeps
-what is published of it as `docs/compat/NAME.json` and `NAME.md`. It renews `docs/assets/compatibility.html` and the
-badge. NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. It comes
+`python -m vllm_async_spec.compat.publish RESULT.json ...` takes what `vllm-async-spec compat --json` wrote, and keeps
+what is published of it as `docs/compat/NAME.json`. The site's build makes a page of each, the page of all and a badge.
+NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. It comes
 from the result, whatever the file is called. But one that is called the other of the two is refused, as are two of the
-same run: what was to be the plugin's column, and was made without `--plugin`, must not become stock's. Without
-arguments it only makes everything anew from the files that are there.
+same run: what was to be the plugin's column, and was made without `--plugin`, must not become stock's.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ _BADGE_OF = "0.32.0-plugin"
 
 
 def documents(runs: Sequence[Run]) -> dict[str, str]:
-    """What the documentation has of these runs: the contents of each file, by its path below `docs`."""
-    files = {f"compat/{run.name}.json": run.to_json() for run in runs}
-    files |= {f"compat/{run.name}.md": markdown(run) for run in runs}
+    """What the site has of these runs: the contents of each file, by its path in the site's sources."""
+    files = {f"compat/{run.name}.md": markdown(run) for run in runs}
     files["assets/compatibility.html"] = render_html(runs, WANTED)
     return files | {f"assets/{run.name}.svg": badge(run) for run in runs if run.name == _BADGE_OF}
 
@@ -65,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 where a file is no result of the suite.
     """
     parser = argparse.ArgumentParser(description="Put results of the suite into the documentation.")
-    parser.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="what compat --json wrote")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="what compat --json wrote")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="the documentation's directory")
     options = parser.parse_args(arguments)
     if not (options.docs / "compat").is_dir():
@@ -74,15 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     try:
-        for name, run in _taken(options.results).items():
-            (options.docs / "compat" / f"{name}.json").write_text(run.to_json(), encoding="utf-8")
-        runs = read_runs((options.docs / "compat").glob("*.json"))
+        runs = _taken(options.results)
     except PublishedError as error:
         print(f"publish: {error}", file=sys.stderr)
         return 2
-    for name, text in documents(runs).items():
-        (options.docs / name).write_text(text, encoding="utf-8")
-    print(f"{len(runs)} runs in {options.docs / 'compat'}")
+    for name, run in runs.items():
+        (options.docs / "compat" / f"{name}.json").write_text(run.to_json(), encoding="utf-8")
+    print(f"{len(runs)} runs written to {options.docs / 'compat'}")
     return 0
 
 

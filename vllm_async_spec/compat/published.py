@@ -152,7 +152,7 @@ class Run:
 
     def to_json(self) -> str:
         """What is committed."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return compact_json(asdict(self))
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Run:
@@ -271,3 +271,14 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
     for sentence, case in pairs:
         found.setdefault(sentence, []).append(case)
     return found
+
+
+def compact_json(document: Mapping[str, Any]) -> str:
+    """JSON for git: a line for each member, and for each element of a list; a third shorter than indented."""
+    members = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        members.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(members) + "\n}\n"

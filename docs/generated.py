@@ -1,0 +1,61 @@
+"""Files of the site that MkDocs makes while it builds, from summaries in git; git does not have them.
+
+- `compat/RUN.md`, `assets/compatibility.html` and a badge, from `docs/compat/RUN.json`.
+- `assets/results/RESULT.svg`, from `benchmarks/results/RESULT.json`, for each figure that a page shows.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+_FIGURE = re.compile(r"\(assets/results/([\w.-]+)\.svg\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add what is made to what was found."""
+    sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+    try:
+        for path, content in [*compatibility(), *figures()]:
+            files.append(File.generated(config, path, content=content))
+    finally:
+        sys.path.remove(str(ROOT))
+    return files
+
+
+def compatibility() -> Iterator[tuple[str, str]]:
+    """Path and content of what is made of the compatibility suite's published runs."""
+    from vllm_async_spec.compat.publish import documents
+    from vllm_async_spec.compat.published import read_runs
+
+    yield from documents(read_runs((DOCS / "compat").glob("*.json"))).items()
+
+
+def figures() -> Iterator[tuple[str, bytes]]:
+    """Path and content of the figures that pages show."""
+    from benchmarks import plot, plot_trace
+    from benchmarks.results import RESULTS, read_result, read_trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sorted(shown()):
+            source, figure = RESULTS / f"{name}.json", Path(folder) / f"{name}.svg"
+            found = read_trace(source)
+            if found is None:
+                plot.draw(read_result(source), figure)
+            else:
+                plot_trace.draw(found, figure)
+            yield f"assets/results/{name}.svg", figure.read_bytes()
+
+
+def shown() -> set[str]:
+    """Names of the results whose figures are on a page."""
+    return {name for page in DOCS.glob("*.md") for name in _FIGURE.findall(page.read_text(encoding="utf-8"))}
