@@ -16,7 +16,7 @@ class Plugin(str, enum.Enum):
 
     STOCK = "stock"
     """vLLM is told not to load the plugin."""
-    SHAM = "sham"
+    NOOP = "noop"
     """The plugin is loaded and switched off: what differs from stock is noise, or a fault of the comparison."""
     ON = "plugin"
 
@@ -99,7 +99,7 @@ class Plan:
             raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of them")
         if self.audit_steps and any(arm.plugin is Plugin.STOCK for arm in self.arms):
             raise PlanError(
-                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make them sham"
+                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make them noop"
             )
 
     def order(self) -> list[tuple[int, Arm]]:

@@ -324,7 +324,7 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     if "synchronous again" in speeds and "synchronous" in speeds:
         reason = refusal(paired_ratio(speeds["synchronous"], speeds["synchronous again"]))
         if reason:
-            said.append(f"with `synchronous again` for the sham arm: {reason}")
+            said.append(f"with `synchronous again` for the noop arm: {reason}")
     return said
 
 

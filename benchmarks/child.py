@@ -19,7 +19,7 @@ from benchmarks.loads import Load
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_MODES = {Plugin.STOCK: {}, Plugin.SHAM: {"VLLM_ASYNC_SPEC": "off"}, Plugin.ON: {"VLLM_ASYNC_SPEC": "auto"}}
+_MODES = {Plugin.STOCK: {}, Plugin.NOOP: {"VLLM_ASYNC_SPEC": "off"}, Plugin.ON: {"VLLM_ASYNC_SPEC": "auto"}}
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 900.0
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed|Segmentation fault)\b")
 

@@ -58,7 +58,7 @@ class BenchEngine:
             raise EngineError(f"this arm is of vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
-        if not self._cuda and self._arm["plugin"] == "sham" and self._arm["engine"].get("async_scheduling"):
+        if not self._cuda and self._arm["plugin"] == "noop" and self._arm["engine"].get("async_scheduling"):
             from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
             open_cpu_gate()  # on a CPU stock vLLM takes that choice back
@@ -112,7 +112,7 @@ class BenchEngine:
         }
         if self._arm["runner"] not in (None, facts["runner"]):
             raise EngineError(f"this arm is to run on runner {self._arm['runner']}, and runs on {facts['runner']}")
-        wanted = {"stock": "not loaded", "sham": "off", "plugin": "on"}[self._arm["plugin"]]
+        wanted = {"stock": "not loaded", "noop": "off", "plugin": "on"}[self._arm["plugin"]]
         if facts["plugin"] != wanted:
             raise EngineError(f"the plugin is to be {wanted!r} in this arm, and is {facts['plugin']!r}")
         return facts

@@ -183,7 +183,7 @@ def notes(found: dict[str, Any]) -> list[str]:
     if "transformers" not in speeds:
         said.append("`transformers`, which says how large the noise is, is not among the arms")
     elif reason := refusal(paired_ratio(speeds["synchronous"], speeds["transformers"])):
-        said.append(f"taking `transformers` for the sham arm, as where its stop check is not deferred: {reason}")
+        said.append(f"taking `transformers` for the noop arm, as where its stop check is not deferred: {reason}")
     return said
 
 

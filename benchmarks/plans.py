@@ -51,7 +51,7 @@ def overhead(shape: str) -> Plan:
         loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),
         turns=4,
         reference=Plugin.STOCK.value,
-        control=Plugin.SHAM.value,
+        control=Plugin.NOOP.value,
     )
 
 
@@ -65,7 +65,7 @@ def overhead_tiny() -> Plan:
         turns=4,
         seconds=1.0,
         reference=Plugin.STOCK.value,
-        control=Plugin.SHAM.value,
+        control=Plugin.NOOP.value,
         keep=True,
     )
 
@@ -141,7 +141,7 @@ def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
         seconds=2.0,
         repetitions=2,
         reference=Plugin.STOCK.value,
-        control=Plugin.SHAM.value,
+        control=Plugin.NOOP.value,
         keep=True,
     )
 
@@ -161,7 +161,7 @@ def flashinfer_audit(shape: str) -> Plan:
         return Arm(
             f"{release}-{runner}-{kernels}",
             shape,
-            plugin=Plugin.SHAM if kernels == "FLASH_ATTN" else Plugin.ON,
+            plugin=Plugin.NOOP if kernels == "FLASH_ATTN" else Plugin.ON,
             release=release,
             runner=runner,
             acceptance=ACCEPTANCE,
@@ -201,14 +201,14 @@ def optimistic(shape: str, *, compiled: bool = False) -> Plan:
         arms=(
             arm("stock", plugin=Plugin.STOCK),
             arm("plugin", plugin=Plugin.ON),
-            arm("sham", plugin=Plugin.SHAM),
+            arm("noop", plugin=Plugin.NOOP),
             arm("synchronous", plugin=Plugin.STOCK, async_scheduling=False),
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=4,
         seconds=2.0,
         reference="stock",
-        control="sham",
+        control="noop",
     )
 
 
@@ -265,9 +265,9 @@ def optimistic_audit(shape: str) -> Plan:
                 runner="V1",
                 acceptance=ACCEPTANCE,
                 engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"},
-                labels={"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.SHAM else "on", "size": shape},
+                labels={"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.NOOP else "on", "size": shape},
             )
-            for plugin in (Plugin.ON, Plugin.SHAM)
+            for plugin in (Plugin.ON, Plugin.NOOP)
         ),
         loads=find_loads(("decode-1", "decode-32", "mixed")),
         turns=1,
@@ -289,7 +289,7 @@ def baseline() -> Plan:
             Arm(
                 f"{release}-{runner}-{backend}-{shape}",
                 shape,
-                plugin=Plugin.SHAM,
+                plugin=Plugin.NOOP,
                 release=release,
                 runner=runner,
                 acceptance=ACCEPTANCE,
@@ -312,7 +312,7 @@ def baseline_tiny() -> Plan:
         name="baseline-tiny",
         about="vLLM with the plugin off on a CPU, by draft tokens",
         arms=tuple(
-            _tiny(f"K{tokens}", plugin=Plugin.SHAM, draft_tokens=tokens, labels={"K": str(tokens)}) for tokens in (1, 3)
+            _tiny(f"K{tokens}", plugin=Plugin.NOOP, draft_tokens=tokens, labels={"K": str(tokens)}) for tokens in (1, 3)
         ),
         loads=find_loads(("decode-4-short", "mixed-short")),
         turns=1,

@@ -50,7 +50,7 @@ def save(path: Path, make: Callable[[Any], Figure]) -> None:
 
 
 def _compared(document: dict[str, Any], plt: Any) -> Any:
-    """A row for each load: the band is what the sham arm, stock in all but name, differs by."""
+    """A row for each load: the band is what the noop arm, stock in all but name, differs by."""
     plan = document["plan"]
     loads = [load["name"] for load in plan["loads"]]
     arms = [arm["name"] for arm in plan["arms"] if arm["name"] not in (plan["reference"], plan["control"])]

@@ -41,7 +41,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     for row in document.get("summary", []):
         if "refused" in row:
             found.setdefault(row["refused"], []).append(row["load"])
-    lines = [f"No ratio for {', '.join(dict.fromkeys(loads))}: {why}." for why, loads in found.items()]
+    lines = [f"Ratios omitted for {', '.join(dict.fromkeys(loads))}: {why}." for why, loads in found.items()]
     if plan["keep"]:
         lines.append("Each arm kept one process for all its turns: what differs between two starts is in no interval.")
     lines += _unlike_asked(document)
@@ -67,9 +67,9 @@ def _unlike_asked(document: dict[str, Any]) -> list[str]:
 
 
 def ratio(row: Row) -> str:
-    """A row's ratio with its interval, or why there is none."""
+    """A row's ratio with its interval, or a dash; the notes say why there is none."""
     if "ratio" not in row:
-        return "not told" if "refused" in row else "-"
+        return "-"
     found = row["ratio"]
     return f"{found['value']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
 
@@ -96,7 +96,8 @@ def _spread(found: dict[str, float], digits: int) -> str:
 def _compared(document: dict[str, Any]) -> Grid:
     asynchronous = {turn["arm"]: turn["facts"]["async_scheduling"] for turn in document["turns"] if "facts" in turn}
     relative = f"speed, {document['plan']['reference']} = 1"
-    head = ("load", "arm", "async", "ms a step", "tokens/s", "accepted", relative, "turns x runs")
+    some = any("ratio" in row for row in document["summary"])  # else the column would be empty
+    head = ("load", "arm", "async", "ms a step", "tokens/s", "accepted", *[relative] * some, "turns x runs")
     return Grid(
         head,
         [
@@ -107,7 +108,7 @@ def _compared(document: dict[str, Any]) -> Grid:
                 step(row) if row["steady"] else "-",
                 throughput(row),
                 f"{row['acceptance_length']:.2f}",
-                ratio(row),
+                *[ratio(row)] * some,
                 f"{row['turns']} x {row['runs'] / row['turns']:.0f}",
             )
             for row in document["summary"]

@@ -77,13 +77,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def refusal(control: Interval | None) -> str | None:
-    """Why no ratio may be told, given that of the sham arm to stock; None if it may."""
+    """Why no ratio may be told, given that of the noop arm to stock; None if it may."""
     if control is None:
-        return "fewer than two passes have both the sham and the stock arm, so nothing says how large the noise is"
+        return "fewer than two control passes"
     if control.low <= 1 <= control.high:
         return None
     return (
-        f"the sham arm, which is stock in all but name, differs from it by {control.value - 1:+.1%}, more than the "
+        f"the noop arm, which is stock in all but name, differs from it by {control.value - 1:+.1%}, more than the "
         f"noise of ±{control.noise:.1%}; what another arm differs by can't be told from that"
     )
 

@@ -23,7 +23,7 @@ PLAN = Plan(
     loads=find_loads(("decode-1", "mixed")),
     turns=4,
     reference="stock",
-    control="sham",
+    control="noop",
 )
 
 

@@ -58,7 +58,7 @@ def test_nothing_of_the_callers_settings_reaches_an_arm():
     plugin = environment(Arm("b", "tiny", plugin=Plugin.ON, runner="V1", environment={"A": "1"}), inherited, audit=True)
     assert plugin["VLLM_ASYNC_SPEC"] == "auto"
     assert (plugin["VLLM_USE_V2_MODEL_RUNNER"], plugin["VLLM_ASYNC_SPEC_AUDIT"], plugin["A"]) == ("0", "1", "1")
-    assert environment(Arm("c", "tiny", plugin=Plugin.SHAM), {})["VLLM_ASYNC_SPEC"] == "off"
+    assert environment(Arm("c", "tiny", plugin=Plugin.NOOP), {})["VLLM_ASYNC_SPEC"] == "off"
 
 
 def test_a_shell_file_is_sourced_before_python(tmp_path: Path):
@@ -85,4 +85,4 @@ def test_stock_is_vllm_with_all_plugins_but_ours(monkeypatch: pytest.MonkeyPatch
 def test_an_environment_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.engine._vllm_plugins", lambda: {"a"})
     with pytest.raises(EngineError, match=r"vllm-async-spec is not installed for .*; `pip install --no-deps"):
-        _choose_plugins("sham")
+        _choose_plugins("noop")

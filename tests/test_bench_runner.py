@@ -76,7 +76,7 @@ def run(
 def test_turns_are_balanced():
     order = [(number, arm.name) for number, arm in PLAN.order()]
     names = [name for _, name in order]
-    assert names[:6] == ["plugin", "sham", "stock", "stock", "sham", "plugin"], (
+    assert names[:6] == ["plugin", "noop", "stock", "stock", "noop", "plugin"], (
         "what is compared with is there twice first"
     )
     places = {name: [place for place, each in enumerate(names) if each == name] for name in set(names)}
@@ -98,13 +98,13 @@ def test_every_turn_has_a_process_of_its_own_and_every_load(engines, tmp_path):
     done, result = run(tmp_path)
     assert done
     assert engines.started == [arm.name for _, arm in PLAN.order()]
-    assert engines.asked.count(("sham", "measure")) == PLAN.turns * len(PLAN.loads)
+    assert engines.asked.count(("noop", "measure")) == PLAN.turns * len(PLAN.loads)
     assert json.loads(result.path.read_text())["summary"] == result.document["summary"]
 
 
 def test_kept_engines_are_started_once(engines, tmp_path):
     run(tmp_path, dataclasses.replace(PLAN, keep=True))
-    assert engines.started == ["plugin", "sham", "stock"]
+    assert engines.started == ["plugin", "noop", "stock"]
     assert engines.asked.count(("stock", "describe")) == PLAN.turns
 
 
@@ -148,22 +148,22 @@ def test_more_turns_add_to_what_is_there(engines, tmp_path):
 def test_only_what_was_asked_for_is_run(engines, tmp_path):
     run(tmp_path, only="plug")
     assert set(engines.started) == {"plugin"}
-    run(tmp_path, only="plug,sha")
-    assert set(engines.started) == {"plugin", "sham"}
+    run(tmp_path, only="plug,noo")
+    assert set(engines.started) == {"plugin", "noop"}
 
 
 def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_path):
-    engines.fails = {"sham"}
+    engines.fails = {"noop"}
     _, result = run(tmp_path)
     failed = [turn for turn in result.turns if "error" in turn]
-    assert {turn["error"] for turn in failed} == {"the engine of 'sham' failed: out of luck"}
+    assert {turn["error"] for turn in failed} == {"the engine of 'noop' failed: out of luck"}
     assert len(failed) == PLAN.turns
 
     engines.fails, before = set(), len(engines.started)
     run(tmp_path)
     assert len(engines.started) == before
     _, result = run(tmp_path, retry=True)
-    assert engines.started[before:] == ["sham"] * PLAN.turns
+    assert engines.started[before:] == ["noop"] * PLAN.turns
     assert not any("error" in turn for turn in result.turns)
 
 
@@ -172,7 +172,7 @@ def test_what_was_measured_stays_when_its_audit_fails(engines, tmp_path):
     plan = dataclasses.replace(PLAN, arms=PLAN.arms[1:2], turns=1, audit_steps=16, control=None, reference=None)
     (turn,) = run(tmp_path, plan)[1].turns
     assert set(turn["loads"]) == {"decode-1", "mixed"}
-    assert turn["error"] == "the engine of 'sham' failed: no audit"
+    assert turn["error"] == "the engine of 'noop' failed: no audit"
 
 
 def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
@@ -182,7 +182,7 @@ def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
 
 
 def test_an_audit_is_kept_with_the_first_turn(engines, tmp_path):
-    arms = (Arm("sham", "tiny", plugin=Plugin.SHAM),)
+    arms = (Arm("noop", "tiny", plugin=Plugin.NOOP),)
     plan = dataclasses.replace(PLAN, arms=arms, turns=2, audit_steps=16, control=None, reference=None)
     _, result = run(tmp_path, plan)
     first, second = result.turns

@@ -1,4 +1,4 @@
-"""How far a ratio can be trusted, and that none is told where the sham arm is not stock."""
+"""How far a ratio can be trusted, and that none is told where the noop arm is not stock."""
 
 from __future__ import annotations
 
@@ -52,31 +52,31 @@ def test_of_equal_arms_the_interval_covers_one_as_often_as_it_says(passes: int):
 
 def test_one_pass_gives_no_interval():
     assert paired_ratio([100], [105]) is None
-    found = document({"stock": [100], "sham": [100], "plugin": [105]})
+    found = document({"stock": [100], "noop": [100], "plugin": [105]})
     assert "ratio" not in row(found, "plugin")
-    assert "fewer than two passes" in row(found, "plugin")["refused"]
+    assert "fewer than two control passes" in row(found, "plugin")["refused"]
 
 
-def test_a_sham_that_is_stock_lets_the_ratio_be_told():
+def test_a_noop_that_is_stock_lets_the_ratio_be_told():
     source = random.Random(3)
-    found = document({"stock": noisy(source), "sham": noisy(source), "plugin": noisy(source, 1.05)})
+    found = document({"stock": noisy(source), "noop": noisy(source), "plugin": noisy(source, 1.05)})
     for load in ("decode-1", "mixed"):
         assert row(found, "plugin", load)["ratio"]["value"] == pytest.approx(1.05, abs=0.02)
     assert notes(found) == []
 
 
-def test_a_sham_that_is_not_stock_refuses_every_ratio_and_says_why():
+def test_a_noop_that_is_not_stock_refuses_every_ratio_and_says_why():
     source = random.Random(4)
-    found = document({"stock": noisy(source), "sham": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    found = document({"stock": noisy(source), "noop": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
     refused = row(found, "plugin")
     assert "ratio" not in refused
     words = (
-        r"the sham arm, which is stock in all but name, differs from it by -4\.8%, more than the noise of ±1\.1%; .+"
+        r"the noop arm, which is stock in all but name, differs from it by -4\.8%, more than the noise of ±1\.1%; .+"
     )
     assert re.fullmatch(words, refused["refused"])
     assert refused["step_ms"]["median"] == pytest.approx(9.52, rel=0.01)  # the raw figures stay
-    assert [cells[6] for cells in grid(found).rows if cells[1] == "plugin"] == ["not told", "not told"]
-    assert [note.split(":")[0] for note in notes(found)] == ["No ratio for decode-1, mixed"]
+    assert [cells[6] for cells in grid(found).rows if cells[1] == "plugin"] == ["-", "-"]
+    assert [note.split(":")[0] for note in notes(found)] == ["Ratios omitted for decode-1, mixed"]
 
 
 def test_the_noise_that_a_refusal_states_is_what_it_goes_by():
@@ -89,7 +89,7 @@ def test_the_noise_that_a_refusal_states_is_what_it_goes_by():
 
 
 def test_turns_of_two_machines_are_not_compared():
-    one = document({"stock": [100, 101], "sham": [100, 101], "plugin": [105, 106]})
+    one = document({"stock": [100, 101], "noop": [100, 101], "plugin": [105, 106]})
     other = dict(FACTS) | {"hardware": {"device": "another"}}
     for turn in one["turns"][-1:]:
         turn["facts"] = other
@@ -98,7 +98,7 @@ def test_turns_of_two_machines_are_not_compared():
 
 
 def test_arms_can_be_compared_with_another_than_the_reference():
-    found = document({"stock": [100, 102], "sham": [101, 100], "plugin": [210, 190]})
+    found = document({"stock": [100, 102], "noop": [101, 100], "plugin": [210, 190]})
     compared = against(found, "plugin")
     assert row(compared, "stock")["ratio"]["value"] == pytest.approx((100 / 210 * 102 / 190) ** 0.5)
     assert "ratio" not in row(compared, "plugin")
@@ -108,12 +108,12 @@ def test_arms_can_be_compared_with_another_than_the_reference():
 
 def test_noise_that_forbids_ratios_forbids_those_to_another_arm_too():
     source = random.Random(4)
-    found = document({"stock": noisy(source), "sham": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    found = document({"stock": noisy(source), "noop": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
     compared = against(found, "plugin")
-    assert "ratio" not in row(compared, "sham")
-    assert row(compared, "sham")["refused"] == row(found, "plugin")["refused"]
+    assert "ratio" not in row(compared, "noop")
+    assert row(compared, "noop")["refused"] == row(found, "plugin")["refused"]
 
 
 def test_an_arm_that_is_not_there_is_named():
-    with pytest.raises(PlanError, match="has no arm 'nobody'; it has stock, sham, plugin"):
+    with pytest.raises(PlanError, match="has no arm 'nobody'; it has stock, noop, plugin"):
         against(document({"stock": [100, 102]}), "nobody")

@@ -19,7 +19,7 @@ from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.tables import TableError, documents, rewrite
 
-STEADY = {"stock": [100, 101, 102, 100], "sham": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
+STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
 def test_the_tables_of_the_documents_are_those_of_the_results():
@@ -80,7 +80,7 @@ def test_an_acceptance_that_is_not_what_was_asked_for_is_said():
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])
-@pytest.mark.parametrize("speeds", [STEADY, STEADY | {"sham": [95, 96, 95, 96]}], ids=["told", "refused"])
+@pytest.mark.parametrize("speeds", [STEADY, STEADY | {"noop": [95, 96, 95, 96]}], ids=["told", "refused"])
 def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list[float]]):
     pytest.importorskip("matplotlib")
     result = tmp_path / "result.json"

@@ -30,10 +30,10 @@ VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
     ("shape", "method", "share", "draft_tokens", "plugin"),
     [
         ("tiny", Method.EAGLE, 0.7, 3, Plugin.ON),
-        ("tiny", Method.DRAFT_MODEL, 0.0, 2, Plugin.SHAM),
+        ("tiny", Method.DRAFT_MODEL, 0.0, 2, Plugin.NOOP),
         ("tiny", Method.DRAFT_MODEL, 0.5, 1, Plugin.STOCK),
         ("tiny", Method.DRAFT_MODEL, 0.9, 5, Plugin.ON),
-        ("tiny", Method.EAGLE, 1.0, 3, Plugin.SHAM),
+        ("tiny", Method.EAGLE, 1.0, 3, Plugin.NOOP),
         ("tiny-moe", Method.EAGLE, 0.7, 3, Plugin.ON),
         ("tiny-mla", Method.MTP, 0.7, 3, Plugin.ON),
     ],
@@ -81,7 +81,7 @@ def test_drafts_are_accepted_as_often_as_asked(
         ("tiny", Plugin.ON, "short"),
         ("tiny-mla", Plugin.ON, None),
         ("tiny-mla", Plugin.ON, "short"),
-        ("tiny-mla", Plugin.SHAM, None),
+        ("tiny-mla", Plugin.NOOP, None),
     ],
 )
 def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
