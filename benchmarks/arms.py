@@ -27,7 +27,7 @@ class Means(str, enum.Enum):
     WEIGHTS = "weights"
     """The drafter's and the target's weights are arranged (`acceptance`): any release, any runner, greedy."""
     STIRRED = "stirred"
-    """The same, and the target's layers have a say (`stir`): tokens show what attention does, fewer are accepted."""
+    """The same, and the target's layers have a say (`attentive_weights`): tokens show what attention does."""
     SAMPLER = "sampler"
     """vLLM's own synthetic rejection sampling, in the releases that have it, and on a GPU."""
 

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from benchmarks.acceptance import arrange
-from benchmarks.stir import stir
+from benchmarks.attentive_weights import make_attentive
 
 LOAD_FORMAT = "arranged"
 
@@ -38,4 +38,4 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         votes = model_config.model == self._options["draft_model"]
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)
         if self._options["stirred"]:
-            stir(model, model_config.get_vocab_size(), votes=votes)
+            make_attentive(model, model_config.get_vocab_size(), votes=votes)

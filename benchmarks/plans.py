@@ -12,7 +12,7 @@ from benchmarks import older_gpu
 from benchmarks.arms import Acceptance, Arm, Means, Plan, PlanError, Plugin
 from benchmarks.loads import Load, find_loads
 from benchmarks.shapes import Method, find_shape
-from benchmarks.soaking import Soak
+from benchmarks.soak_runs import Soak
 
 COMPILED_ENGINE = {"dtype": "bfloat16"}
 """vLLM compiles as it would by itself."""

@@ -209,7 +209,7 @@ def _no_lengths(llm: Any) -> None:
     """What FlashInfer planned from the bound is not corrected on the device."""
     from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
 
-    flashinfer_builder.__dict__["carry_lengths"] = lambda *_: None
+    flashinfer_builder.__dict__["write_exact_lengths"] = lambda *_: None
 
 
 def _no_fence(llm: Any) -> None:

@@ -333,7 +333,7 @@ class World:
     def check(self) -> None:
         scheduler = self.batcher._scheduler
         assert self.batcher.free_pages == self.free, "pages are lost"
-        assert len(scheduler._seats) == 4, "seats are lost"
+        assert len(scheduler._request_slots) == 4, "request slots are lost"
         assert not scheduler.busy
         assert not self.batcher.busy
         memory = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from vllm_async_spec.generation.batching.lanes import CudaLanes, Work
+from vllm_async_spec.generation.batching.streams import CudaStreams, Work
 
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -48,16 +48,16 @@ _LATE = 10_000_000
 
 def make_batches_late(patch: pytest.MonkeyPatch) -> None:
     """Have each step of continuous batching keep the GPU longer than any host needs to prepare one."""
-    compute = CudaLanes.compute
+    compute = CudaStreams.compute
 
-    def late(self: CudaLanes, slot: int, work: Work) -> None:
+    def late(self: CudaStreams, slot: int, work: Work) -> None:
         def work_and_sleep() -> None:
             work()
             torch.cuda._sleep(_LATE)
 
         compute(self, slot, work_and_sleep)
 
-    patch.setattr(CudaLanes, "compute", late)
+    patch.setattr(CudaStreams, "compute", late)
 
 
 def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:

@@ -23,9 +23,9 @@ from generating import RowsStopAt
 from vllm_async_spec import generation
 from vllm_async_spec.generation import workspace
 from vllm_async_spec.generation.decode import Decode
+from vllm_async_spec.generation.finish_tracker import FinishTracker
 from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
-from vllm_async_spec.generation.stop_watch import StopWatch
 
 VOCABULARY = 61
 LONG = 2_000_000
@@ -154,7 +154,7 @@ CONTROLS = {
     "the slots for the prompts": Control(lambda: [(CudaSlots, "begin", nothing), (Decode, "begin", _late_prompts())]),
     # The flags are behind the last step and the caller is behind them: only together do these not hold it back.
     "the caller for the slots": Control(
-        lambda: [(CudaSlots, "end", nothing), (CudaFlagChannel, "join", nothing), (StopWatch, "drain", nothing)],
+        lambda: [(CudaSlots, "end", nothing), (CudaFlagChannel, "join", nothing), (FinishTracker, "drain", nothing)],
         steps=True,
         settings={"max_new_tokens": 40, "eos_token_id": VOCABULARY},
     ),

@@ -58,8 +58,8 @@ class LateArrival:
 
 
 @dataclass
-class LateLanes:
-    """`Lanes` on the CPU whose work runs when somebody waits for it, and, if seeded, some of it at random before.
+class LateStreams:
+    """`Streams` on the CPU whose work runs when somebody waits for it, and, if seeded, some of it at random before.
 
     The order is that in which it was launched. A buffer that the host fills too early is read when its work runs, as on
     a GPU.
@@ -73,7 +73,7 @@ class LateLanes:
     def __post_init__(self):
         self._random = random.Random(self.seed)
 
-    def open(self, device: torch.device, slots: int) -> LateLanes:
+    def open(self, device: torch.device, slots: int) -> LateStreams:
         assert device.type == "cpu"
         return self
 
@@ -104,13 +104,13 @@ class LateLanes:
 
 @dataclass
 class LaneArrival:
-    lanes: LateLanes
+    streams: LateStreams
     copy: Callable[[], None]
 
     def query(self) -> bool:
-        return all(work is not self.copy for work in self.lanes._queue)
+        return all(work is not self.copy for work in self.streams._queue)
 
     def synchronize(self) -> None:
-        self.lanes.waits += 1
+        self.streams.waits += 1
         while not self.query():
-            self.lanes._run_first()
+            self.streams._run_first()

@@ -24,14 +24,13 @@ from generating import EVERYTHING, RowsStopAt, StopsOnceOn, assert_same, seeded
 from late_device import LateChannel
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation import once
 from vllm_async_spec.generation.stop_flags import StopFlags
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr("vllm_async_spec.generation.warn_once._said", set())
 
 
 def stopping_at(lengths: list[int]) -> Callable[[], Any]:

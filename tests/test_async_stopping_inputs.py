@@ -26,7 +26,7 @@ from test_async_stopping_reads import HAS_POSITIONS, attending
 from transformers import GenerationMixin
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation.model_seams import has_own, replaced
+from vllm_async_spec.generation.method_patching import has_own, replaced
 from vllm_async_spec.generation.reused_inputs import _Mask, reused_inputs
 
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"

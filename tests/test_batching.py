@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
-from late_device import LateLanes
+from late_device import LateStreams
 
 from vllm_async_spec import sync_policy
 from vllm_async_spec.generation import ContinuousBatcher
@@ -79,9 +79,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "synchronous": {"synchronous": True},
     "asynchronous": {},
     "two steps ahead": {"steps_ahead": 2},
-    "late": {"open_lanes": LateLanes().open},
-    "late, two steps ahead": {"open_lanes": LateLanes().open, "steps_ahead": 2},
-    "late now and then": {"open_lanes": LateLanes(seed=0).open},
+    "late": {"open_streams": LateStreams().open},
+    "late, two steps ahead": {"open_streams": LateStreams().open, "steps_ahead": 2},
+    "late now and then": {"open_streams": LateStreams(seed=0).open},
     "one prompt a step": {"max_prefills": 1, "decode_sizes": [3]},
     "all at once": {"max_batch": 8, "max_prefill_tokens": 100},
     "small cache": {"cache_tokens": LENGTH, "page_size": 4},
@@ -110,8 +110,8 @@ def test_the_tokens_are_the_synchronous_ones(
     lengths: list[int], new_tokens: int, temperature: float, ahead: int, batch: int, page_size: int, seed: int
 ):
     found = []
-    lanes = LateLanes(seed)
-    for way in ({"synchronous": True}, {"steps_ahead": ahead, "open_lanes": lanes.open}):
+    streams = LateStreams(seed)
+    for way in ({"synchronous": True}, {"steps_ahead": ahead, "open_streams": streams.open}):
         with make(max_batch=batch, page_size=page_size, **way) as batcher:
             requests = [
                 batcher.submit(prompt, max_new_tokens=new_tokens, temperature=temperature, seed=index)
@@ -124,14 +124,14 @@ def test_the_tokens_are_the_synchronous_ones(
 
 def test_nothing_waits_but_for_the_step_before():
     """Under the policy that refuses every copy; of a late device's steps, each is waited for once."""
-    lanes = LateLanes()
-    with make(open_lanes=lanes.open) as batcher, sync_policy("error"):
+    streams = LateStreams()
+    with make(open_streams=streams.open) as batcher, sync_policy("error"):
         batcher.submit([1, 2, 3], max_new_tokens=12)
         steps = 0
         while batcher.busy:
             batcher.step()
             steps += 1
-    assert 0 < lanes.waits <= steps
+    assert 0 < streams.waits <= steps
 
 
 def test_a_row_computed_too_late_to_matter_is_dropped(monkeypatch: pytest.MonkeyPatch):

@@ -257,7 +257,7 @@ def test_a_device_that_fails_while_the_batcher_is_closed_leaves_the_model_to_oth
         raise ZeroDivisionError
 
     batcher = make()
-    monkeypatch.setattr(batcher._lanes, "drain", fails)
+    monkeypatch.setattr(batcher._streams, "drain", fails)
     with pytest.raises(ZeroDivisionError):
         batcher.close()
     assert tiny_models.model("llama").config._attn_implementation == "eager"

@@ -1,4 +1,4 @@
-"""Continuous batching on a GPU: the streams, events and graphs that `LateLanes` stands for, drafts, and the kernels."""
+"""Continuous batching on a GPU: the streams, events and graphs that `LateStreams` stands for, drafts, kernels."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from vllm_async_spec import CommonAttentionMetadata
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import Request
 from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, ReferenceKernels, choose_kernels
-from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
+from vllm_async_spec.generation.batching.streams import Arrival, CudaStreams, Work
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +108,7 @@ def tokens(
         return [request.result() for request in found]
 
 
-class DelayedLanes(CudaLanes):
+class DelayedLanes(CudaStreams):
     """Keeps each stream busy for a random while, a millisecond at most, before and after what is launched there."""
 
     def __init__(self, device: torch.device, slots: int, seed: int) -> None:
@@ -148,7 +148,7 @@ def test_the_tokens_are_the_synchronous_ones_under_random_delays(
             seed,
             cuda_graphs=cuda_graphs,
             steps_ahead=ahead,
-            open_lanes=lambda device, slots: DelayedLanes(device, slots, seed),
+            open_streams=lambda device, slots: DelayedLanes(device, slots, seed),
         )
         assert found == expected
 
@@ -190,7 +190,7 @@ def test_with_drafts_the_tokens_are_the_synchronous_ones_under_random_delays(
             0.02,
             cuda_graphs=cuda_graphs,
             steps_ahead=ahead,
-            open_lanes=lambda device, slots: DelayedLanes(device, slots, seed),
+            open_streams=lambda device, slots: DelayedLanes(device, slots, seed),
         )
         assert found == expected
         assert accepted_too == accepted
@@ -253,7 +253,7 @@ def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tu
     # All of one length, so that what is read too early is always of a step of the same sizes.
     lengths = [16] * 8
     expected = tokens(subject, synchronous=True, lengths=lengths)
-    found = tokens(subject, lengths=lengths, open_lanes=lambda device, slots: UnfencedLanes(device, slots, fence))
+    found = tokens(subject, lengths=lengths, open_streams=lambda device, slots: UnfencedLanes(device, slots, fence))
     assert found != expected
 
 
@@ -264,7 +264,7 @@ def test_graphs_change_no_token(subject: tuple[Any, str]) -> None:
 def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]) -> None:
     """Under random delays too: the operator that attends is captured with the rest."""
     expected = tokens(subject, synchronous=True, torch_compile=True)
-    found = tokens(subject, torch_compile=True, open_lanes=lambda device, slots: DelayedLanes(device, slots, seed=0))
+    found = tokens(subject, torch_compile=True, open_streams=lambda device, slots: DelayedLanes(device, slots, seed=0))
     assert found == expected
     if subject[1] == "TORCH_REFERENCE":
         assert found == tokens(subject), "in float32 no rounding decides"
@@ -391,7 +391,7 @@ def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tu
             seq_lens=lengths,
             block_table=table,
             last=empty,
-            seats=empty,
+            request_slots=empty,
             temperature=empty,
             seeds=empty,
             page_indptr=torch.tensor([sum(used[:row]) for row in range(rows + 1)], dtype=torch.int32),

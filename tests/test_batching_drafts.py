@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
-from late_device import LateLanes
+from late_device import LateStreams
 from test_batching import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
 
 from vllm_async_spec import sync_policy
@@ -28,13 +28,13 @@ NOISE = {"the same": 0.0, "noisy": 0.15, "other": 5.0}
 
 
 @functools.cache
-def drafter(kind: str, likeness: str) -> Any:
+def drafter(kind: str, similarity: str) -> Any:
     """A copy of the model, with noise on its weights."""
     made = copy.deepcopy(tiny_models.model(kind))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weights in made.parameters():
-            weights += NOISE[likeness] * torch.randn(weights.shape, generator=generator) * weights.std()
+            weights += NOISE[similarity] * torch.randn(weights.shape, generator=generator) * weights.std()
     return made
 
 
@@ -46,22 +46,22 @@ def expected(kind: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     "way", ["synchronous", "asynchronous", "late, two steps ahead", "late now and then", "small cache"]
 )
-@pytest.mark.parametrize("likeness", NOISE)
+@pytest.mark.parametrize("similarity", NOISE)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_tokens_are_those_of_generate(kind: str, likeness: str, way: str):
-    assert tokens(kind, draft_model=drafter(kind, likeness), draft_tokens=3, **WAYS[way]) == expected(kind)
+def test_the_tokens_are_those_of_generate(kind: str, similarity: str, way: str):
+    assert tokens(kind, draft_model=drafter(kind, similarity), draft_tokens=3, **WAYS[way]) == expected(kind)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_good_drafter_s_drafts_are_accepted_and_a_bad_one_s_are_not(kind: str):
     found = {}
-    for likeness in NOISE:
-        with make(kind, draft_model=drafter(kind, likeness), draft_tokens=3) as batcher:
+    for similarity in NOISE:
+        with make(kind, draft_model=drafter(kind, similarity), draft_tokens=3) as batcher:
             assert batcher.accepted == 1.0
             for prompt in PROMPTS:
                 batcher.submit(prompt, max_new_tokens=20)
             batcher.run()
-            found[likeness] = batcher.accepted
+            found[similarity] = batcher.accepted
     assert found["the same"] > 3.5
     assert 1.2 < found["noisy"] < 3.5
     assert 1.0 <= found["other"] < 1.2
@@ -101,7 +101,7 @@ def test_compiled_decodes_give_the_same_tokens():
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
     new_tokens=st.integers(1, 24),
     drafts=st.integers(1, 5),
-    likeness=st.sampled_from(sorted(NOISE)),
+    similarity=st.sampled_from(sorted(NOISE)),
     ahead=st.integers(1, 3),
     batch=st.integers(1, 5),
     page_size=st.sampled_from([1, 3, 16]),
@@ -111,15 +111,15 @@ def test_the_tokens_are_those_without_drafts(
     lengths: list[int],
     new_tokens: int,
     drafts: int,
-    likeness: str,
+    similarity: str,
     ahead: int,
     batch: int,
     page_size: int,
     seed: int,
 ):
     found = []
-    drafted = {"draft_model": drafter("llama", likeness), "draft_tokens": drafts}
-    for way in ({"synchronous": True}, drafted | {"steps_ahead": ahead, "open_lanes": LateLanes(seed).open}):
+    drafted = {"draft_model": drafter("llama", similarity), "draft_tokens": drafts}
+    for way in ({"synchronous": True}, drafted | {"steps_ahead": ahead, "open_streams": LateStreams(seed).open}):
         with make(max_batch=batch, page_size=page_size, **way) as batcher:
             free = batcher.free_pages
             requests = [batcher.submit(each, max_new_tokens=new_tokens) for each in prompts(lengths, seed)]
@@ -134,7 +134,7 @@ def test_the_tokens_are_those_without_drafts(
 def test_an_end_amid_accepted_tokens_is_the_end(kind: str, late: bool):
     """An end of sequence at each place, and `max_new_tokens` of each number, where all four of a step are accepted."""
     options: dict[str, Any] = {"draft_model": drafter(kind, "the same"), "draft_tokens": 3}
-    options |= {"open_lanes": LateLanes().open, "steps_ahead": 2} if late else {}
+    options |= {"open_streams": LateStreams().open, "steps_ahead": 2} if late else {}
     whole = {tuple(prompt): generated(kind, prompt, 20, ()) for prompt in PROMPTS[:4]}
     places = set()
     for prompt, made in whole.items():
@@ -159,8 +159,8 @@ def test_an_end_amid_accepted_tokens_is_the_end(kind: str, late: bool):
 
 
 @pytest.mark.parametrize("steps_ahead", [1, 3])
-@pytest.mark.parametrize("likeness", ["the same", "noisy"])
-def test_a_sequence_may_be_as_long_as_the_models_are(likeness: str, steps_ahead: int):
+@pytest.mark.parametrize("similarity", ["the same", "noisy"])
+def test_a_sequence_may_be_as_long_as_the_models_are(similarity: str, steps_ahead: int):
     """GPT-2 looks positions up in a table; one behind its end would be an error."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -170,7 +170,7 @@ def test_a_sequence_may_be_as_long_as_the_models_are(likeness: str, steps_ahead:
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.lm_head.weight.add_(NOISE[likeness] * torch.randn(other.lm_head.weight.shape))
+        other.lm_head.weight.add_(NOISE[similarity] * torch.randn(other.lm_head.weight.shape))
     found = {}
     for name, drafted in {"plain": {}, "drafted": {"draft_model": other, "draft_tokens": 5}}.items():
         with ContinuousBatcher(model, max_batch=2, page_size=4, steps_ahead=steps_ahead, **drafted) as batcher:
@@ -188,7 +188,7 @@ def test_random_operations_leave_all_pages_free(seed: int):
     """Submit, cancel, run out of memory and step, at random, on a device that is late."""
     choose = random.Random(seed)
     whole = {tuple(prompt): generated("llama", prompt, 20) for prompt in PROMPTS}
-    options = {"open_lanes": LateLanes(seed).open, "steps_ahead": 1 + seed, "cache_tokens": 120, "page_size": 4}
+    options = {"open_streams": LateStreams(seed).open, "steps_ahead": 1 + seed, "cache_tokens": 120, "page_size": 4}
     with make(draft_model=drafter("llama", "noisy"), draft_tokens=3, **options) as batcher:
         free, found = batcher.free_pages, []
         for _ in range(150):
@@ -210,9 +210,9 @@ def test_random_operations_leave_all_pages_free(seed: int):
 
 def test_nothing_waits_but_for_the_step_before():
     """Under the policy that refuses every copy; of a late device's steps, each is waited for once."""
-    lanes = LateLanes()
+    streams = LateStreams()
     with (
-        make(draft_model=drafter("llama", "noisy"), draft_tokens=3, open_lanes=lanes.open) as batcher,
+        make(draft_model=drafter("llama", "noisy"), draft_tokens=3, open_streams=streams.open) as batcher,
         sync_policy("error"),
     ):
         batcher.submit([1, 2, 3], max_new_tokens=12)
@@ -220,7 +220,7 @@ def test_nothing_waits_but_for_the_step_before():
         while batcher.busy:
             batcher.step()
             steps += 1
-    assert 0 < lanes.waits <= steps
+    assert 0 < streams.waits <= steps
 
 
 @pytest.mark.parametrize("calls", [{1}, {2, 3}, {6}, {8, 10}, {9, 13}])

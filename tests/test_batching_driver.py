@@ -123,12 +123,12 @@ def test_a_driver_is_refused_after_its_event_loop_was_closed_in_the_middle_of_a_
 
 def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypatch: pytest.MonkeyPatch):
     leaving, go, left_to_do = threading.Event(), threading.Event(), []
-    hand_over = Driver._hand_over
+    commit = Driver._hand_over
 
     def late(*args: Any) -> None:
         leaving.set()
         assert go.wait(60)
-        hand_over(*args)
+        commit(*args)
 
     async def main() -> None:
         driver, work = Driver(), Work(step=left_to_do.pop, busy=lambda: bool(left_to_do))

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 from caller_faults import DRAFTS, LENGTH, PROMPTS, STOP, World, stubbed
-from late_device import LateLanes
+from late_device import LateStreams
 from test_batching import generated
 from test_batching_drafts import drafter
 
@@ -37,7 +37,7 @@ def make(seed: int) -> ContinuousBatcher:
         page_size=4,
         cache_tokens=3 * LENGTH,
         eos_token_id=STOP,
-        open_lanes=LateLanes(seed).open,
+        open_streams=LateStreams(seed).open,
         **options,
     )
 

@@ -84,11 +84,11 @@ class LateDevice:
             stops = STOP in tokens
             results.append((tokens[: tokens.index(STOP) + 1] if stops else tokens, stops))
             self.too_many += row.samples and row.job.request.finished
-        self.scheduler.learn(step.rows, results)
+        self.scheduler.apply_results(step.rows, results)
 
     def check(self, step: Step) -> None:
         rows = step.rows
-        assert len({row.job.seat for row in rows}) == len(rows) <= BATCH
+        assert len({row.job.request_slot for row in rows}) == len(rows) <= BATCH
         assert sum(row.stop - row.start for row in step.prefills) <= 8
         assert len(step.prefills) <= 2
         for row in rows:
@@ -208,7 +208,7 @@ def test_a_prompt_longer_than_a_step_takes_several_and_gives_one_token():
     while (step := scheduler.plan()) is not None:
         rows += step.rows
     assert [(row.start, row.stop, row.samples) for row in rows] == [(0, 8, False), (8, 16, False), (16, 19, True)]
-    scheduler.learn(rows, [([9], True), ([9], True), ([3], False)])
+    scheduler.apply_results(rows, [([9], True), ([9], True), ([3], False)])
     assert (request.tokens, request.finish_reason) == ([3], "length")
     assert scheduler.pages.free == PAGES
 

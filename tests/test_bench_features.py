@@ -13,16 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cli, featuring
+from benchmarks import cli, feature_runs
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.feature_checks import CHECKS, check
 from benchmarks.feature_files import write_adapter
+from benchmarks.feature_runs import Place, Seen, arm_of, judge
 from benchmarks.feature_table import feature_grid
 from benchmarks.features import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
-from benchmarks.featuring import Place, Seen, arm_of, judge
 from benchmarks.mrope import positions
 from benchmarks.shapes import find_shape, write_models
 from benchmarks.soak import CONTROLS, NEAR
@@ -295,13 +295,13 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[list[Any],
         log.write_text("WARNING Async scheduling not supported with ngram-based speculative decoding and will be off\n")
         return FakeChild(started, arm, deadly)
 
-    monkeypatch.setattr(featuring.child, "start", start)
+    monkeypatch.setattr(feature_runs.child, "start", start)
     return started, deadly, Place("0.18.1", None, tmp_path)
 
 
 def run(place: Place, *names: str) -> dict[str, dict[str, Any]]:
     features = [find_feature(name) for name in names]
-    found = featuring.run_features(features, place, plugin=Plugin.ON, control=None, report=lambda line: None)
+    found = feature_runs.run_features(features, place, plugin=Plugin.ON, control=None, report=lambda line: None)
     return {feature.name: each for feature, each in found}
 
 

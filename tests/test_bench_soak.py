@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from benchmarks import child, cli
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Arm, Plugin
+from benchmarks.attentive_weights import make_attentive
 from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
 from benchmarks.plans import SOAKS
 from benchmarks.soak import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
-from benchmarks.soaking import SoakError, allowed, together
-from benchmarks.stir import stir
+from benchmarks.soak_runs import SoakError, allowed, together
 from vllm_async_spec.demo.model import TinyLlama
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
@@ -326,7 +326,7 @@ def stirred() -> TinyLlama:
     model = TinyLlama(TARGET)
     dummy(model)
     arrange(model, VOCABULARY, 0.9)
-    stir(model, VOCABULARY)
+    make_attentive(model, VOCABULARY)
     return model
 
 
@@ -351,7 +351,7 @@ def test_a_drafter_of_stirred_weights_still_says_the_successor():
     model, drafter = stirred(), Eagle(TARGET)
     dummy(drafter)
     arrange(drafter, VOCABULARY, 0.9)
-    stir(drafter, VOCABULARY)
+    make_attentive(drafter, VOCABULARY)
     orbit = make_orbit(VOCABULARY, 0.9)
     tokens = torch.arange(orbit.stranger)
     with torch.no_grad():
@@ -365,5 +365,5 @@ def test_a_draft_model_stays_as_it_is():
     dummy(model)
     arrange(model, VOCABULARY, 0.9, votes=True)
     before = [weight.clone() for weight in model.parameters()]
-    stir(model, VOCABULARY, votes=True)
+    make_attentive(model, VOCABULARY, votes=True)
     assert all(map(torch.equal, before, model.parameters()))

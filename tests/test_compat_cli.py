@@ -71,7 +71,7 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["Backend", "factory", "adapter"])
 def test_what_may_be_named(name: str):
-    result = compat("--backend", f"compat_foreign:{name}")
+    result = compat("--backend", f"compat_outside:{name}")
     assert result.exit_code == 0, result.output
     assert "1 of 1 builders run without a wait" in result.output
 
@@ -81,12 +81,18 @@ def test_what_may_be_named(name: str):
     [
         (["--backend", "FLASH"], "there is no backend 'FLASH'; there are FLASH_ATTN, FLASH_ATTN_FA2, "),
         (["--backend", "nowhere:Builder"], "nowhere:Builder: there is no module 'nowhere'; install it, or start where"),
-        (["--backend", "compat_foreign:Nothing"], "compat_foreign has no 'Nothing'; name a builder class or a factory"),
-        (["--backend", "compat_foreign:NoBuilder"], "NoBuilder has no build(); name a metadata builder, a backend"),
-        (["--backend", "compat_foreign:number"], "it is int, which makes no builder; name a class or a factory"),
-        (["--backend", "compat_foreign:broken_factory"], "the factory fails: KeyError: 'heads' at tests/compat_forei"),
-        (["--backend", "compat_foreign:empty_factory"], "the factory returned NoneType, which has no build()"),
-        (["--device", "tpu", "--backend", "compat_foreign:factory"], "--device is 'tpu'; it must be cpu or cuda"),
+        (
+            ["--backend", "compat_outside:Nothing"],
+            "compat_outside has no 'Nothing'; name a builder class or a factory",
+        ),
+        (["--backend", "compat_outside:NoBuilder"], "NoBuilder has no build(); name a metadata builder, a backend"),
+        (["--backend", "compat_outside:number"], "it is int, which makes no builder; name a class or a factory"),
+        (
+            ["--backend", "compat_outside:broken_factory"],
+            "the factory fails: KeyError: 'heads' at tests/compat_outsi",
+        ),
+        (["--backend", "compat_outside:empty_factory"], "the factory returned NoneType, which has no build()"),
+        (["--device", "tpu", "--backend", "compat_outside:factory"], "--device is 'tpu'; it must be cpu or cuda"),
         (["--vllm-source", "/nowhere"], "/nowhere contains no vllm/ with its vllm-*.dist-info beside it"),
     ],
 )
@@ -97,7 +103,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
 
 
 def test_a_file_in_a_directory_that_is_not_there():
-    result = compat("--backend", "compat_foreign:factory", "--json", "/nowhere/found.json")
+    result = compat("--backend", "compat_outside:factory", "--json", "/nowhere/found.json")
     assert result.exit_code == 1
     assert "--json is '/nowhere/found.json', whose directory does not exist" in one_line(result)
 
@@ -107,15 +113,15 @@ def test_a_file_in_a_directory_that_is_not_there():
     [
         ("WantsMore", "its constructor also wants metadata_cls, table_width, which vLLM does not give; name a factory"),
         ("AsksForMore", "its constructor asked device for 'number_of_heads', which it does not have (AttributeError"),
-        ("Breaks", "its constructor fails: ValueError: no heads at tests/compat_foreign.py:"),
+        ("Breaks", "its constructor fails: ValueError: no heads at tests/compat_outside.py:"),
     ],
 )
 def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence: str):
-    result = compat("--backend", f"compat_foreign:{name}")
+    result = compat("--backend", f"compat_outside:{name}")
     assert result.exit_code == 2
     assert sentence in result.output
     assert (
-        "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.setting.S" in result.output
+        "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_in" in result.output
     )
     assert "Traceback" not in result.output
 
@@ -141,3 +147,12 @@ def test_a_builder_for_another_gpu_than_there_is():
     done = installed("FLASHINFER_TRTLLM")
     assert done.returncode == 2
     assert "FLASHINFER_TRTLLM needs compute capability 10.0, and this machine has none\n" in done.stderr
+
+
+def test_the_former_name_of_a_factorys_argument_warns():
+    from vllm_async_spec.compat import builder_inputs, setting
+
+    with pytest.warns(DeprecationWarning, match=r"is now vllm_async_spec.compat.builder_inputs.BuilderInputs"):
+        assert setting.Setting is builder_inputs.BuilderInputs
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = setting.Nothing

@@ -23,12 +23,12 @@ from vllm_async_spec.compat import forward, layer, results, suite
 from vllm_async_spec.compat.cases import CASES, Call, Host
 from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
-from vllm_async_spec.compat.foreign import foreign_subject
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
 from vllm_async_spec.compat.published import Run
 from vllm_async_spec.compat.report import Report, junit, markdown
 from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.third_party import third_party_subject
 
 NAMED = {case.name: case for case in CASES}
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
@@ -36,7 +36,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 
 def subject(kind: type[planted.Right], device: Device) -> Subject:
-    return foreign_subject(f"compat_attention:{kind.__name__}", device)
+    return third_party_subject(f"compat_attention:{kind.__name__}", device)
 
 
 def attended(kind: type[planted.Right], *names: str, device: Device | None = None, **how: Any) -> BackendResult:
@@ -158,7 +158,7 @@ def test_a_layer_may_refuse_with_a_reason():
 
 def test_a_builder_of_which_nothing_else_is_known_is_not_attended_with():
     device = SimulatedDevice()
-    tried = foreign_subject("compat_planted:Clean", device)
+    tried = third_party_subject("compat_planted:Clean", device)
     found = attend(tried, device, check(tried, device, cases=[NAMED["decode"]]), cases=[NAMED["decode"]])
     assert str(found.not_attended).startswith("only its builder is known; name a backend with get_impl_cls")
 
@@ -254,10 +254,10 @@ from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.host_device import HostDevice
 from vllm_async_spec.compat.mla import mla_builder
 from vllm_async_spec.compat.mla_layer import MlaLayer
-from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
 def make(device):
-    return mla_builder(CPUMLABackend.get_builder_cls(), Setting(device.device), 16, CPUSDPAMLAPrefillBackend)
+    return mla_builder(CPUMLABackend.get_builder_cls(), BuilderInputs(device.device), 16, CPUSDPAMLAPrefillBackend)
 
 device = HostDevice()
 layer = lambda builder, device: MlaLayer(CPUMLABackend, builder, device, 16)

@@ -26,11 +26,11 @@ from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.attention.flashinfer import (
     PlanBuffers,
     PlanError,
-    carry_lengths,
     keep_plan,
     planned_requests,
     split_bytes,
     with_empty_requests,
+    write_exact_lengths,
 )
 from vllm_async_spec.kernels import (
     paged_lengths,
@@ -173,7 +173,7 @@ def test_a_plan_of_an_unknown_kind_is_refused() -> None:
         _backend = "cudnn"
 
     with pytest.raises(PlanError, match="a plan of Wrapper with backend 'cudnn' can't be corrected on the device"):
-        carry_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)
+        write_exact_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)
 
 
 def test_a_plan_more_than_there_are_buffers_waits_for_the_oldest_copy_and_is_counted() -> None:
@@ -325,7 +325,7 @@ def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) 
     for seed in range(60):
         case = random_case(seed, kind)
         case.plan(wrapper, case.bound)
-        carry_lengths(wrapper, case.seq_lens, PAGE)
+        write_exact_lengths(wrapper, case.seq_lens, PAGE)
         got, expected = case.run(wrapper), case.oracle()
         assert not got.isnan().any(), (seed, case.exact)
         assert close(got, expected), (seed, case.query_lens, case.exact, case.bound)
@@ -363,7 +363,7 @@ def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
         pytest.skip("the wrapper for decodes takes one token of each request")
     case, wrapper = Case(*lengths), make_wrapper(kind)
     case.plan(wrapper, case.bound)
-    carry_lengths(wrapper, case.seq_lens, PAGE)
+    write_exact_lengths(wrapper, case.seq_lens, PAGE)
     assert close(case.run(wrapper), case.oracle())
 
 
@@ -388,9 +388,9 @@ def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkey
         case.plan(each, lengths, fixed_split_size=4, window_left=window)
     with monkeypatch.context() as patch:
         patch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
-        carry_lengths(wrapper, case.seq_lens, PAGE)
+        write_exact_lengths(wrapper, case.seq_lens, PAGE)
         assert not close(case.run(wrapper), case.oracle()), "the trap is gone: nothing needs to be counted again"
-    carry_lengths(wrapper, case.seq_lens, PAGE)
+    write_exact_lengths(wrapper, case.seq_lens, PAGE)
     assert torch.equal(case.run(wrapper), case.run(exact_wrapper))
     assert close(case.run(wrapper), case.oracle())
 
@@ -437,7 +437,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
         later = case.later([tokens] * live + padding, exact + padding, bound + padding)
         case.query.normal_()
         later.plan(wrapper, later.bound)
-        carry_lengths(wrapper, later.seq_lens, PAGE)
+        write_exact_lengths(wrapper, later.seq_lens, PAGE)
         graph.replay()
         assert close(out[: live * tokens], later.oracle()[: live * tokens]), (exact, bound)
 
@@ -456,7 +456,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
     case.plan(wrapper, case.bound)
     if kept:
         keep_plan(wrapper, requests)
-    carry_lengths(wrapper, case.seq_lens, PAGE)
+    write_exact_lengths(wrapper, case.seq_lens, PAGE)
     out = case.run(wrapper)
     assert close(out, case.oracle())
     graph = torch.cuda.CUDAGraph()
@@ -467,7 +467,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
         later = case.later(case.query_lens, [length + step for length in exact], case.bound)
         later.table = case.table.flatten()[torch.randperm(case.table.numel(), device="cuda")].view_as(case.table)
         case.query.normal_()
-        carry_lengths(wrapper, later.seq_lens, PAGE, later.table)
+        write_exact_lengths(wrapper, later.seq_lens, PAGE, later.table)
         graph.replay()
         right.append(close(out, later.oracle()))
     assert all(right) is (kept or kind == "fa3"), right
@@ -497,7 +497,7 @@ def race(kind: str, fenced: bool) -> bool:
     for case, which in ((first, wrapper), (second, other)):
         # What is compiled, loaded and allocated at first would hide the race.
         case.plan(which, case.bound)
-        carry_lengths(which, case.seq_lens, PAGE)
+        write_exact_lengths(which, case.seq_lens, PAGE)
         case.run(which)
     expected = first.oracle()
     buffers = PlanBuffers(4, wrapper._pin_memory_int_workspace_buffer.nbytes, torch.device("cuda"))
@@ -506,7 +506,7 @@ def race(kind: str, fenced: bool) -> bool:
     if fenced:
         buffers.lend(wrapper)
     first.plan(wrapper, first.bound)
-    carry_lengths(wrapper, first.seq_lens, PAGE)
+    write_exact_lengths(wrapper, first.seq_lens, PAGE)
     got = first.run(wrapper)
     if fenced:
         buffers.lend(other)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.attention.flashinfer import (
-    carry_lengths,
     keep_plan,
     planned_requests,
     split_bytes,
     with_empty_requests,
+    write_exact_lengths,
 )
 
 HERE = Path(__file__).parent / "planner"
@@ -189,7 +189,7 @@ def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
     for _ in range(3):
         exact = [data.draw(st.integers(max(graph.tokens, length - 300), length)) for length in bound]
         seq_lens = torch.tensor(exact + [0] * (graph.requests - len(exact)), dtype=torch.int32)
-        carry_lengths(wrapper, seq_lens, PAGE)
+        write_exact_lengths(wrapper, seq_lens, PAGE)
 
         counts = [-(-length // plan.chunk) for length in exact]
         merge, output = (plan.ints[plan.numbers[at] // 4 :] for at in (7, 8))

@@ -27,7 +27,7 @@ from recorded_steps import CaptureError, FreedError, RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation import decode, decode_tail, interleaved, once, workspace
+from vllm_async_spec.generation import decode, decode_tail, interleaved, workspace
 from vllm_async_spec.generation.memory import MemoryReport, reserved
 from vllm_async_spec.generation.switches import DecodeSwitches
 
@@ -169,12 +169,12 @@ def test_a_window_that_passes_is_in_the_mask(recorded: None):
 
 
 def test_a_recorded_step_of_a_counting_layer_goes_wrong(recorded: None, monkeypatch: pytest.MonkeyPatch):
-    """What `whole_cache` is for: a window's layer that counts on the host is frozen with the count."""
+    """What `full_static_cache` is for: a window's layer that counts on the host is frozen with the count."""
 
     def with_windows(model: Any, tokens: int) -> Any:
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
 
-    monkeypatch.setattr(interleaved, "whole_cache", with_windows)
+    monkeypatch.setattr(interleaved, "full_static_cache", with_windows)
     inputs = tiny_models.prompts([3, 1], "left")
     assert any(type(each) is StaticSlidingWindowLayer for each in with_windows(tiny_models.model("sliding"), 62).layers)
     try:
@@ -353,7 +353,7 @@ def test_segments_are_told_apart_by_pool_and_stream():
 
 
 def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(once, "_said", set())
+    monkeypatch.setattr("vllm_async_spec.generation.warn_once._said", set())
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3, 2], "left")
     way = {"custom_generate": generation.generate, "interleaved": True}

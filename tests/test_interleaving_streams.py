@@ -16,9 +16,9 @@ from simulated_streams import Stream, simulated
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import workspace
+from vllm_async_spec.generation.finish_tracker import FinishTracker
 from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
-from vllm_async_spec.generation.stop_watch import StopWatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
 SEEDS = range(12)
@@ -65,7 +65,7 @@ def test_the_orders_are_enough():
         ([(CudaSlots, "_await_step")], {}),
         ([(CudaSlots, "_await_reading")], {}),
         # The flags are behind the last step and the caller is behind them: only together do these not hold it back.
-        ([(CudaSlots, "end"), (CudaFlagChannel, "join"), (StopWatch, "drain")], {"eos_token_id": None}),
+        ([(CudaSlots, "end"), (CudaFlagChannel, "join"), (FinishTracker, "drain")], {"eos_token_id": None}),
         ([(Stream, "wait_stream")], {}),
     ],
     ids=["the step before", "the reading of flags", "the last steps", "the step of the flags"],

@@ -12,7 +12,7 @@ import torch
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.kernels import PagedGroup, StepInputs
-from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
+from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, RotatingBuffer
 
 ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -184,7 +184,7 @@ def test_what_is_fetched_is_where_the_rows_began() -> None:
 
 def test_a_buffer_turns_to_other_memory_and_returns_after_its_depth() -> None:
     buffer: Any = SimpleNamespace(cpu=torch.zeros(3, dtype=torch.int32), np=None)
-    turning = TurningBuffer(buffer, torch.device("cpu"), depth=3)
+    turning = RotatingBuffer(buffer, torch.device("cpu"), depth=3)
     seen = []
     for step in range(4):
         buffer.np[:] = step
@@ -248,7 +248,7 @@ def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
     buffer: Any = SimpleNamespace(cpu=torch.zeros(64, dtype=torch.int32, pin_memory=True))
     buffer.np = buffer.cpu.numpy()
-    turning = TurningBuffer(buffer, torch.device("cuda")) if guarded else None
+    turning = RotatingBuffer(buffer, torch.device("cuda")) if guarded else None
     choose, received = random.Random(1), []
     for step in range(20):
         sleep(choose)

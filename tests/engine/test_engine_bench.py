@@ -16,7 +16,7 @@ from benchmarks.arms import Acceptance, Arm, Plugin, expected_length
 from benchmarks.loads import Load, make_requests
 from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, find_soak
 from benchmarks.shapes import Method, find_shape
-from benchmarks.soaking import run_soak
+from benchmarks.soak_runs import run_soak
 from benchmarks.timing import time_run
 from vllm_async_spec.audit.report import Report
 

@@ -185,7 +185,7 @@ if way != "stock":
     from vllm_async_spec.vllm_plugin.plugin import load
     load(report=False)
     if way == "uncorrected":
-        flashinfer_builder.carry_lengths = lambda *arguments: None
+        flashinfer_builder.write_exact_lengths = lambda *arguments: None
 (found,) = run([name], device, source=handle).results
 print(json.dumps([found.verdict, found.passed, found.explain()]))
 """

@@ -176,7 +176,7 @@ def built_on_device(built: Any) -> int:
 
 
 def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flashinfer_builder, "carry_lengths", lambda *arguments: None)
+    monkeypatch.setattr(flashinfer_builder, "write_exact_lengths", lambda *arguments: None)
     given = metadata(*BATCHES["mixed"], DRAFTS)
     built = builder.build(0, given)
     bound = given.seq_lens_cpu_upper_bound.tolist()

@@ -19,9 +19,9 @@ from undone import ledger_of, undone
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.mla import mla_builder
-from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import mla_prefill
@@ -79,7 +79,9 @@ def builder(patched: State, request: pytest.FixtureRequest, monkeypatch: pytest.
         pytest.skip(f"{request.param} can't be imported without its kernels: {type(error).__name__}: {error}")
     if hasattr(module, "get_mla_metadata"):  # a kernel of FlashMLA's
         monkeypatch.setattr(module, "get_mla_metadata", lambda *args, **kwargs: (object(), None))
-    return mla_builder(getattr(module, BACKENDS[request.param]).get_builder_cls(), Setting(torch.device("cpu")), PAGE)
+    return mla_builder(
+        getattr(module, BACKENDS[request.param]).get_builder_cls(), BuilderInputs(torch.device("cpu")), PAGE
+    )
 
 
 def metadata(query: list[int], exact: list[int], slack: list[int]) -> Any:
@@ -192,7 +194,7 @@ def test_so_have_those_of_sparse_mla(patched: State, release: str) -> None:
         def _build_req_id_per_token(self, common_attn_metadata: Any) -> None:
             """A Triton kernel in the later releases."""
 
-    builder = mla_builder(Builder, Setting(torch.device("cpu")), PAGE)
+    builder = mla_builder(Builder, BuilderInputs(torch.device("cpu")), PAGE)
     given = metadata(*DRAFTS_BEHIND)
     assert contexts(stock_build(builder, given)) == [35, 101]
     reset_sync_report()

@@ -14,14 +14,14 @@ from undone import ledger_of, undone
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
 from vllm_async_spec.compat.local_attention import layer_module, local_attention_builder
-from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import virtual_batches
 
 PAGE, CHUNK = 16, 32
-SETTING = Setting(torch.device("cpu"))
+SETTING = BuilderInputs(torch.device("cpu"))
 BATCHES = {
     "one token each": ([1, 1, 1, 1], [33, 1, 32, 64]),
     "drafts": ([4, 4, 4], [33, 17, 50]),

@@ -1,12 +1,12 @@
 """FlashInfer's planned wrappers over a paged KV cache, planned from an upper bound and exact on the device.
 
 A plan shares out work on the host, for which a bound serves; the lengths that the kernels mask by are device memory.
-So the host plans from `seq_lens_cpu_upper_bound`, and `carry_lengths` then writes `seq_lens` over it in stream order.
+So the host plans from `seq_lens_cpu_upper_bound`. `write_exact_lengths` then writes `seq_lens` over it in stream order.
 Three things were safe only because the host used to wait before it planned:
 
 - FlashAttention 2 split over keys: with several query tokens a request, the kernel counts a request's chunks by the
-  exact length, and the plan's merge by the bound. `carry_lengths` counts the plan's again.
-- FlashAttention 3 (SM90) copies lengths into each piece of work when it plans: `carry_lengths` writes those.
+  exact length, and the plan's merge by the bound. `write_exact_lengths` counts the plan's again.
+- FlashAttention 3 (SM90) copies lengths into each piece of work when it plans: `write_exact_lengths` writes those.
 - A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
   `PlanBuffers` hands out another one, fenced by an event.
 
@@ -46,7 +46,7 @@ class PlanError(RuntimeError):
     """A wrapper holds its plan in a way that is not known; the message names it."""
 
 
-def carry_lengths(
+def write_exact_lengths(
     wrapper: Any, seq_lens: torch.Tensor, page_size: int, block_table: torch.Tensor | None = None
 ) -> None:
     """Write the exact lengths over those that `wrapper` was planned with. Launches kernels and waits for nothing.
@@ -98,11 +98,11 @@ def carry_lengths(
 
 
 def keep_plan(wrapper: Any, requests: int) -> None:
-    """Keep of a plan what `carry_lengths` narrows, so that it serves other lengths too, as far as its bound goes.
+    """Keep of a plan what `write_exact_lengths` narrows, so that it serves other lengths too, as far as its bound goes.
 
     Args:
         wrapper: of a class by `with_empty_requests`, just planned.
-        requests: that `carry_lengths` will be given lengths of.
+        requests: that `write_exact_lengths` will be given lengths of.
 
     Raises:
         PlanError: the wrapper's plan is of another kind.

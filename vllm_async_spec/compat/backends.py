@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.compat import flashinfer_stub
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Call, Case, release_metadata
 from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
@@ -23,7 +24,6 @@ from vllm_async_spec.compat.local_attention import local_attention_builder
 from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.mla_layer import MlaLayer
-from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["BACKENDS", "Backend", "backend_subject"]
@@ -81,7 +81,7 @@ class Backend:
 
     name: str
     places: tuple[str, ...]
-    make: Callable[[Any, Setting], Any]
+    make: Callable[[Any, BuilderInputs], Any]
     block_size: int = BLOCK_SIZE
     fields: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
@@ -93,17 +93,17 @@ class Backend:
     layer: MakeLayer | str = _LAYER
 
 
-def _plain(cls: Any, setting: Setting) -> Any:
+def _plain(cls: Any, setting: BuilderInputs) -> Any:
     return setting.construct(cls, *setting.arguments())
 
 
-def _flex(cls: Any, setting: Setting) -> Any:
+def _flex(cls: Any, setting: BuilderInputs) -> Any:
     arguments = setting.arguments()
     arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
     return setting.construct(cls, *arguments)
 
 
-def _mamba(cls: Any, setting: Setting) -> Any:
+def _mamba(cls: Any, setting: BuilderInputs) -> Any:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     # As for a model of such layers only: no prefix caching, and one block for a request and each of its drafts.
@@ -130,15 +130,15 @@ def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
     }
 
 
-def _mla(block_size: int) -> Callable[[Any, Setting], Any]:
+def _mla(block_size: int) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: mla_builder(cls, setting, block_size)
 
 
-def _mla_prefill(kernels: str) -> Callable[[Any, Setting], Any]:
+def _mla_prefill(kernels: str) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: mla_prefill_builder(setting, kernels, BLOCK_SIZE)
 
 
-def _sparse(cache_dtype: str) -> Callable[[Any, Setting], Any]:
+def _sparse(cache_dtype: str) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: sparse_mla_builder(cls, setting, cache_dtype)
 
 
@@ -148,19 +148,19 @@ def _before_hopper() -> contextlib.AbstractContextManager[None]:
     return replaced(module, get_flash_attn_version=lambda *args, **kwargs: 2)
 
 
-def _flash_attention_2(cls: Any, setting: Setting) -> Any:
+def _flash_attention_2(cls: Any, setting: BuilderInputs) -> Any:
     arguments = setting.arguments()
     with _before_hopper():
         return setting.construct(cls, *arguments)
 
 
-def _flash_attention_dcp(cls: Any, setting: Setting) -> Any:
+def _flash_attention_dcp(cls: Any, setting: BuilderInputs) -> Any:
     arguments = setting.arguments()
     with context_parallel(arguments[2], 2):
         return setting.construct(cls, *arguments)
 
 
-def _flash_attention_cascade(cls: Any, setting: Setting) -> Any:
+def _flash_attention_cascade(cls: Any, setting: BuilderInputs) -> Any:
     if not hasattr(importlib.import_module(cls.__module__), "cascade_attention"):
         raise AbsentError("this release has no cascade attention")
     return _plain(cls, setting)
@@ -178,7 +178,7 @@ def _shares_nothing(case: Case) -> str | None:
     return None if _shared_prefix(case) else "its requests share no full block"
 
 
-def _cpu(cls: Any, setting: Setting) -> Any:
+def _cpu(cls: Any, setting: BuilderInputs) -> Any:
     """The kernel that schedules it is compiled; where nothing is, its arguments are recorded."""
     source = loaded_source()
     if source is not None:
@@ -194,7 +194,7 @@ def _cpu(cls: Any, setting: Setting) -> Any:
     return _plain(cls, setting)
 
 
-def _encoder_only(found: Any, setting: Setting) -> Any:
+def _encoder_only(found: Any, setting: BuilderInputs) -> Any:
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
     _, layers, config, device = setting.arguments()
@@ -207,11 +207,11 @@ def _no_encoder_batch(case: Case) -> str | None:
     return None if whole else "an encoder is given whole prompts only"
 
 
-def _chunked_local(found: Any, setting: Setting) -> Any:
+def _chunked_local(found: Any, setting: BuilderInputs) -> Any:
     return local_attention_builder(_triton(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
 
 
-def _fast_prefill(found: Any, setting: Setting) -> Any:
+def _fast_prefill(found: Any, setting: BuilderInputs) -> Any:
     return _plain(found("FastPrefill", _triton()).get_builder_cls(), setting)
 
 
@@ -234,7 +234,7 @@ def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
     return {"encoder_seq_lens": device.place(lengths.clone()), "encoder_seq_lens_cpu": lengths.numpy()}
 
 
-def _cross(found: Any, setting: Setting) -> Any:
+def _cross(found: Any, setting: BuilderInputs) -> Any:
     from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
     _, layers, config, device = setting.arguments()
@@ -242,7 +242,7 @@ def _cross(found: Any, setting: Setting) -> Any:
     return setting.construct(found(_triton()).get_builder_cls(), spec, layers, config, device)
 
 
-def _flashinfer(way: Way) -> Callable[[Any, Setting], Any]:
+def _flashinfer(way: Way) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: flashinfer_builder(cls, setting, way)
 
 
@@ -401,7 +401,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     def make(device: Device) -> Any:
         stand_on(backend.capability, backend.name)
         cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
-        return backend.make(cls, Setting(device.device))
+        return backend.make(cls, BuilderInputs(device.device))
 
     return Subject(
         backend.name,

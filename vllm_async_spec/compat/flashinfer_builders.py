@@ -6,9 +6,9 @@ import enum
 import importlib
 from typing import Any
 
+from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.machine import context_parallel
-from vllm_async_spec.compat.setting import LAYER, Setting
 
 __all__ = ["PAGE_TABLE", "Way", "flashinfer_builder"]
 
@@ -31,7 +31,7 @@ class Way(enum.Enum):
     """The wrappers, with the KV cache of each request spread over two GPUs."""
 
 
-def flashinfer_builder(cls: Any, setting: Setting, way: Way) -> Any:
+def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     """The builder, made so that it takes these kernels.
 
     Args:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.compat.builder_inputs import LAYER
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.check import (
     Subject,
@@ -31,7 +32,6 @@ from vllm_async_spec.compat.check import (
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
-from vllm_async_spec.compat.setting import LAYER
 
 __all__ = ["attend"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
 __all__ = ["layer_module", "local_attention_builder"]
 
@@ -28,7 +28,7 @@ def layer_module() -> ModuleType:
     raise ImportError("the loaded vLLM has no module of chunked local attention that we know")
 
 
-def local_attention_builder(backend: Any, setting: Setting, chunk: int, block_size: int) -> Any:
+def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:
     """The release's metadata builder of `backend` under chunked local attention.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
 from vllm_async_spec.compat.cases import MAX_MODEL_LEN
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.machine import replaced, workspace
-from vllm_async_spec.compat.setting import LAYER, Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = [
@@ -66,7 +66,7 @@ def _no_kernels() -> Any:
     return kernels
 
 
-def mla_builder(builder_class: Any, setting: Setting, block_size: int, prefill_class: Any = None) -> Any:
+def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, prefill_class: Any = None) -> Any:
     """The release's metadata builder `builder_class` of an MLA backend.
 
     Args:
@@ -89,7 +89,7 @@ def mla_builder(builder_class: Any, setting: Setting, block_size: int, prefill_c
         return setting.construct(builder_class, _spec(block_size, 576), layers, config, device)
 
 
-def mla_prefill_builder(setting: Setting, kernels: str, block_size: int) -> Any:
+def mla_prefill_builder(setting: BuilderInputs, kernels: str, block_size: int) -> Any:
     """The builder of Triton MLA, whose prefills are `kernels`.
 
     Args:
@@ -130,7 +130,7 @@ def _registry() -> Any:
         return None
 
 
-def _flagged(builder_class: Any, setting: Setting, kernels: str, block_size: int) -> Any:
+def _flagged(builder_class: Any, setting: BuilderInputs, kernels: str, block_size: int) -> Any:
     """With the kernels that the builder itself asks for, as releases up to 0.18 do."""
     module: Any = inspect.getmodule(next(each for each in builder_class.__mro__ if "MLACommon" in each.__name__))
     if kernels == "FLASHINFER":  # it may have been imported before anything stood for FlashInfer
@@ -153,7 +153,7 @@ def _no_attention(*arguments: Any, **keywords: Any) -> Any:
     raise NotImplementedError("no kernel runs while metadata is built")
 
 
-def sparse_mla_builder(builder_class: Any, setting: Setting, cache_dtype: str) -> Any:
+def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: str) -> Any:
     """The release's metadata builder `builder_class` of an attention that reads the tokens that an indexer chose.
 
     Args:
@@ -170,7 +170,7 @@ def sparse_mla_builder(builder_class: Any, setting: Setting, cache_dtype: str) -
     return setting.construct(builder_class, _spec(_SPARSE_BLOCK, 576, cache_dtype), layers, config, device)
 
 
-def indexer_builder(builder_class: Any, setting: Setting) -> Any:
+def indexer_builder(builder_class: Any, setting: BuilderInputs) -> Any:
     """The release's metadata builder of DeepSeek's sparse indexer.
 
     Args:
@@ -206,7 +206,7 @@ def _scheduled(context_lens: torch.Tensor, block_size: int, num_sms: int, **more
     return result
 
 
-def _latent(setting: Setting, block_size: int) -> tuple[list[str], Any, torch.device]:
+def _latent(setting: BuilderInputs, block_size: int) -> tuple[list[str], Any, torch.device]:
     """Layers, the configuration of a model with latent attention and an indexer, and the device."""
     _, layers, config, device = setting.arguments(block_size=block_size)
     model: Any = config.model_config

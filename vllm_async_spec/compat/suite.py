@@ -17,12 +17,12 @@ from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice, is_lost
-from vllm_async_spec.compat.foreign import foreign_subject, is_foreign
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.machine import stand_on
 from vllm_async_spec.compat.published import command_line
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.third_party import is_third_party, third_party_subject
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
 
 __all__ = ["open_device", "prepare", "run"]
@@ -158,9 +158,9 @@ def run(
 
 
 def _subject(name: str, device: Device, source: VllmSource | None) -> Subject:
-    if is_foreign(name):
+    if is_third_party(name):
         stand_on(None, name)
-        subject = foreign_subject(name, device)
+        subject = third_party_subject(name, device)
     else:
         subject = backend_subject(name, device)
     tried_on = subject.device or device

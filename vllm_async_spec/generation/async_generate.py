@@ -19,11 +19,11 @@ from transformers.generation import GenerationMode
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
 from vllm_async_spec.generation.interleaved import decode_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
-from vllm_async_spec.generation.once import say_once
-from vllm_async_spec.generation.overshoot import crop_cache, crop_output, why_not_croppable
 from vllm_async_spec.generation.reused_inputs import reused_inputs
+from vllm_async_spec.generation.rollback import crop_cache, crop_output, why_not_croppable
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 from vllm_async_spec.generation.switches import DecodeSwitches
+from vllm_async_spec.generation.warn_once import warn_once
 
 _SWITCH = "async_stopping_criteria"
 _REMEDY = f"leave out custom_generate or {_SWITCH}, and transformers' own loop does it"
@@ -187,7 +187,7 @@ def _decode(
     run = functools.partial(loop, input_ids, logits_processor=logits_processor, generation_config=generation_config)
     reason = _why_synchronous(stopping_criteria, generation_config, kwargs)
     if reason is not None:
-        say_once(reason)
+        warn_once(reason)
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = bool(generation_config.do_sample or model.training)
     criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from vllm_async_spec.generation.decode import Decode
+from vllm_async_spec.generation.finish_tracker import FinishTracker
 from vllm_async_spec.generation.flag_channel import FlagChannel
-from vllm_async_spec.generation.generator_trail import GeneratorTrail
 from vllm_async_spec.generation.host_criteria import HostCriteria
+from vllm_async_spec.generation.rng_history import RngHistory
 from vllm_async_spec.generation.slots import Slots
-from vllm_async_spec.generation.stop_watch import StopWatch
 from vllm_async_spec.sync_policy import host_read
 
 
@@ -45,8 +45,8 @@ def interleaved(
     *,
     slots: Slots,
     channel: FlagChannel,
-    watch: StopWatch,
-    trail: GeneratorTrail | None,
+    watch: FinishTracker,
+    trail: RngHistory | None,
 ) -> int:
     """Launch steps in two slots in turn, and read the flags of a step while later ones run.
 
@@ -96,7 +96,9 @@ def interleaved(
     return finished_at
 
 
-def _judge_beside(decode: Decode, slot: int, length: int, slots: Slots, channel: FlagChannel, watch: StopWatch) -> bool:
+def _judge_beside(
+    decode: Decode, slot: int, length: int, slots: Slots, channel: FlagChannel, watch: FinishTracker
+) -> bool:
     """Judge and send the flags of a step just launched in `slot`; returns whether any were sent."""
     with channel.beside():
         decode.judge(slot, length)

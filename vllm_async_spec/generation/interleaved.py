@@ -13,13 +13,13 @@ from vllm_async_spec.generation import decode_loops
 from vllm_async_spec.generation.decode import Decode, first_positions
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.decode_tail import DecodeTail
+from vllm_async_spec.generation.finish_tracker import FinishTracker
 from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
-from vllm_async_spec.generation.generator_trail import GeneratorTrail
+from vllm_async_spec.generation.full_static_cache import full_static_cache
 from vllm_async_spec.generation.host_criteria import HostCriteria
-from vllm_async_spec.generation.once import say_once
-from vllm_async_spec.generation.stop_watch import StopWatch
+from vllm_async_spec.generation.rng_history import RngHistory
 from vllm_async_spec.generation.switches import DecodeSwitches
-from vllm_async_spec.generation.whole_cache import whole_cache
+from vllm_async_spec.generation.warn_once import warn_once
 from vllm_async_spec.generation.workspace import (
     Workspace,
     in_use,
@@ -78,7 +78,7 @@ def decode_interleaved(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     device = prompts.device
     if device.type != "cuda":
-        say_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
+        warn_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
     compile_with = switches.compiles_with
     host = HostCriteria(stopping_criteria)
     pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
@@ -115,8 +115,8 @@ def decode_interleaved(
                     length,
                     slots=workspace.slots,
                     channel=channel,
-                    watch=StopWatch(channel, device, width=poll_every, in_flight=max_in_flight),
-                    trail=GeneratorTrail(device, poll_every * (max_in_flight + 1)) if draws else None,
+                    watch=FinishTracker(channel, device, width=poll_every, in_flight=max_in_flight),
+                    trail=RngHistory(device, poll_every * (max_in_flight + 1)) if draws else None,
                 )
         return decode.ids(length)
 
@@ -176,7 +176,7 @@ def _workspace(
     device = prompts.device
     positions = first_positions(model, kwargs)
     shape = (1,) if positions is None else tuple(positions.shape)
-    likeness: list[Any] = [
+    reuse_key: list[Any] = [
         device,
         len(prompts),
         switches.static_cache,
@@ -189,8 +189,8 @@ def _workspace(
     if _captures(switches, device):
         # A graph knows its weights by where they are.
         weights = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
-        likeness += [tail.signature(), switches.torch_compile, weights]
-    found = kept(model, likeness, longest)
+        reuse_key += [tail.signature(), switches.torch_compile, weights]
+    found = kept(model, reuse_key, longest)
     if found is not None:
         return found
     release(model)
@@ -198,9 +198,9 @@ def _workspace(
     if switches.static_cache:
         # The last token is never fed to the model. Attention kernels copy a mask whose rows are not aligned.
         columns = longest - 1 if device.type != "cuda" else _ALIGNED * math.ceil((longest - 1) / _ALIGNED)
-        cache = whole_cache(model, columns)
+        cache = full_static_cache(model, columns)
     buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
-    return Workspace(likeness, longest, buffers, cache, slots_of(device))
+    return Workspace(reuse_key, longest, buffers, cache, slots_of(device))
 
 
 def _bound(model: Any, limit: int | None) -> None:

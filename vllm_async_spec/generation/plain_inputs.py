@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vllm_async_spec.generation.model_seams import replaced
+from vllm_async_spec.generation.method_patching import replaced
 
 
 def inputs_after(model: Any, change: Callable[[Any], Any]) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ import torch
 from transformers import Cache, GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from vllm_async_spec.generation.model_seams import has_own, replaced
+from vllm_async_spec.generation.method_patching import has_own, replaced
 
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 _RENEWED = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")

@@ -9,12 +9,12 @@ import torch
 from transformers import StoppingCriteriaList
 
 from vllm_async_spec.generation.device_criteria import DeviceCriteria
+from vllm_async_spec.generation.finish_tracker import FinishTracker
 from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
-from vllm_async_spec.generation.generator_trail import GeneratorTrail
 from vllm_async_spec.generation.host_criteria import HostCriteria
-from vllm_async_spec.generation.once import say_once
+from vllm_async_spec.generation.rng_history import RngHistory
 from vllm_async_spec.generation.stop_flags import StepFlags
-from vllm_async_spec.generation.stop_watch import StopWatch
+from vllm_async_spec.generation.warn_once import warn_once
 
 
 class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here
@@ -115,13 +115,13 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         channel = self._open_channel(device, self.poll_every, self.max_in_flight)
         if channel is None:
             self._synchronous = True
-            say_once(f"asynchronous flags need a CUDA device, and input_ids are on {device.type}")
+            warn_once(f"asynchronous flags need a CUDA device, and input_ids are on {device.type}")
             return
         furthest = self.poll_every * (self.max_in_flight + 1)
         self._run = _Run(
             channel,
-            StopWatch(channel, device, width=self.poll_every, in_flight=self.max_in_flight),
-            GeneratorTrail(device, furthest) if self._rewind else None,
+            FinishTracker(channel, device, width=self.poll_every, in_flight=self.max_in_flight),
+            RngHistory(device, furthest) if self._rewind else None,
             host := HostCriteria(self._every),
             DeviceCriteria(host.rest, device),
         )
@@ -160,8 +160,8 @@ class _Run:
     def __init__(
         self,
         channel: FlagChannel,
-        watch: StopWatch,
-        trail: GeneratorTrail | None,
+        watch: FinishTracker,
+        trail: RngHistory | None,
         host_criteria: HostCriteria,
         device_criteria: DeviceCriteria,
     ) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
+from vllm_async_spec.generation.full_static_cache import cache_bytes
 from vllm_async_spec.generation.memory import MemoryReport, reserved
 from vllm_async_spec.generation.slots import CudaSlots, HostSlots, Slots
 from vllm_async_spec.generation.step_graphs import StepGraphs
-from vllm_async_spec.generation.whole_cache import cache_bytes
 
 
 @dataclass(slots=True)
 class Workspace:
     """Device memory of one model's generations; serves one at a time."""
 
-    likeness: Any
+    reuse_key: Any
     """What a generation has to have in common with the one that this was made for."""
     longest: int
     """Tokens of a sequence at most."""
@@ -80,10 +80,10 @@ def in_use(model: Any) -> Iterator[None]:
         lock.release()
 
 
-def kept(model: Any, likeness: Any, longest: int) -> Workspace | None:
+def kept(model: Any, reuse_key: Any, longest: int) -> Workspace | None:
     """The workspace of the model's last generation, if one like it and as long fits into it."""
     found = _kept.get(model)
-    fits = found is not None and found.likeness == likeness and found.longest >= longest
+    fits = found is not None and found.reuse_key == reuse_key and found.longest >= longest
     return found if fits else None
 
 

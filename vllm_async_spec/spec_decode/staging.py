@@ -16,7 +16,7 @@ class _Staged(Protocol):
     np: npt.NDArray[Any]
 
 
-class TurningBuffer:
+class RotatingBuffer:
     """Gives a host buffer that is written every step other memory each time, so that none is written in flight.
 
     Args:

@@ -19,7 +19,6 @@ from vllm_async_spec.generation.batching.drafting import DraftedTokens
 from vllm_async_spec.generation.batching.driver import Driver, Work
 from vllm_async_spec.generation.batching.intake import Intake, Prompt
 from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
-from vllm_async_spec.generation.batching.lanes import CudaLanes, OpenLanes, open_lanes
 from vllm_async_spec.generation.batching.model_check import (
     drafts_of,
     ends_of_sequence,
@@ -35,6 +34,7 @@ from vllm_async_spec.generation.batching.runner import Runner
 from vllm_async_spec.generation.batching.scheduler import Scheduler
 from vllm_async_spec.generation.batching.step_slots import Sizes, decode_sizes_of
 from vllm_async_spec.generation.batching.steps_in_flight import StepsInFlight
+from vllm_async_spec.generation.batching.streams import CudaStreams, OpenStreams, open_streams
 from vllm_async_spec.generation.compiling import Compile, compile_arguments, compiling_each
 
 
@@ -67,7 +67,7 @@ class ContinuousBatcher:
             seldom wins.
         synchronous: wait for each step before the next is planned, as the specification of what must come out. An
             attribute of this name may be changed while nothing runs.
-        open_lanes: where work is launched; streams on a CUDA device by default.
+        open_streams: where work is launched; streams on a CUDA device by default.
 
     Raises:
         ModelError: the model can't be batched.
@@ -96,7 +96,7 @@ class ContinuousBatcher:
         torch_compile: Compile = False,
         steps_ahead: int = 1,
         synchronous: bool = False,
-        open_lanes: OpenLanes = open_lanes,
+        open_streams: OpenStreams = open_streams,
     ) -> None:
         for name, value in {
             "max_batch": max_batch,
@@ -161,17 +161,17 @@ class ContinuousBatcher:
                     eos_token_ids=eos_token_ids,
                     device=device,
                 )
-            self._lanes = open_lanes(device, steps_ahead + 1)
+            self._streams = open_streams(device, steps_ahead + 1)
             with compiling_each(f"the forward of {type(model).__name__}", compile_with):
                 runner = Runner(
                     target,
                     decoding=decoding,
-                    lanes=self._lanes,
+                    streams=self._streams,
                     sizes=sizes,
                     slots=steps_ahead + 1,
                     decode_sizes=decode_sizes_of(max_batch, decode_sizes),
                     longest=max_length + drafts,
-                    cuda_graphs=isinstance(self._lanes, CudaLanes) if cuda_graphs is None else cuda_graphs,
+                    cuda_graphs=isinstance(self._streams, CudaStreams) if cuda_graphs is None else cuda_graphs,
                 )
         except BaseException:
             self._give_attention_back()
@@ -187,7 +187,7 @@ class ContinuousBatcher:
         )
         vocabulary = model.get_input_embeddings().num_embeddings
         self._intake = Intake(tokenizer, vocabulary, samples=not drafts, check=self._scheduler.check)
-        self._in_flight = StepsInFlight(self._scheduler, runner, self._lanes, device)
+        self._in_flight = StepsInFlight(self._scheduler, runner, self._streams, device)
         self._commands: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
         self._stepping_thread: int | None = None
@@ -375,7 +375,7 @@ class ContinuousBatcher:
         self._scheduler.fail_all(RequestError(self._reason))
         if self._gives_model_back and self._attention_before:
             try:
-                self._lanes.drain()
+                self._streams.drain()
             finally:
                 self._give_attention_back()
 

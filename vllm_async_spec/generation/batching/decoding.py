@@ -1,6 +1,6 @@
-"""How rows are decoded on the device: what each of a step's rows feeds to the model, and what it leaves at its seat.
+"""How rows are decoded on the device: what a row of a step feeds to the model, and what it writes to its request slot.
 
-A seat is what the device remembers of a request between two steps. `SingleTokens` is the plain way: the token that a
+A request slot is what the device remembers of a request between two steps. For `SingleTokens` it is the token that the
 request was given last. The other is `drafting.DraftedTokens`.
 """
 
@@ -21,7 +21,7 @@ class Decoding(Protocol):
     """One way of decoding. What `forward` returns may be that of a CUDA graph, written again at each replay."""
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Any:
-        """Call the model for `size` rows, padding included; may be captured. Changes no seat.
+        """Call the model for `size` rows, padding included; may be captured. Changes no request slot.
 
         Args:
             inputs: the rows.
@@ -30,14 +30,14 @@ class Decoding(Protocol):
         """
         ...
 
-    def hand_over(self, found: Any, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor) -> None:
-        """Choose tokens, and leave them at the seats and in the step's results.
+    def commit(self, found: Any, inputs: DecodeInputs, size: int, sampled: bool, results: torch.Tensor) -> None:
+        """Choose tokens, and leave them at the request slots and in the step's results.
 
         Args:
             found: what `forward` returned.
             inputs: the rows.
             size: how many.
-            warm: whether one of them is not greedy.
+            sampled: whether one of them is not greedy.
             results: (size, columns) int64, see `StepSlot.results`.
         """
         ...
@@ -46,8 +46,10 @@ class Decoding(Protocol):
         """Compute what else a prompt needs, beside the model's own keys and values."""
         ...
 
-    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
-        """Choose the first token of each row whose prompt has ended; as `hand_over`."""
+    def commit_prefill(
+        self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, sampled: bool, results: torch.Tensor
+    ) -> None:
+        """Choose the first token of each row whose prompt has ended; as `commit`."""
         ...
 
 
@@ -56,7 +58,7 @@ class SingleTokens:
 
     Args:
         target: the model.
-        batch: rows at most, and seats; padding has one of its own behind them.
+        batch: rows at most, and request slots; padding has one of its own behind them.
         eos_token_ids: tokens that end a sequence.
         device: of the model.
     """
@@ -64,13 +66,13 @@ class SingleTokens:
     def __init__(self, target: PagedModel, batch: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._target = target
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-        """(seats + 1,) int64: the last token of each request; that of padding at the end."""
+        """(request slots + 1,) int64: the last token of each request; that of padding at the end."""
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self._starts_cpu = torch.arange(batch + 1, dtype=torch.int32)
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> torch.Tensor:
-        """(size, vocabulary): the model on one token of each row, taken from its seat. See `Decoding`."""
+        """(size, vocabulary): the model on one token of each row, taken from its request slot. See `Decoding`."""
         metadata = CommonAttentionMetadata(
             query_start_loc=self._starts[: size + 1],
             query_start_loc_cpu=self._starts_cpu[: size + 1],
@@ -82,32 +84,34 @@ class SingleTokens:
             block_table_tensor=inputs.block_table[:size],
             slot_mapping=inputs.slot_mapping[:size],
         )
-        tokens = self._last_tokens.index_select(0, inputs.seats[:size])
+        tokens = self._last_tokens.index_select(0, inputs.request_slots[:size])
         return self._target.decode(metadata, tokens, inputs.positions[:size])
 
-    def hand_over(
-        self, found: torch.Tensor, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor
+    def commit(
+        self, found: torch.Tensor, inputs: DecodeInputs, size: int, sampled: bool, results: torch.Tensor
     ) -> None:
         """See `Decoding`."""
-        temperature = inputs.temperature[:size] if warm else None
+        temperature = inputs.temperature[:size] if sampled else None
         tokens = sample(found, temperature, inputs.seeds[:size], inputs.positions[:size])
-        self._leave(tokens, inputs.seats[:size], results)
+        self._leave(tokens, inputs.request_slots[:size], results)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
         """See `Decoding`; it needs nothing else."""
 
-    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
+    def commit_prefill(
+        self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, sampled: bool, results: torch.Tensor
+    ) -> None:
         """See `Decoding`."""
-        temperature = inputs.temperature[:rows] if warm else None
+        temperature = inputs.temperature[:rows] if sampled else None
         tokens = sample(logits, temperature, inputs.seeds[:rows], inputs.seq_lens[:rows] - 1)
-        self._leave(tokens, inputs.seats[:rows], results)
+        self._leave(tokens, inputs.request_slots[:rows], results)
 
-    def _leave(self, tokens: torch.Tensor, seats: torch.Tensor, results: torch.Tensor) -> None:
+    def _leave(self, tokens: torch.Tensor, request_slots: torch.Tensor, results: torch.Tensor) -> None:
         stops = ends_of(tokens, self._eos)
         # Last, and without an allocation: a step that fails leaves all tokens as they were.
         results[:, TOKEN].copy_(tokens)
         results[:, STOPS].copy_(stops)
-        self._last_tokens.index_copy_(0, seats, tokens)
+        self._last_tokens.index_copy_(0, request_slots, tokens)
 
 
 def ends_of(tokens: torch.Tensor, eos: torch.Tensor) -> torch.Tensor:

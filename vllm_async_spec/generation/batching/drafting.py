@@ -42,7 +42,7 @@ class DraftedTokens:
         target: the model whose tokens are generated.
         drafter: the one that drafts; its cache has the same pages.
         drafts: K.
-        batch: rows at most, and seats; padding has one of its own behind them.
+        batch: rows at most, and request slots; padding has one of its own behind them.
         max_length: tokens of a sequence at most.
         eos_token_ids: tokens that end a sequence.
         device: of both models.
@@ -64,9 +64,9 @@ class DraftedTokens:
         self._drafts = drafts
         self._last_position = max_length - 1
         self._computed = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-        """(seats + 1,) int64: position of each request's last token, behind what is computed. The truth."""
+        """(request slots + 1,) int64: position of each request's last token, behind what is computed. The truth."""
         self._recent = torch.zeros(batch + 1, 2, dtype=torch.int64, device=device)
-        """(seats + 1, 2) int64: the token before that, and that."""
+        """(request slots + 1, 2) int64: the token before that, and that."""
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
         self._offsets = torch.arange(-1, drafts + 1, device=device)
         self._seconds = torch.arange(batch, device=device) * 2 + 1
@@ -76,12 +76,12 @@ class DraftedTokens:
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Drafted:
         """Draft, and let the target say what it would have chosen. See `Decoding`."""
-        seats, table = inputs.seats[:size], inputs.block_table[:size]
+        request_slots, table = inputs.request_slots[:size], inputs.block_table[:size]
         # The host's bound keeps a request that has ended, and whose end nobody knows of yet, within its pages. A
         # sequence has two tokens at least; padding is given a second.
-        start = torch.minimum(self._computed.index_select(0, seats), inputs.positions[:size]).clamp(min=1)
+        start = torch.minimum(self._computed.index_select(0, request_slots), inputs.positions[:size]).clamp(min=1)
         at = start[:, None] + self._offsets
-        recent = self._recent.index_select(0, seats)
+        recent = self._recent.index_select(0, request_slots)
         token = self._call(self._drafter, recent, at[:, :2], table, longest, self._seconds[:size]).argmax(-1)
         fed = [recent[:, 1], token]
         for step in range(1, self._drafts):
@@ -91,7 +91,7 @@ class DraftedTokens:
         tokens = torch.stack(fed, dim=1)
         return Drafted(start, tokens, self._call(self._target, tokens, at[:, 1:], table, longest))
 
-    def hand_over(self, found: Drafted, inputs: DecodeInputs, size: int, warm: bool, results: torch.Tensor) -> None:
+    def commit(self, found: Drafted, inputs: DecodeInputs, size: int, sampled: bool, results: torch.Tensor) -> None:
         """Verify. See `Decoding`; no row is sampled."""
         chosen = found.logits.argmax(-1).view(size, -1)
         agrees = chosen[:, :-1] == found.fed[:, 1:]
@@ -103,19 +103,21 @@ class DraftedTokens:
         ended = stops.any(1)
         computed = found.start + accepted[:, 0] + 1
         recent = torch.cat([found.fed.gather(1, accepted), chosen.gather(1, accepted)], dim=1)
-        # Last, and without an allocation: a step that fails leaves all seats as they were.
+        # Last, and without an allocation: a step that fails leaves all request slots as they were.
         results[:, STOPS].copy_(ended)
         results[:, COUNT].copy_(count)
         results[:, TOKEN:].copy_(chosen)
-        seats = inputs.seats[:size]
-        self._computed.index_copy_(0, seats, computed)
-        self._recent.index_copy_(0, seats, recent)
+        request_slots = inputs.request_slots[:size]
+        self._computed.index_copy_(0, request_slots, computed)
+        self._recent.index_copy_(0, request_slots, recent)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
         """Let the drafter read the prompts too. See `Decoding`."""
         self._drafter.prefill(metadata, host, inputs)
 
-    def seat(self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, warm: bool, results: torch.Tensor) -> None:
+    def commit_prefill(
+        self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, sampled: bool, results: torch.Tensor
+    ) -> None:
         """See `Decoding`; no row is sampled."""
         chosen = logits.argmax(-1)
         stops = ends_of(chosen, self._eos)
@@ -123,9 +125,9 @@ class DraftedTokens:
         computed = inputs.seq_lens[:rows].long()
         results[:, STOPS].copy_(stops)
         results[:, TOKEN].copy_(chosen)
-        seats = inputs.seats[:rows]
-        self._computed.index_copy_(0, seats, computed)
-        self._recent.index_copy_(0, seats, recent)
+        request_slots = inputs.request_slots[:rows]
+        self._computed.index_copy_(0, request_slots, computed)
+        self._recent.index_copy_(0, request_slots, recent)
 
     def _call(
         self,

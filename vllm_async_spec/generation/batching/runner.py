@@ -1,6 +1,6 @@
 """What a step is on the device: its inputs in, the model, its tokens out.
 
-The token that a request was given last stays on the device, at the request's seat: the step that decodes it takes it
+The token that a request was given last stays on the device, in its request slot. The step that decodes it takes it
 from there, whether or not the host has seen it. `Decoding` says what else is there.
 """
 
@@ -14,11 +14,11 @@ import torch
 
 from vllm_async_spec.generation.batching.attention import ModelError
 from vllm_async_spec.generation.batching.decoding import Decoding
-from vllm_async_spec.generation.batching.lanes import Arrival, CudaLanes, Lanes
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.scheduler import Row
 from vllm_async_spec.generation.batching.step_inputs import fill_decodes, fill_prefills
 from vllm_async_spec.generation.batching.step_slots import HostInputs, Sizes, StepSlot, StepSlots
+from vllm_async_spec.generation.batching.streams import Arrival, CudaStreams, Streams
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
@@ -37,7 +37,7 @@ class Runner:
     Args:
         target: the model.
         decoding: how its rows are decoded, and what is kept of them.
-        lanes: where work is launched.
+        streams: where work is launched.
         sizes: of a step.
         slots: sets of inputs that steps use in turn: one more than the steps ahead of what is known.
         decode_sizes: numbers of rows that decodes are padded to, ascending; the last is `sizes.batch`.
@@ -53,7 +53,7 @@ class Runner:
         target: PagedModel,
         *,
         decoding: Decoding,
-        lanes: Lanes,
+        streams: Streams,
         sizes: Sizes,
         slots: int,
         decode_sizes: Sequence[int],
@@ -63,23 +63,23 @@ class Runner:
         device = target.model.device
         self._target = target
         self._decoding = decoding
-        self._lanes = lanes
+        self._streams = streams
         self._sizes = sizes
         self.batch = sizes.batch
         """Results of decodes come before this row, those of prompts from it on."""
         self._decode_sizes = decode_sizes
         self._longest = longest
         self._slots = StepSlots(slots, sizes, device)
-        self._padding_seat = sizes.batch
+        self._padding_slot = sizes.batch
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
         if device.type == "cuda":
-            # All of these, and the seats, were made on the current stream, which the lanes don't wait for.
+            # All of these, and the request slots, were made on the current stream, which the streams don't wait for.
             torch.cuda.current_stream(device).synchronize()
         self._warm_up()
         if cuda_graphs:
-            assert isinstance(lanes, CudaLanes)
+            assert isinstance(streams, CudaStreams)
             try:
-                self._capture(lanes)
+                self._capture(streams)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
@@ -98,38 +98,38 @@ class Runner:
             host.prefill[name][:2] = (0, 1)
         for name in ("seq_lens", "last_page_len"):
             host.prefill[name][0] = 1
-        host.prefill["seats"][0] = self._padding_seat
+        host.prefill["request_slots"][0] = self._padding_slot
         fill_decodes(
-            host, [], size=self._sizes.batch, page_size=self._target.cache.page_size, padding_seat=self._padding_seat
+            host, [], size=self._sizes.batch, page_size=self._target.cache.page_size, padding_slot=self._padding_slot
         )
-        self._lanes.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
-        self._lanes.compute(slot.number, lambda: self._warm_up_in(slot, host))
-        self._lanes.drain()
+        self._streams.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
+        self._streams.compute(slot.number, lambda: self._warm_up_in(slot, host))
+        self._streams.drain()
 
     def _warm_up_in(self, slot: StepSlot, host: HostInputs) -> None:
         with torch.inference_mode():
-            self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, warm=True)
+            self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, sampled=True)
             for size in self._decode_sizes:
                 # Padding has one token, or with drafts two and these.
-                self._decode(slot, size, longest=2 + self._sizes.drafts, warm=True)
+                self._decode(slot, size, longest=2 + self._sizes.drafts, sampled=True)
 
-    def _capture(self, lanes: CudaLanes) -> None:
+    def _capture(self, streams: CudaStreams) -> None:
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             # The largest first: the others fit into the memory that it took.
             for size in reversed(self._decode_sizes):
                 for slot in self._slots.slots:
                     graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool, stream=lanes.stream, capture_error_mode="thread_local"):
+                    with torch.cuda.graph(graph, pool=pool, stream=streams.stream, capture_error_mode="thread_local"):
                         found = self._decoding.forward(slot.inputs.decode, size, self._longest)
                     self._graphs[slot.number, size] = (graph, found)
-        lanes.drain()
+        streams.drain()
 
     def size_of(self, rows: int) -> int:
         """The number of rows that so many decodes are padded to."""
         return next(size for size in self._decode_sizes if size >= rows)
 
-    def _decode(self, slot: StepSlot, size: int, *, longest: int, warm: bool) -> None:
+    def _decode(self, slot: StepSlot, size: int, *, longest: int, sampled: bool) -> None:
         captured = self._graphs.get((slot.number, size))
         inputs = slot.inputs.decode
         if captured is not None:
@@ -137,7 +137,7 @@ class Runner:
             graph.replay()
         else:
             found = self._decoding.forward(inputs, size, longest)
-        self._decoding.hand_over(found, inputs, size, warm, slot.results[:size])
+        self._decoding.commit(found, inputs, size, sampled, slot.results[:size])
 
     def _prefill(
         self,
@@ -148,7 +148,7 @@ class Runner:
         tokens: int,
         longest: int,
         longest_query: int,
-        warm: bool,
+        sampled: bool,
     ) -> None:
         inputs, known = slot.inputs.prefill, host.tensors.prefill
         metadata = CommonAttentionMetadata(
@@ -166,7 +166,7 @@ class Runner:
         logits = self._target.prefill(metadata, known, inputs)
         self._decoding.prefill(metadata, known, inputs)
         batch = self._sizes.batch
-        self._decoding.seat(logits, inputs, rows, warm, slot.results[batch : batch + rows])
+        self._decoding.commit_prefill(logits, inputs, rows, sampled, slot.results[batch : batch + rows])
 
 
 class OpenStep:
@@ -177,19 +177,21 @@ class OpenStep:
         self._slot = slot
         self._host = host
         self._results = results
-        self._warm_decodes = self._warm_prefills = False
+        self._sampled_decodes = self._sampled_prefills = False
 
     def fill(self, decodes: Sequence[Row], prefills: Sequence[Row]) -> None:
         """Write the inputs of both, and send them to the device."""
         runner, slot, host = self._runner, self._slot, self._host
-        self._warm_decodes = self._warm_prefills = False
-        page_size, padding_seat = runner._target.cache.page_size, runner._padding_seat
+        self._sampled_decodes = self._sampled_prefills = False
+        page_size, padding_slot = runner._target.cache.page_size, runner._padding_slot
         if decodes:
             size = runner.size_of(len(decodes))
-            self._warm_decodes = fill_decodes(host, decodes, size=size, page_size=page_size, padding_seat=padding_seat)
+            self._sampled_decodes = fill_decodes(
+                host, decodes, size=size, page_size=page_size, padding_slot=padding_slot
+            )
         if prefills:
-            self._warm_prefills = fill_prefills(host, prefills, page_size=page_size, padding_seat=padding_seat)
-        runner._lanes.copy_in(slot.number, lambda: runner._slots.send(slot, host, prefills=bool(prefills)))
+            self._sampled_prefills = fill_prefills(host, prefills, page_size=page_size, padding_slot=padding_slot)
+        runner._streams.copy_in(slot.number, lambda: runner._slots.send(slot, host, prefills=bool(prefills)))
 
     def decode(self, rows: Sequence[Row]) -> None:
         """Launch the decodes."""
@@ -198,9 +200,9 @@ class OpenStep:
 
         def work() -> None:
             with torch.inference_mode():
-                runner._decode(self._slot, size, longest=longest, warm=self._warm_decodes)
+                runner._decode(self._slot, size, longest=longest, sampled=self._sampled_decodes)
 
-        runner._lanes.compute(self._slot.number, work)
+        runner._streams.compute(self._slot.number, work)
 
     def prefill(self, rows: Sequence[Row]) -> None:
         """Launch the prompts."""
@@ -216,13 +218,13 @@ class OpenStep:
                     tokens=sum(lengths),
                     longest=max(row.stop for row in rows),
                     longest_query=max(lengths),
-                    warm=self._warm_prefills,
+                    sampled=self._sampled_prefills,
                 )
 
-        runner._lanes.compute(self._slot.number, work)
+        runner._streams.compute(self._slot.number, work)
 
     def close(self) -> Launched:
         """Send the results to the host."""
         runner = self._runner
-        arrival = runner._lanes.copy_out(self._slot.number, lambda: runner._slots.fetch(self._slot, self._results))
+        arrival = runner._streams.copy_out(self._slot.number, lambda: runner._slots.fetch(self._slot, self._results))
         return Launched(arrival, self._results)

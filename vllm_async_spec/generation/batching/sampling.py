@@ -34,8 +34,8 @@ def sample(
     if temperature is None:
         return greedy
     # The logits of a greedy row are divided by something, too; what comes of it is dropped.
-    warm = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    drawn = (warm + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(-1)
+    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(-1)
     return torch.where(temperature > 0, drawn, greedy)
 
 

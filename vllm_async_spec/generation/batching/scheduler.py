@@ -7,7 +7,7 @@ many, which is dropped.
 With drafts a row adds one token at least, and one more for each draft at most. How many is learned late too. Until then
 a request is taken to be as long as if all were accepted, and to have as many tokens as if none were.
 
-A request has its seat and all pages that it can ever need from the step that admits it to the last one that writes to
+A request has its slot and all pages that it can ever need, from the step that admits it to the last one that writes to
 them. So nothing that runs is ever pushed out, and no page changes hands while a step in flight may write to it.
 """
 
@@ -31,7 +31,7 @@ class Job:
     """A request in the scheduler's books. Its counts include the steps in flight."""
 
     request: Request
-    seat: int = -1
+    request_slot: int = -1
     """Where the device keeps its last token; -1 before it is admitted."""
     pages: array[int] = field(default_factory=_no_pages)
     """Of the cache; of a kind that numpy copies without looking at each."""
@@ -118,7 +118,7 @@ class Scheduler:
         self._max_length = max_length
         self._max_prefill_tokens = max_prefill_tokens
         self._max_prefills = max_prefills
-        self._seats = list(range(max_batch - 1, -1, -1))
+        self._request_slots = list(range(max_batch - 1, -1, -1))
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
 
@@ -166,7 +166,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, counted as in flight from now on; None where there is nothing to compute before more is known.
 
-        Every step must be handed to `learn`, in order, or its rows to `undo`.
+        Every step must be handed to `apply_results`, in order, or its rows to `undo`.
         """
         decodes: list[Row] = []
         prefills: list[Row] = []
@@ -184,7 +184,7 @@ class Scheduler:
             budget -= prefills[-1].stop - prefills[-1].start
         return Step(decodes, prefills) if decodes or prefills else None
 
-    def learn(self, rows: Sequence[Row], results: Iterable[tuple[Sequence[int], bool]]) -> None:
+    def apply_results(self, rows: Sequence[Row], results: Iterable[tuple[Sequence[int], bool]]) -> None:
         """Take in what a step gave.
 
         Args:
@@ -250,14 +250,14 @@ class Scheduler:
         return row
 
     def _admit(self) -> Job | None:
-        if not self._waiting or not self._seats:
+        if not self._waiting or not self._request_slots:
             return None
         pages = self.pages.take(self._pages_of(self._waiting[0].request))
         if pages is None:
             # Nobody behind it is let past: it would wait for ever.
             return None
         job = self._waiting.popleft()
-        job.pages, job.seat = array("i", pages), self._seats.pop()
+        job.pages, job.request_slot = array("i", pages), self._request_slots.pop()
         self._running.append(job)
         return job
 
@@ -267,14 +267,14 @@ class Scheduler:
 
     def _end(self, job: Job, reason: str, error: RequestError | None = None) -> None:
         job.request.finish(reason, error)
-        if job.seat < 0:
+        if job.request_slot < 0:
             self._waiting.remove(job)
         self._release_if_left(job)
 
     def _release_if_left(self, job: Job) -> None:
         """Free what a finished request has, once no step in flight writes to it."""
-        if job.request.finished and not job.in_flight and job.seat >= 0:
+        if job.request.finished and not job.in_flight and job.request_slot >= 0:
             self._running.remove(job)
             self.pages.give_back(job.pages)
-            self._seats.append(job.seat)
-            job.pages, job.seat = _no_pages(), -1
+            self._request_slots.append(job.request_slot)
+            job.pages, job.request_slot = _no_pages(), -1

@@ -11,7 +11,7 @@ from vllm_async_spec.generation.batching.scheduler import Row
 from vllm_async_spec.generation.batching.step_slots import Array, HostInputs
 
 
-def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size: int, padding_seat: int) -> bool:
+def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size: int, padding_slot: int) -> bool:
     """Write rows that are decoded, and padding up to `size` rows.
 
     With drafts, a row may be planned beyond its request's last token; it is computed at the last place that it has.
@@ -27,7 +27,7 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
     starts = [min(row.start, row.job.last) for row in rows]
     temperatures = [job.request.temperature for job in jobs]
     # A list at once: an element at a time costs numpy as much each.
-    fields["seats"][:count] = [job.seat for job in jobs]
+    fields["request_slots"][:count] = [job.request_slot for job in jobs]
     fields["positions"][:count] = starts
     fields["slot_mapping"][:count] = [
         job.pages[at // page_size] * page_size + at % page_size for job, at in zip(jobs, starts, strict=True)
@@ -37,7 +37,7 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
     for index, job in enumerate(jobs):
         table[index, : len(job.pages)] = job.pages
     padding = slice(count, size)
-    fields["seats"][padding] = padding_seat
+    fields["request_slots"][padding] = padding_slot
     fields["positions"][padding] = 0
     fields["slot_mapping"][padding] = NULL_PAGE * page_size
     table[padding] = NULL_PAGE
@@ -46,13 +46,13 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
     return any(temperatures)
 
 
-def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padding_seat: int) -> bool:
+def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padding_slot: int) -> bool:
     """Write rows of prompts, one behind the other.
 
     Returns:
         Whether one of the rows is sampled, and not greedy.
     """
-    fields, warm, token, page = host.prefill, False, 0, 0
+    fields, sampled, token, page = host.prefill, False, 0, 0
     fields["query_start_loc"][0] = fields["page_indptr"][0] = 0
     for index, row in enumerate(rows):
         job, request = row.job, row.job.request
@@ -69,14 +69,14 @@ def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padd
         fields["page_indices"][page : page + len(used)] = used
         fields["last_page_len"][index] = (row.stop - 1) % page_size + 1
         fields["last"][index] = token + len(at) - 1
-        fields["seats"][index] = job.seat if row.samples else padding_seat
+        fields["request_slots"][index] = job.request_slot if row.samples else padding_slot
         fields["temperature"][index] = request.temperature
         fields["seeds"][index] = request.seed
         token, page = token + len(at), page + len(used)
         fields["query_start_loc"][index + 1] = token
         fields["page_indptr"][index + 1] = page
-        warm = warm or (row.samples and request.temperature > 0)
-    return warm
+        sampled = sampled or (row.samples and request.temperature > 0)
+    return sampled
 
 
 def _slots(pages: Array, at: Array, page_size: int) -> Array:

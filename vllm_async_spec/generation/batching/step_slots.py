@@ -28,7 +28,7 @@ Array = npt.NDArray[np.generic]
 class DecodeInputs:
     """Of rows that are decoded; the device has their tokens."""
 
-    seats: torch.Tensor
+    request_slots: torch.Tensor
     """(rows,) int64: where each row's last token is, and its next goes."""
     positions: torch.Tensor
     """(rows,) int64: of the last token; with drafts an upper bound, where all of those in flight are accepted."""
@@ -62,8 +62,8 @@ class PrefillInputs:
     """(rows, pages of a request) int32"""
     last: torch.Tensor
     """(rows,) int64: the last token of each row, among `tokens`."""
-    seats: torch.Tensor
-    """(rows,) int64: where the row's next token goes; the seat of padding for a row that gives none."""
+    request_slots: torch.Tensor
+    """(rows,) int64: where the row's next token goes; the request slot of padding for a row that gives none."""
     temperature: torch.Tensor
     """(rows,) float32"""
     seeds: torch.Tensor
@@ -124,7 +124,7 @@ class Inputs:
         cursor = _Cursor(buffer)
         rows = (sizes.batch,)
         self.decode = DecodeInputs(
-            seats=cursor.cut(rows, torch.int64),
+            request_slots=cursor.cut(rows, torch.int64),
             positions=cursor.cut(rows, torch.int64),
             slot_mapping=cursor.cut(rows, torch.int64),
             seq_lens=cursor.cut(rows, torch.int32),
@@ -143,7 +143,7 @@ class Inputs:
             seq_lens=cursor.cut(rows, torch.int32),
             block_table=cursor.cut((sizes.prefills, sizes.pages), torch.int32),
             last=cursor.cut(rows, torch.int64),
-            seats=cursor.cut(rows, torch.int64),
+            request_slots=cursor.cut(rows, torch.int64),
             temperature=cursor.cut(rows, torch.float32),
             seeds=cursor.cut(rows, torch.int64),
             page_indptr=cursor.cut(starts, torch.int32),
@@ -233,12 +233,12 @@ class StepSlots:
         return self.slots[self._turn], self._host[self._inputs.next().data_ptr()], self._results.next()
 
     def send(self, slot: StepSlot, host: HostInputs, *, prefills: bool) -> None:
-        """Copy the inputs to the device; launched in the lane for that."""
+        """Copy the inputs to the device; launched on the stream for that."""
         end = None if prefills else host.tensors.decode_bytes
         slot.inputs.buffer[:end].copy_(host.tensors.buffer[:end], non_blocking=True)
         self._inputs.fence()
 
     def fetch(self, slot: StepSlot, host: torch.Tensor) -> None:
-        """Copy the results to the host; launched in the lane for that."""
+        """Copy the results to the host; launched on the stream for that."""
         host.copy_(slot.results, non_blocking=True)
         self._results.fence()

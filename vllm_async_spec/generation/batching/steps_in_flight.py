@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.lanes import Lanes
 from vllm_async_spec.generation.batching.request import RequestError
 from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runner
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
 from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN
+from vllm_async_spec.generation.batching.streams import Streams
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 
@@ -31,14 +31,14 @@ class StepsInFlight:
     Args:
         scheduler: whose steps they are.
         runner: launches them.
-        lanes: of the runner.
+        streams: of the runner.
         device: of the model.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, lanes: Lanes, device: torch.device) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, streams: Streams, device: torch.device) -> None:
         self._scheduler = scheduler
         self._runner = runner
-        self._lanes = lanes
+        self._streams = streams
         self._device = device
         self._steps: deque[_InFlight] = deque()
         self._spare: OpenStep | None = None
@@ -70,7 +70,7 @@ class StepsInFlight:
         rows: list[list[int]] = launched.results.tolist()
         batch = self._runner.batch
         found = [*rows[: len(step.decodes)], *rows[batch : batch + len(step.prefills)]]
-        self._scheduler.learn(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
+        self._scheduler.apply_results(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
 
     def forget(self) -> None:
         """Read no more of them."""
@@ -84,7 +84,7 @@ class StepsInFlight:
             launch(rows)
         except torch.OutOfMemoryError as error:
             # What was launched of it reads the step's buffers still; no hurry now.
-            self._lanes.drain()
+            self._streams.drain()
             last = rows[-1].job
             self._scheduler.undo(rows)
             message = f"the device's memory does not suffice for this request beside {len(rows) - 1} others: {error}"

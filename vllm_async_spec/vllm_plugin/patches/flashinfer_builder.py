@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.attention.flashinfer import PlanBuffers, carry_lengths
+from vllm_async_spec.attention.flashinfer import PlanBuffers, write_exact_lengths
 from vllm_async_spec.attention.trtllm import causal_draft_masks
 from vllm_async_spec.attention.trtllm_shape import (
     XQA,
@@ -137,7 +137,7 @@ def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
             lengths, decodes = metadata.seq_lens, built.num_decodes
             for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
                 if hasattr(part, "wrapper"):
-                    carry_lengths(part.wrapper, rows, self.page_size, block_table)
+                    write_exact_lengths(part.wrapper, rows, self.page_size, block_table)
             return built
 
         def _build_from(self, given: Any, planner: Any, common_prefix_len: int, metadata: Any, fast_build: bool) -> Any:

@@ -26,7 +26,7 @@ import torch
 from vllm_async_spec.host_lengths import host_values_of
 from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, TurningBuffer
+from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, RotatingBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.patches.exact_counts import always_needed, needed_by
@@ -200,9 +200,9 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
 
         def _become_optimistic(self) -> None:
             self._progress = DeviceProgress(self.max_num_reqs, self.device)
-            self._backup_tokens = TurningBuffer(self.drafter.backup_next_token_ids, self.device)
+            self._backup_tokens = RotatingBuffer(self.drafter.backup_next_token_ids, self.device)
             masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
-            self._embedding_masks = [TurningBuffer(mask, self.device) for mask in masks]
+            self._embedding_masks = [RotatingBuffer(mask, self.device) for mask in masks]
             self._table: Any = None
             self._verified = torch.empty(self.max_num_tokens, dtype=torch.int32, device=self.device)
             # Of a step that left none.

@@ -27,7 +27,7 @@ _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 
 
 @torch.no_grad()
-def stir(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = SEED + 1) -> None:
+def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = SEED + 1) -> None:
     """Stir the arranged weights of a target, and the head of a drafter that may share the target's.
 
     Args:

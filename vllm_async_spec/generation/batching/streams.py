@@ -1,4 +1,4 @@
-"""The three lanes that the work of a step goes through: to the device, on the device, and back.
+"""The three streams that the work of a step goes through: to the device, on the device, and back.
 
 On a CUDA device each is a stream, and events join them, so that the inputs of a step travel while the one before runs,
 and its tokens while the next one does. Elsewhere what is launched has run when the call returns.
@@ -27,7 +27,7 @@ class Arrival(Protocol):
         ...
 
 
-class Lanes(Protocol):
+class Streams(Protocol):
     """Where the parts of steps are launched. A slot is one of the sets of inputs that steps use in turn."""
 
     def copy_in(self, slot: int, copy: Work) -> None:
@@ -47,33 +47,33 @@ class Lanes(Protocol):
         ...
 
 
-OpenLanes = Callable[[torch.device, int], Lanes]
-"""From a device and how many slots there are to the lanes."""
+OpenStreams = Callable[[torch.device, int], Streams]
+"""From a device and how many slots there are to the streams."""
 
 
-def open_lanes(device: torch.device, slots: int) -> Lanes:
+def open_streams(device: torch.device, slots: int) -> Streams:
     """Streams on a CUDA device; else none, and all is done at once."""
-    return CudaLanes(device, slots) if device.type == "cuda" else HostLanes()
+    return CudaStreams(device, slots) if device.type == "cuda" else HostStreams()
 
 
-class HostLanes:
+class HostStreams:
     """Of a device that nothing is late on."""
 
     def copy_in(self, slot: int, copy: Work) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
         copy()
 
     def compute(self, slot: int, work: Work) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
         work()
 
     def copy_out(self, slot: int, copy: Work) -> Arrival:
-        """See `Lanes`."""
+        """See `Streams`."""
         copy()
         return _Arrived()
 
     def drain(self) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
 
 
 class _Arrived:
@@ -93,7 +93,7 @@ class _Events:
     copied_out: torch.cuda.Event
 
 
-class CudaLanes:
+class CudaStreams:
     """Three streams of a device.
 
     Args:
@@ -109,7 +109,7 @@ class CudaLanes:
         self._events = [_Events(torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]
 
     def copy_in(self, slot: int, copy: Work) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
         events = self._events[slot]
         self._in.wait_event(events.computed)
         with torch.cuda.stream(self._in):
@@ -117,7 +117,7 @@ class CudaLanes:
         events.copied_in.record(self._in)
 
     def compute(self, slot: int, work: Work) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
         events = self._events[slot]
         self.stream.wait_event(events.copied_in)
         try:
@@ -128,7 +128,7 @@ class CudaLanes:
             events.computed.record(self.stream)
 
     def copy_out(self, slot: int, copy: Work) -> Arrival:
-        """See `Lanes`."""
+        """See `Streams`."""
         events = self._events[slot]
         self._out.wait_event(events.computed)
         with torch.cuda.stream(self._out):
@@ -138,6 +138,6 @@ class CudaLanes:
         return arrival
 
     def drain(self) -> None:
-        """See `Lanes`."""
+        """See `Streams`."""
         for stream in (self._in, self.stream, self._out):
             stream.synchronize()

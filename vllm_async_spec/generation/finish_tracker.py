@@ -20,7 +20,7 @@ class _Sent:
     """What the side stream reads: it must not be freed, and its memory reused, before it has been read."""
 
 
-class StopWatch:
+class FinishTracker:
     """Sends one flag a step, `width` of them at once, and knows the first step whose flag was set, once it has arrived.
 
     A finish is known at most `width * (in_flight + 1) - 1` steps late: nobody is further ahead than that.

@@ -7,7 +7,7 @@ from typing import Any
 import compat_planted
 
 from vllm_async_spec.attention import get_adapter
-from vllm_async_spec.compat.setting import Setting
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
 adapter = get_adapter("FLASH_ATTN")
 number = 3
@@ -19,15 +19,15 @@ class Backend:
         return compat_planted.Clean
 
 
-def factory(setting: Setting) -> Any:
+def factory(setting: BuilderInputs) -> Any:
     return compat_planted.Clean(setting.device)
 
 
-def broken_factory(setting: Setting) -> Any:
+def broken_factory(setting: BuilderInputs) -> Any:
     raise KeyError("heads")
 
 
-def empty_factory(setting: Setting) -> Any:
+def empty_factory(setting: BuilderInputs) -> Any:
     return None
 
 

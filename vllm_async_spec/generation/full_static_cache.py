@@ -8,7 +8,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 
-def whole_cache(model: Any, tokens: int) -> StaticCache:
+def full_static_cache(model: Any, tokens: int) -> StaticCache:
     """A cache of transformers for `tokens` tokens a row, whose steps can be captured.
 
     transformers' own static layer of a sliding window decides on the host, by a length that it counts there, what a

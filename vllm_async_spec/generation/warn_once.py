@@ -11,7 +11,7 @@ class SynchronousGenerationWarning(UserWarning):
     """Asynchronous stopping was asked for, and generation is synchronous: the same tokens, nothing won."""
 
 
-def say_once(reason: str) -> None:
+def warn_once(reason: str) -> None:
     """Warn that generation is synchronous because of `reason`; each reason is told once a process."""
     if reason not in _said:
         _said.add(reason)

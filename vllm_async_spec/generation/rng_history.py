@@ -20,7 +20,7 @@ def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
         torch.set_rng_state(state)
 
 
-class GeneratorTrail:
+class RngHistory:
     """Remembers the state of a device's default generator after each of the last `steps` steps.
 
     Reading the state of a CUDA generator does not wait: seed and offset are kept on the host.

@@ -1,7 +1,7 @@
 """Builders named on the command line: `module:name`, of any backend in anybody's package.
 
 The name may be a builder class that takes some of vLLM's four arguments, a backend class with `get_builder_cls`, an
-adapter, or a factory: a function that is given a `Setting` and returns a builder. A backend class that has
+adapter, or a factory: a function that is given a `BuilderInputs` and returns a builder. A backend class that has
 `get_impl_cls` too is attended with.
 """
 
@@ -14,28 +14,30 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
 from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.impl_layer import ImplLayer
 from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
-from vllm_async_spec.compat.setting import Setting
 from vllm_async_spec.compat.vllm_source import loaded_source
 
-__all__ = ["foreign_subject", "is_foreign"]
+__all__ = ["is_third_party", "third_party_subject"]
 
-_FACTORY = "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.setting.Setting"
+_FACTORY = (
+    "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_inputs.BuilderInputs"
+)
 _GIVEN = ("kv_cache_spec", "layer_names", "vllm_config", "device")
 """What vLLM makes every builder from."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def is_foreign(name: str) -> bool:
+def is_third_party(name: str) -> bool:
     """Whether `name` is `module:name`, rather than that of a backend of vLLM's."""
     return ":" in name
 
 
-def foreign_subject(name: str, device: Device) -> Subject:
+def third_party_subject(name: str, device: Device) -> Subject:
     """The builder that `module:name` names.
 
     Args:
@@ -88,15 +90,15 @@ def _maker(name: str, target: Any) -> Callable[[Device], Any]:
             raise SubjectError(
                 f"{name}: {target.__name__} has no build(); name a metadata builder, a backend or a factory"
             )
-        return lambda device: _construct(target, Setting(device.device))
+        return lambda device: _construct(target, BuilderInputs(device.device))
     if hasattr(target, "arguments"):
         return lambda device: target
     if not callable(target):
         raise SubjectError(f"{name}: it is {type(target).__name__}, which makes no builder; name a class or a factory")
-    return lambda device: _call_factory(name, target, Setting(device.device))
+    return lambda device: _call_factory(name, target, BuilderInputs(device.device))
 
 
-def _call_factory(name: str, factory: Callable[[Setting], Any], setting: Setting) -> Any:
+def _call_factory(name: str, factory: Callable[[BuilderInputs], Any], setting: BuilderInputs) -> Any:
     try:
         builder = factory(setting)
     except Exception as error:
@@ -106,7 +108,7 @@ def _call_factory(name: str, factory: Callable[[Setting], Any], setting: Setting
     return builder
 
 
-def _construct(cls: type[Any], setting: Setting) -> Any:
+def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
     """Make it as vLLM does, and say what it asked for that is not there."""
     parameters = list(inspect.signature(cls).parameters.values())
     passes_on = any(each.kind in _VARIABLE for each in parameters)
