@@ -77,6 +77,7 @@ def demo(
     from rich.progress import Progress
 
     from vllm_async_spec.demo.compare import DemoError, compare
+    from vllm_async_spec.demo.terminal import print_comparison
     from vllm_async_spec.demo.train import DemoModels, prepare_models
 
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm-async-spec"
@@ -104,39 +105,10 @@ def demo(
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
-        _print_comparison(found)
+        print_comparison(found, Console())
     for failure in found.failures:
         typer.echo(f"vllm-async-spec: {failure}", err=True)
     raise typer.Exit(1 if found.failures else 0)
-
-
-def _print_comparison(found: Any) -> None:
-    title = (
-        f"vLLM {found.vllm} on {found.device}: {found.prompts} prompts, {found.max_tokens} tokens each, "
-        f"{found.draft_tokens} draft tokens"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("way", "async", "tokens/s", "accepted", "host reads", "tokens"):
-        table.add_column(name, justify="left" if name in ("way", "tokens") else "right")
-    for result in found.results:
-        low, high = result.spread
-        acceptance = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
-        table.add_row(
-            result.way,
-            "yes" if result.async_scheduling else "no",
-            f"{result.tokens_per_second:.0f} ({low:.0f}-{high:.0f})",
-            acceptance,
-            f"{result.reads_now:.2f} + {result.reads_late:.2f}",
-            "[green]identical[/]" if result.difference is None else f"[bold red]{result.difference}[/]",
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"Tokens/s: median of {found.rounds} interleaved rounds (lowest-highest). Accepted: mean tokens a step and "
-        "request, its own one included. Host reads a step: of what the newest step computed, for which the host stops, "
-        "+ of the step before it, while the device has work. The tokens of the first row are the reference.",
-        style="dim",
-    )
 
 
 @app.command()
