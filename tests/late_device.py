@@ -83,9 +83,9 @@ class LateStreams:
     def compute(self, slot: int, work: Callable[[], None]) -> None:
         self._launch(work)
 
-    def copy_out(self, slot: int, copy: Callable[[], None]) -> LaneArrival:
+    def copy_out(self, slot: int, copy: Callable[[], None]) -> StreamArrival:
         self._launch(copy)
-        return LaneArrival(self, copy)
+        return StreamArrival(self, copy)
 
     def drain(self) -> None:
         while self._queue:
@@ -103,7 +103,7 @@ class LateStreams:
 
 
 @dataclass
-class LaneArrival:
+class StreamArrival:
     streams: LateStreams
     copy: Callable[[], None]
 

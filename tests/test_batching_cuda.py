@@ -23,7 +23,8 @@ from vllm_async_spec.generation.batching import Request
 from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, ReferenceKernels, choose_kernels
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
-from vllm_async_spec.generation.batching.streams import Arrival, CudaStreams, Work
+from vllm_async_spec.generation.batching.streams import CudaStreams, Work
+from vllm_async_spec.streams import Arrival
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,15 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_async_spec.spec_decode import draft_graphs
 from vllm_async_spec.spec_decode.draft_graphs import (
     NO_SLOT,
     DraftGraphs,
     DraftInputs,
     DraftShape,
     batch_sizes,
-    captured,
 )
+from vllm_async_spec.streams import captured
 
 PAGE, PAGES, DRAFTS, HIDDEN, ROWS = 4, 6, 3, 5, 7
 TOKENS = DRAFTS + 1
@@ -215,6 +214,6 @@ def test_what_waits_for_the_device_is_refused():
             drafting,
             DraftInputs(SHAPE, torch.device("cuda")),
             [2],
-            functools.partial(draft_graphs.captured, pool=torch.cuda.graph_pool_handle()),
+            functools.partial(captured, pool=torch.cuda.graph_pool_handle()),
         )
     torch.cuda.synchronize()

@@ -476,7 +476,7 @@ def test_a_second_thread_is_refused():
     thread.start()
     assert inside.wait(30)
     try:
-        with pytest.raises(RuntimeError, match="another thread generates with this LlamaForCausalLM"):
+        with pytest.raises(RuntimeError, match="this LlamaForCausalLM generates already, in another thread"):
             run()
     finally:
         go_on.set()

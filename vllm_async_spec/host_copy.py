@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_async_spec.streams import counted_wait
 from vllm_async_spec.sync_policy import HostSyncWarning, ReadKind, calling_site, host_read
 
 
@@ -182,10 +183,8 @@ class PinnedRing:
         """The buffer whose turn it is, free to be written by the host."""
         self._turn = (self._turn + 1) % len(self._buffers)
         fence = self._fences[self._turn]
-        if fence is not None and not fence.query():
-            buffer = self._buffers[self._turn]
-            with host_read("PinnedRing", buffer.nbytes, ReadKind.EVENT):
-                fence.synchronize()
+        if fence is not None:
+            counted_wait(fence, "PinnedRing", self._buffers[self._turn].nbytes)
         self._fences[self._turn] = None
         return self._buffers[self._turn]
 

@@ -129,7 +129,8 @@ class SyncReport:
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # Frames of these files are how a read is carried out, never who asked for it.
 _MACHINERY = frozenset(
-    os.path.join(_PACKAGE, name) for name in ("sync_policy.py", "host_copy.py", "host_lengths.py", "metadata.py")
+    os.path.join(_PACKAGE, name)
+    for name in ("sync_policy.py", "host_copy.py", "host_lengths.py", "metadata.py", "streams.py")
 ) | {contextlib.__file__, dataclasses.__file__}
 
 _lock = threading.Lock()

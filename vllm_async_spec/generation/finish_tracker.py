@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.flag_channel import Arrival, FlagChannel
+from vllm_async_spec.generation.flag_channel import FlagChannel, SentFlags
 
 
 @dataclass(slots=True)
 class _Sent:
-    arrival: Arrival
+    arrival: SentFlags
     first_length: int
     """Length of the sequences at the step of the first flag; each further flag is one step later."""
     inputs: list[Any]

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
-from vllm_async_spec.sync_policy import ReadKind, host_read
+from vllm_async_spec.streams import counted_wait
 
 
-class Arrival(Protocol):
+class SentFlags(Protocol):
     """Flags that were sent to the host."""
 
     def arrived(self) -> bool:
@@ -37,7 +37,7 @@ class FlagChannel(Protocol):
         """Make the current stream, not the host, wait for what was launched `beside` it."""
         ...
 
-    def send(self, flags: torch.Tensor) -> Arrival:
+    def send(self, flags: torch.Tensor) -> SentFlags:
         """Start copying `flags`, bool (width,), to the host, behind what was launched on the current stream.
 
         That is the side stream inside `beside`, and outside of it the one that generates.
@@ -80,17 +80,17 @@ class CudaFlagChannel:
         """See `FlagChannel`."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def send(self, flags: torch.Tensor) -> Arrival:
+    def send(self, flags: torch.Tensor) -> SentFlags:
         """See `FlagChannel`."""
         buffer = self._ring.next()
         buffer.copy_(flags, non_blocking=True)
         event = self._ring.fence()
         assert event is not None
-        return _CudaArrival(buffer, event)
+        return _CudaSentFlags(buffer, event)
 
 
 @dataclass(slots=True)
-class _CudaArrival:
+class _CudaSentFlags:
     buffer: torch.Tensor
     event: torch.cuda.Event
 
@@ -99,8 +99,6 @@ class _CudaArrival:
         return arrived
 
     def wait(self) -> list[bool]:
-        if not self.event.query():
-            with host_read("stop flags", self.buffer.nbytes, ReadKind.EVENT):
-                self.event.synchronize()
+        counted_wait(self.event, "stop flags", self.buffer.nbytes)
         flags: list[bool] = self.buffer.tolist()
         return flags

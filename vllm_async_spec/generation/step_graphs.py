@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.generation.slots import Slots
+from vllm_async_spec.streams import captured
 
 _WAITS = "called a synchronizing CUDA operation"
 
@@ -39,21 +41,16 @@ class StepGraphs:
         # Not on the slots' streams: what cuBLAS keeps for a stream is then made in the capture, and is of the pool.
         _refuse_host_reads(lambda: step(0), rewind)
         self.pool: Any = torch.cuda.graph_pool_handle()
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._kept: list[torch.Tensor | None] = []
+        self._replays: list[Callable[[], torch.Tensor | None]] = []
         for slot in range(len(slots.streams)):
             rewind()
-            graph = torch.cuda.CUDAGraph()
             # One stream for both, whichever they are replayed on: what one stream frees, a pool gives to no other.
-            stream = slots.streams[0]
-            with torch.cuda.graph(graph, pool=self.pool, stream=stream, capture_error_mode="thread_local"):
-                self._kept.append(step(slot))
-            self._graphs.append(graph)
+            how = {"stream": slots.streams[0], "capture_error_mode": "thread_local"}
+            self._replays.append(captured(functools.partial(step, slot), self.pool, **how))
 
     def replay(self, slot: int) -> torch.Tensor | None:
         """Launch the step of `slot` on the current stream; returns what it kept, written when the step has run."""
-        self._graphs[slot].replay()
-        return self._kept[slot]
+        return self._replays[slot]()
 
 
 def _refuse_host_reads(step: Callable[[], object], rewind: Callable[[], None]) -> None:

@@ -63,16 +63,16 @@ _in_use: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def in_use(model: Any) -> Iterator[None]:
-    """Keep another thread from generating with the workspace of the model.
+    """Keep the workspace of the model from a second generation, of another thread or nested in this one.
 
     Raises:
-        RuntimeError: one does already.
+        RuntimeError: there is one already.
     """
     lock = _in_use.setdefault(model, threading.Lock())
     if not lock.acquire(blocking=False):
         raise RuntimeError(
-            f"another thread generates with this {type(model).__name__}, and the two would share their buffers; "
-            "wait for it, or leave out interleaved"
+            f"this {type(model).__name__} generates already, in another thread or in a call around this one, and the "
+            "two would share their buffers; wait for the other, or leave out interleaved"
         )
     try:
         yield

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -158,20 +157,3 @@ class DraftGraphs:
         self._inputs.fill(rows, given)
         replay = self._replays[self.sizes[bisect.bisect_left(self.sizes, rows)]]
         return replay()[:rows].clone()
-
-
-def captured(run: Callable[[], torch.Tensor], pool: Any) -> Replay:
-    """A CUDA graph of what `run` launches, its memory in `pool`, a `torch.cuda.graph_pool_handle()`.
-
-    Raises:
-        RuntimeError: it waits for the device, or does something else that no graph can hold.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        drafts = run()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return drafts
-
-    return replay

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_async_spec.host_copy import PinnedRing
-from vllm_async_spec.sync_policy import ReadKind, host_read
+from vllm_async_spec.streams import counted_wait
 
 
 class _Staged(Protocol):
@@ -62,6 +62,4 @@ class PolledEvent:
 
     def synchronize(self) -> None:
         """Return when the event has happened; a wait for it is counted."""
-        if not self._event.query():
-            with host_read(self._name, 0, ReadKind.EVENT):
-                self._event.synchronize()
+        counted_wait(self._event, self._name, 0)

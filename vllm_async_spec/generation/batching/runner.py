@@ -6,7 +6,8 @@ from there, whether or not the host has seen it. `Decoding` says what else is th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.scheduler import Row
 from vllm_async_spec.generation.batching.step_inputs import fill_decodes, fill_prefills
 from vllm_async_spec.generation.batching.step_slots import HostInputs, Sizes, StepSlot, StepSlots
-from vllm_async_spec.generation.batching.streams import Arrival, CudaStreams, Streams
+from vllm_async_spec.generation.batching.streams import CudaStreams, Streams
 from vllm_async_spec.metadata import CommonAttentionMetadata
+from vllm_async_spec.streams import Arrival, captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Runner:
         self._longest = longest
         self._slots = StepSlots(slots, sizes, device)
         self._padding_slot = sizes.batch
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[tuple[int, int], Callable[[], Any]] = {}
         if device.type == "cuda":
             # All of these, and the request slots, were made on the current stream, which the streams don't wait for.
             torch.cuda.current_stream(device).synchronize()
@@ -119,10 +121,10 @@ class Runner:
             # The largest first: the others fit into the memory that it took.
             for size in reversed(self._decode_sizes):
                 for slot in self._slots.slots:
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool, stream=streams.stream, capture_error_mode="thread_local"):
-                        found = self._decoding.forward(slot.inputs.decode, size, self._longest)
-                    self._graphs[slot.number, size] = (graph, found)
+                    forward = functools.partial(self._decoding.forward, slot.inputs.decode, size, self._longest)
+                    self._graphs[slot.number, size] = captured(
+                        forward, pool, stream=streams.stream, capture_error_mode="thread_local"
+                    )
         streams.drain()
 
     def size_of(self, rows: int) -> int:
@@ -130,13 +132,8 @@ class Runner:
         return next(size for size in self._decode_sizes if size >= rows)
 
     def _decode(self, slot: StepSlot, size: int, *, longest: int, sampled: bool) -> None:
-        captured = self._graphs.get((slot.number, size))
-        inputs = slot.inputs.decode
-        if captured is not None:
-            graph, found = captured
-            graph.replay()
-        else:
-            found = self._decoding.forward(inputs, size, longest)
+        replay, inputs = self._graphs.get((slot.number, size)), slot.inputs.decode
+        found = self._decoding.forward(inputs, size, longest) if replay is None else replay()
         self._decoding.commit(found, inputs, size, sampled, slot.results[:size])
 
     def _prefill(

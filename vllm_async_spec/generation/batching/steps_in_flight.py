@@ -16,7 +16,7 @@ from vllm_async_spec.generation.batching.runner import Launched, OpenStep, Runne
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
 from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN
 from vllm_async_spec.generation.batching.streams import Streams
-from vllm_async_spec.sync_policy import ReadKind, host_read
+from vllm_async_spec.streams import counted_wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ class StepsInFlight:
     def collect(self) -> None:
         """Read the tokens of the oldest step, after waiting for them if need be, and hand them to the scheduler."""
         step, launched = self._steps[0].step, self._steps[0].launched
-        if not launched.arrival.query():
-            with host_read("tokens of a step", launched.results.nbytes, ReadKind.EVENT):
-                launched.arrival.synchronize()
+        counted_wait(launched.arrival, "tokens of a step", launched.results.nbytes)
         self._steps.popleft()
         rows: list[list[int]] = launched.results.tolist()
         batch = self._runner.batch

@@ -12,19 +12,9 @@ from typing import Protocol
 
 import torch
 
+from vllm_async_spec.streams import Arrival
+
 Work = Callable[[], None]
-
-
-class Arrival(Protocol):
-    """Results on their way to the host; a CUDA event is one."""
-
-    def query(self) -> bool:
-        """Whether they are there. Never waits."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait on the host until they are."""
-        ...
 
 
 class Streams(Protocol):

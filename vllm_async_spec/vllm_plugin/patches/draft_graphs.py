@@ -1,7 +1,7 @@
 """Drafting of vLLM's V1 runner up to 0.18 as CUDA graphs: there it launches each draft step kernel by kernel.
 
-A step that drafts runs the drafter once for each draft. With a small target that is most of what the host does in a
-step, three milliseconds in four, and the device waits for it. vLLM captures the target, and of the drafter at most the
+A step that drafts runs the drafter once for each draft. With a small target these launches take two thirds of the
+host's step, and the device waits for them. vLLM captures the target, and of the drafter at most the
 pieces between attention. Here all of `propose` is captured, as it is, on a batch whose requests all have drafts to be
 verified; any other batch is drafted for as before. Drafts decide how fast tokens come, and never which ones.
 """
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes, captured
+from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes
+from vllm_async_spec.streams import captured
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
