@@ -7,7 +7,7 @@ A page asks with a comment on a line of its own:
     <!-- reference: host_copy HostCopy Epoch --> signatures and docstrings of a module's public names
     <!-- compat: table cpu -->                    the verdicts of all runs in compat/ on one machine, by backend
 
-Here sources are parsed, never imported. `generated.py` adds the files that are made of results.
+For the reference, sources are parsed and not imported. `generated.py` adds the files that are made of results.
 """
 
 from __future__ import annotations
@@ -16,17 +16,9 @@ import ast
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-from packaging.specifiers import SpecifierSet
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vllm_async_spec"
@@ -50,21 +42,19 @@ def on_serve(server: Any, **_: Any) -> Any:
 
 
 def _ledger(what: str) -> str:
-    entries = {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(LEDGER.glob("*.toml"))}
-    lock = json.loads((LEDGER / "fingerprints.lock").read_text(encoding="utf-8"))
-    named = {name: _releases(entry, lock) for name, entry in entries.items()}
-    known = sorted({release for releases in named.values() for release in releases}, key=_order)
+    from vllm_async_spec.vllm_plugin.ledger import known_releases, load_ledger, release_runs
+
+    specs = load_ledger(LEDGER)
     if what == "releases":
-        return f"The ledger names these releases of vLLM: {', '.join(known)}."
+        return f"The ledger names these releases of vLLM: {', '.join(known_releases(specs))}."
     rows = ["| patch | releases | what it changes in vLLM, and why | deleted when |", "|---|---|---|---|"]
-    for name, entry in entries.items():
-        targets = [f"`{target}`" for target in entry["targets"] if lock[target]]
+    for spec in specs:
+        targets = ", ".join(f"`{target}`" for target in spec.targets if target.fingerprints)
         cells = [
-            f"`{name}`",
-            ",<br>".join(_runs(named[name], known)),
-            f"{entry['summary']}. {_words(entry['why'])}<br>Target: {', '.join(targets)}<br>"
-            f"Upstream: {entry['upstream']}.",
-            entry["remove_when"],
+            f"`{spec.name}`",
+            ",<br>".join(release_runs(specs, spec)),
+            f"{spec.summary}. {_words(spec.why)}<br>Target: {targets}<br>Upstream: {spec.upstream}.",
+            spec.remove_when,
         ]
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows)
@@ -118,28 +108,8 @@ def _has_details(row: dict[str, Any]) -> bool:
     return any(row.get(part) for part in parts)
 
 
-def _releases(entry: dict[str, Any], lock: dict[str, dict[str, str]]) -> set[str]:
-    ranges = [SpecifierSet(each) for each in entry["releases"]]
-    known = {release for target in entry["targets"] for release in lock[target]}
-    return {release for release in known if any(release in each for each in ranges)}
-
-
 def _order(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in release.split("."))
-
-
-def _runs(releases: set[str], known: list[str]) -> list[str]:
-    """Releases as runs without a gap among the known: a patch that skips some must not look as if it did not."""
-    runs: list[list[str]] = []
-    previous = False
-    for release in known:
-        if release in releases:
-            if previous:
-                runs[-1].append(release)
-            else:
-                runs.append([release])
-        previous = release in releases
-    return [run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs]
 
 
 def _words(text: str) -> str:

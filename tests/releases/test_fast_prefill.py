@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_device import on_device
 from undone import ledger_of, undone
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
@@ -93,19 +94,11 @@ def metadata(query: list[int], exact: list[int], drafts: list[int] | None, *, pa
     return made
 
 
-def on_device(given: Any) -> CpuProbe:
-    """Follows everything of `given` that is on a GPU in an engine."""
-    probe = CpuProbe()
-    for name in ("seq_lens", "query_start_loc", "block_table_tensor", "slot_mapping", "logits_indices_padded"):
-        probe.mark(getattr(given, name), 0)
-    return probe
-
-
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: int) -> None:
     given = metadata(*BATCHES[batch], padding=padding)
-    probe = on_device(given)
+    probe = on_device(given, "logits_indices_padded")
     reset_sync_report()
     with sync_policy("error"), probe as reads:
         made = utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
@@ -125,7 +118,7 @@ def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: 
 def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any) -> None:
     """What the patch is for: the values on the host are the device's, and no event stands between."""
     given = metadata(*BATCHES["drafts and a prefill"])
-    probe = on_device(given)
+    probe = on_device(given, "logits_indices_padded")
     copies = []
     probe.copying = copies.append  # type: ignore[method-assign]
     with probe as reads:
@@ -143,7 +136,7 @@ def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str) -> No
     made = utils().create_fast_prefill_custom_backend("FastPrefill_", underlying).get_builder_cls()
     builder = made(like.kv_cache_spec, like.layer_names, like.vllm_config, like.device)
     given = metadata(*BATCHES["drafts and a prefill"])
-    with sync_policy("error"), on_device(given) as reads:
+    with sync_policy("error"), on_device(given, "logits_indices_padded") as reads:
         built = builder.build(0, given)
     assert dict(reads.now) == {}
     assert built.query_start_loc.tolist() == [0, 4, 8, 9]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from on_device import on_device
 from undone import ledger_of, undone
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
@@ -64,14 +64,6 @@ def metadata(query: list[int], exact: list[int]) -> Any:
         made.seq_lens_cpu_upper_bound = made.seq_lens_cpu_upper_bound + DRAFTS
     made.max_seq_len += DRAFTS
     return made
-
-
-def on_device(given: Any) -> CpuProbe:
-    """Follows everything of `given` that is on a GPU in an engine."""
-    probe = CpuProbe()
-    for name in ("seq_lens", "query_start_loc", "block_table_tensor", "slot_mapping"):
-        probe.mark(getattr(given, name), 0)
-    return probe
 
 
 def attended(starts: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> Attention:

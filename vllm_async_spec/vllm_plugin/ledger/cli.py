@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from vllm_async_spec.vllm_plugin.ledger.entries import (
     LOCK,
     PatchError,
+    PatchSpec,
     ledger_directory,
     load_ledger,
     read_lock,
@@ -70,10 +72,11 @@ def verify_patches(
     refused. With --update it is 0 once the lock file and the README beside it are written.
     """
     try:
-        verdicts = verify(load_ledger(), vllm_source)
+        specs = load_ledger()
+        verdicts = verify(specs, vllm_source)
         _print(verdicts, source_release(vllm_source), as_json)
         if update:
-            _update(vllm_source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
+            _update(specs, vllm_source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
     except PatchError as error:
         typer.echo(f"vllm-async-spec: {error}", err=True)
         raise typer.Exit(1) from None
@@ -95,14 +98,14 @@ def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:
     Console().print(table)
 
 
-def _update(source: Path, changed: list[Verdict]) -> None:
+def _update(specs: Sequence[PatchSpec], source: Path, changed: list[Verdict]) -> None:
     """Write the lock file, then the README.
 
     Raises:
         PatchError: the source has no release, or the ledger's directory can't be written to.
     """
     directory = ledger_directory()
-    lock = updated_lock(load_ledger(directory), read_lock(directory), source)
+    lock = updated_lock(specs, read_lock(directory), source)
     try:
         _write(directory / LOCK, json.dumps(lock, indent=1) + "\n")
         _write(directory / "README.md", readme(load_ledger(directory)))

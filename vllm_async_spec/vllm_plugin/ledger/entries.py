@@ -180,14 +180,11 @@ def read_lock(directory: Path) -> dict[str, dict[str, str]]:
     return lock  # type: ignore[no-any-return]
 
 
-def read_ledger(
-    directory: Path | None = None, lock: Mapping[str, Mapping[str, str]] | None = None
-) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
+def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
     """Every ledger entry that can be read, by name, and why the others can't, by patch.
 
     Args:
         directory: with the TOML files; by default, those that were installed.
-        lock: the fingerprints; by default, those of the lock file there.
 
     Raises:
         PatchError: there is no ledger, or no lock file.
@@ -196,7 +193,7 @@ def read_ledger(
     paths = sorted(directory.glob("*.toml"))
     if not paths:
         raise PatchError(f"there is no patch ledger in {directory}; reinstall vllm-async-spec")
-    lock = read_lock(directory) if lock is None else lock
+    lock = read_lock(directory)
     specs: list[PatchSpec] = []
     unreadable: dict[str, str] = {}
     for path in paths:

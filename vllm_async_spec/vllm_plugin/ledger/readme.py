@@ -25,19 +25,19 @@ def readme(specs: Sequence[PatchSpec]) -> str:
         specs: every ledger entry.
     """
     newest = known_releases(specs)[-1]
-    dying = sorted({spec.releases[-1] for spec in specs if not _open(spec, newest)}, key=release_order)
+    needed = [spec for spec in specs if spec.covers(newest)]
+    dying: dict[str, list[PatchSpec]] = {}
+    for spec in sorted(
+        (spec for spec in specs if spec not in needed), key=lambda spec: release_order(spec.releases[-1])
+    ):
+        dying.setdefault(spec.releases[-1].rpartition(".")[0], []).append(spec)
     parts = [_INTRODUCTION]
-    for last in dying:
-        rows = [_row(specs, spec) for spec in specs if spec.releases[-1] == last and not _open(spec, newest)]
-        minor = ".".join(last.split(".")[:2])
-        parts.append(f"## Deleted with the support of vLLM {minor}\n\n{_HEAD}" + "".join(rows))
-    rows = [_row(specs, spec, spec.remove_when) for spec in specs if _open(spec, newest)]
-    parts.append(f"## Needed by the newest release, {newest}\n\n{_HEAD_OPEN}" + "".join(rows))
+    for minor, group in dying.items():
+        rows = "".join(_row(specs, spec) for spec in group)
+        parts.append(f"## Deleted with the support of vLLM {minor}\n\n{_HEAD}{rows}")
+    rows = "".join(_row(specs, spec, spec.remove_when) for spec in needed)
+    parts.append(f"## Needed by the newest release, {newest}\n\n{_HEAD_OPEN}{rows}")
     return "\n".join(parts)
-
-
-def _open(spec: PatchSpec, newest: str) -> bool:
-    return spec.covers(newest)
 
 
 def _row(specs: Sequence[PatchSpec], spec: PatchSpec, *more: str) -> str:
