@@ -23,6 +23,8 @@ mind others that start or end there; the share is what must be free at the start
 SIX_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 2 << 30}
 """With 23 GiB each, 4 of them a cache's, six would be more than an H200 has. This cache has 15,000 tokens of an 8b;
 mixed arrivals keep it at 10,000."""
+FOUR_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 6 << 30}
+"""This cache has 49,000 tokens of an 8b, so that 128 requests of 264 tokens run at once."""
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # matrices of the tiny shape have no work for two
@@ -36,6 +38,7 @@ ACCEPTANCE = Acceptance(0.7)
 STIRRED = Acceptance(0.9, Means.STIRRED)
 FLASHINFER = {"backend": "FLASHINFER"}
 NATIVE = {"use_trtllm_attention": False}
+E5M2 = {"disable_flashinfer_q_quantization": True}
 
 
 def overhead(shape: str) -> Plan:
@@ -90,6 +93,30 @@ def flashinfer(shape: str) -> Plan:
             arm("stock-xqa", Plugin.STOCK, FLASHINFER, VLLM_HAS_FLASHINFER_CUBIN="1"),
             arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
         ),
+    )
+
+
+def defaults(shape: str) -> Plan:
+    """What an operator gets: vLLM compiles and captures as it does by itself."""
+
+    def arm(name: str, plugin: Plugin, backend: str) -> Arm:
+        engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
+
+    return Plan(
+        name=f"defaults-{shape}",
+        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, compiled by vLLM, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin, "FLASHINFER") for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "decode-128", "mixed")),
+        turns=4,
+        seconds=2.0,
+        repetitions=2,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
     )
 
 
@@ -339,15 +366,16 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         release: of vLLM.
         runner: `V1` or `V2`.
         backend: of attention.
-        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `ragged`, short
-            prompts, and two tokens fewer in a step than all requests with all their drafts have.
+        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a cache of
+            that format, with what vLLM needs to start with it; `ragged`, short prompts, and two tokens fewer in a step
+            than all requests with all their drafts have.
         shape: of the models.
     """
-    wrappers, ragged = {"native", "fa2"}.intersection(kinds), "ragged" in kinds
+    wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
     environment: dict[str, str] = {}
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
-    elif backend == "FLASHINFER" and not wrappers:
+    elif backend == "FLASHINFER" and not wrappers and not e5m2:
         # Stock is given the kernels that the plugin opens, or it would add up in another order.
         environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
     return Soak(
@@ -365,9 +393,10 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             | BESIDE_OTHERS
             | {
                 "dtype": "float16",
-                "attention_config": {"backend": backend} | (NATIVE if wrappers else {}),
+                "attention_config": {"backend": backend} | (NATIVE if wrappers else E5M2 if e5m2 else {}),
                 "max_num_batched_tokens": 62 if ragged else 512,
-            },
+            }
+            | ({"kv_cache_dtype": "fp8_e5m2"} if e5m2 else {}),
             environment=environment,
         ),
         load=Load("soak", requests=96, running=16, prompt=(1, 8 if ragged else 700), output=(1, 120)),
@@ -408,6 +437,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-8b": lambda: overhead("8b"),
     "overhead-moe": lambda: overhead("moe"),
     "overhead-mla": lambda: overhead("mla"),
+    "defaults-1b": lambda: defaults("1b"),
+    "defaults-8b": lambda: defaults("8b"),
     "flashinfer-1b": lambda: flashinfer("1b"),
     "flashinfer-8b": lambda: flashinfer("8b"),
     "flashinfer-8b-fa2": lambda: flashinfer_older_gpu("8b"),
@@ -450,7 +481,7 @@ SOAKS: dict[str, Soak] = {
         ),
         *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
-        _soak("0.32.0", "V2", "FLASHINFER", "fa2"),
+        *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
         *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         *(_soak("0.32.0", runner, "FLASH_ATTN", shape="local") for runner in ("V1", "V2")),
