@@ -2,10 +2,12 @@
 
 - `compat/RUN.md`, `assets/compatibility.html` and a badge, from `docs/compat/RUN.json`.
 - `assets/results/RESULT.svg`, from `benchmarks/results/RESULT.json`, for each figure that a page shows.
+- `assets/audit-example.html`, from `docs/examples/audit.json`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -25,7 +27,7 @@ def on_files(files: Files, *, config: Any) -> Files:
     """Add what is made to what was found."""
     sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
     try:
-        for path, content in [*compatibility(), *figures()]:
+        for path, content in [*compatibility(), *figures(), audit_example()]:
             files.append(File.generated(config, path, content=content))
     finally:
         sys.path.remove(str(ROOT))
@@ -48,12 +50,19 @@ def figures() -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown()):
             source, figure = RESULTS / f"{name}.json", Path(folder) / f"{name}.svg"
-            found = read_trace(source)
-            if found is None:
-                plot.draw(read_result(source), figure)
-            else:
-                plot_trace.draw(found, figure)
+            found = read_trace(source) or read_result(source)
+            (plot_trace if "trace" in found else plot).draw(found, figure)
             yield f"assets/results/{name}.svg", figure.read_bytes()
+
+
+def audit_example() -> tuple[str, str]:
+    """Path and content of the page of the audit that docs/audit.md shows."""
+    from vllm_async_spec.audit.html import render_html
+    from vllm_async_spec.audit.report import Report
+
+    found = json.loads((DOCS / "examples" / "audit.json").read_text(encoding="utf-8"))
+    page = render_html(Report.from_dict(found["report"]), before=Report.from_dict(found["before"]))
+    return "assets/audit-example.html", page
 
 
 def shown() -> set[str]:
