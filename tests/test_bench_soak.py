@@ -190,7 +190,7 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
     flashinfer = {name for name in SOAKS if "FLASHINFER" in name}
-    assert len(flashinfer) == 7
+    assert len(flashinfer) == 8
     assert shown == {
         "lengths": flashinfer,
         "fence": flashinfer,
