@@ -36,6 +36,10 @@ class Transaction:
         self._undo.append(functools.partial(_replace, name, value, original))
         _replace(name, original, value)
 
+    def undo_with(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called in its turn when everything is put back."""
+        self._undo.append(undo)
+
     def roll_back(self) -> None:
         """Put everything back."""
         while self._undo:
