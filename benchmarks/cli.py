@@ -131,12 +131,11 @@ def plot(
     if form not in ("svg", "png"):
         _fail(f"--format is {form!r}; it must be svg or png")
     try:
-        from benchmarks import plot, plot_trace
+        from benchmarks.plot import draw
 
         for path in files or [*result_files(), *trace_files()]:
             figure = figure_of(path, form)
-            found = _read(path, traces=True)
-            (plot_trace if "trace" in found else plot).draw(found, figure)
+            draw(_read(path, traces=True), figure)
             typer.echo(str(figure))
     except ModuleNotFoundError as error:
         _fail(f"{error}; `pip install 'vllm-async-spec[bench]'` has it")
