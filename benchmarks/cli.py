@@ -19,16 +19,17 @@ from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError, Plugin
 from benchmarks.child import ChildError
-from benchmarks.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
-from benchmarks.feature_runs import Place, in_short, run_features
-from benchmarks.features import FEATURES, FeatureError, find_feature
+from benchmarks.features.cases import FEATURES, FeatureError, find_feature
+from benchmarks.features.run import Place, in_short, run_features
 from benchmarks.loads import LoadError
-from benchmarks.plans import PLANS, SOAKS, find_plan, find_soak
+from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner, installed_vllm
 from benchmarks.shapes import ShapeError
-from benchmarks.soak_runs import Soak, SoakError, run_soak
+from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
+from benchmarks.soak.run import SoakError, run_soak
+from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 from benchmarks.summary import against
 from benchmarks.tables import TableError, documents, rewrite
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks import mrope, older_gpu
 from benchmarks.audited import digest
-from benchmarks.feature_engine import serve_feature
-from benchmarks.features import find_feature
+from benchmarks.features.cases import find_feature
+from benchmarks.features.engine import serve_feature
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
-from benchmarks.soak import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
+from benchmarks.soak.engine import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
 from benchmarks.timing import Driver, Timing
 
 _OURS = "async_spec"
@@ -181,7 +181,7 @@ class BenchEngine:
         }
 
     def feature(self, name: str, noted: bool, late: bool, control: str | None, adapter: str | None) -> dict[str, Any]:
-        """Serve the case `name`, with random delays of the device if `late`; see `feature_engine.serve_feature`."""
+        """Serve the case `name`, with random delays of the device if `late`; see `features.engine.serve_feature`."""
         if control is not None:
             CONTROLS[control](self._llm)
         with contextlib.ExitStack() as stack:

@@ -13,19 +13,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cli, feature_runs
+from benchmarks import cli
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli import app
-from benchmarks.feature_checks import CHECKS, check
-from benchmarks.feature_files import write_adapter
-from benchmarks.feature_runs import Place, Seen, arm_of, judge
-from benchmarks.feature_table import feature_grid
-from benchmarks.features import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
+from benchmarks.features import run as feature_runs
+from benchmarks.features.cases import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
+from benchmarks.features.checks import CHECKS, check
+from benchmarks.features.files import write_adapter
+from benchmarks.features.run import Place, Seen, arm_of, judge
+from benchmarks.features.table import feature_grid
 from benchmarks.mrope import positions
 from benchmarks.shapes import find_shape, write_models
-from benchmarks.soak import CONTROLS, NEAR
+from benchmarks.soak.engine import CONTROLS, NEAR
 
 GPU = Place("0.18.1", None, Path("cache"))
 FACTS = {"vllm": "0.18.1", "async_scheduling": True}

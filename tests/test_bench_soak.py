@@ -21,11 +21,11 @@ from benchmarks.arms import Arm, Plugin
 from benchmarks.attentive_weights import make_attentive
 from benchmarks.child import ChildError
 from benchmarks.cli import app
-from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
-from benchmarks.plans import SOAKS
-from benchmarks.soak import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
-from benchmarks.soak_runs import SoakError, allowed, together
+from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
+from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
+from benchmarks.soak.run import SoakError, allowed, together
+from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec.demo.model import TinyLlama
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])

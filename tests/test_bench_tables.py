@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import tables
 from benchmarks.arms import Acceptance
 from benchmarks.cli import app
-from benchmarks.plans import baseline
+from benchmarks.plans.baseline import baseline
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.tables import TableError, documents, rewrite
