@@ -13,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cli
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
@@ -451,7 +450,7 @@ def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest
         found = {"feature": "eagle", "verdict": "wrong", "why": ["it is late"]}
         yield features[0], found | {"plugin": plugin.value, "control": control}
 
-    monkeypatch.setattr(cli, "run_features", run_features)
+    monkeypatch.setattr("benchmarks.cli.tokens.run_features", run_features)
     env = tmp_path / "env.sh"
     env.touch()
     control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]

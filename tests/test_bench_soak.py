@@ -15,7 +15,7 @@ import torch
 from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
 from typer.testing import CliRunner
 
-from benchmarks import child, cli
+from benchmarks import child
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Arm, Plugin
 from benchmarks.attentive_weights import make_attentive
@@ -214,7 +214,7 @@ def test_a_result_is_named_for_what_it_is_of(
         verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}}
         yield {"plugin": plugin.value, "control": control} | verdict
 
-    monkeypatch.setattr(cli, "run_soak", run_soak)
+    monkeypatch.setattr("benchmarks.cli.tokens.run_soak", run_soak)
     done = CliRunner().invoke(app, ["soak", "tiny", "--out", str(tmp_path / "new"), *options])
     assert done.exit_code == 0, done.output
     assert [path.name for path in (tmp_path / "new").iterdir()] == [file]

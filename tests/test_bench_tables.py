@@ -37,8 +37,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "made-up.json").write_text(json.dumps(document(STEADY)))
     readme = tmp_path / "README.md"
     readme.write_text("before\n\n<!-- results: made-up -->\n<!-- end of results -->\n\nafter\n")
-    monkeypatch.setattr("benchmarks.cli.documents", lambda: [readme])
-    monkeypatch.setattr("benchmarks.cli.rewrite", lambda paths: rewrite(paths, tmp_path))
+    monkeypatch.setattr("benchmarks.cli.results.documents", lambda: [readme])
+    monkeypatch.setattr("benchmarks.cli.results.rewrite", lambda paths: rewrite(paths, tmp_path))
     return readme
 
 
