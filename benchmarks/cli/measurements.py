@@ -152,7 +152,8 @@ def batching(
     """
     import torch
 
-    from benchmarks.batching import ARMS, DRAFTED, BatchingError, measure, notes, table
+    from benchmarks.batching import measure, notes, table
+    from benchmarks.batching_arms import ARMS, DRAFTED, BatchingError
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
     with failing(AttentionChoiceError, BatchingError):
