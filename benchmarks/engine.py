@@ -13,7 +13,6 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
@@ -27,6 +26,7 @@ from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
 from benchmarks.soak.engine import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
 from benchmarks.timing import Driver, Timing
+from vllm_async_spec.json_child import serve
 
 _OURS = "async_spec"
 _SPARE_TOKENS = 32
@@ -285,25 +285,7 @@ def _read(path: str) -> str:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    try:
-        engine = BenchEngine(json.loads(sys.argv[1]))
-        commands: dict[str, Callable[..., dict[str, Any]]] = {
-            "describe": engine.describe,
-            "measure": engine.measure,
-            "audit": engine.audit,
-            "expect": engine.expect,
-            "soak": engine.soak,
-            "feature": engine.feature,
-        }
-        print(json.dumps({"ready": True}), file=answers)
-        for line in sys.stdin:
-            request = json.loads(line)
-            print(json.dumps(commands[request.pop("command")](**request)), file=answers)
-    except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers)
-        raise
+    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "audit", "expect", "soak", "feature")
 
 
 if __name__ == "__main__":

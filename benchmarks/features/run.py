@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
-from benchmarks.child import Child, ChildError
+from benchmarks.child import ChildError
 from benchmarks.features.cases import LOAD, STOCK_AGAIN, Feature
 from benchmarks.features.checks import Served, check
 from benchmarks.features.files import write_adapter, write_tokenizer
@@ -23,6 +23,7 @@ from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT,
 from benchmarks.shapes import find_shape
 from benchmarks.soak.controls import RUNNER_RELEASES
 from benchmarks.soak.engine import NEAR, Expected, Verdict
+from vllm_async_spec.json_child import Child
 
 _GPU = {
     **GPU_ENGINE,
