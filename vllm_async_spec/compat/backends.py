@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Call, Case, release_metadata
 from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
@@ -24,6 +23,7 @@ from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.mla_layer import MlaLayer
 from vllm_async_spec.compat.simulated_device import HostDevice
+from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
@@ -398,7 +398,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     if backend.on_host and device.device.type != "cpu":
         raise AbsentError(f"the device of {backend.name} is the host", "its device is the host")
     if "FLASHINFER" in backend.name:
-        flashinfer_stub.install()
+        install_flashinfer()
     with device.watching():
         found = _find(backend, vllm.__version__)
 
