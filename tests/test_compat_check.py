@@ -20,8 +20,9 @@ from vllm_async_spec.attention.base import HostNeed
 from vllm_async_spec.audit import host_reads
 from vllm_async_spec.compat import check as checking
 from vllm_async_spec.compat import compare, device, simulated_device
+from vllm_async_spec.compat.builder_inputs import SubjectError
 from vllm_async_spec.compat.cases import CASES, Host, our_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, check, failure_sentence
+from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice
 from vllm_async_spec.compat.results import BackendResult, Need

@@ -11,15 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_async_spec.compat.builder_inputs import BuilderInputs
+from vllm_async_spec.compat.builder_inputs import (
+    BLACKWELL,
+    AbsentError,
+    BuilderInputs,
+    SubjectError,
+    context_parallel,
+    stand_on,
+)
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Call, Case, release_metadata
-from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
 from vllm_async_spec.compat.impl_layer import ImplLayer
 from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
-from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.mla_layer import MlaLayer
 from vllm_async_spec.compat.simulated_device import HostDevice

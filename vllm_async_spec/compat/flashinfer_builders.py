@@ -6,9 +6,7 @@ import enum
 import importlib
 from typing import Any
 
-from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
-from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.machine import context_parallel
+from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, context_parallel
 
 __all__ = ["PAGE_TABLE", "Way", "flashinfer_builder"]
 

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.builder_inputs import HEAD_SIZE, HEADS, KV_HEADS, LAYER
-from vllm_async_spec.compat.check import configured
+from vllm_async_spec.compat.builder_inputs import HEAD_SIZE, HEADS, KV_HEADS, LAYER, configured
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import POISON, Batch, NoForwardError, blocks_of, random, reference
 

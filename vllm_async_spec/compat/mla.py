@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
+from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, workspace
 from vllm_async_spec.compat.cases import MAX_MODEL_LEN
-from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.machine import workspace
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 

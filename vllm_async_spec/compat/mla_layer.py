@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.check import configured
+from vllm_async_spec.compat.builder_inputs import configured, workspace
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.impl_layer import kv_cache, layer_attributes
 from vllm_async_spec.compat.layer import POISON, Batch, random, reference
-from vllm_async_spec.compat.machine import workspace
 from vllm_async_spec.compat.mla import DIMENSIONS, HEADS, SCALE
 
 __all__ = ["MlaLayer"]

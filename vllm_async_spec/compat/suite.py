@@ -14,10 +14,10 @@ import torch
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
-from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check, failure_sentence
+from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, stand_on
+from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import attend
-from vllm_async_spec.compat.machine import stand_on
 from vllm_async_spec.compat.published import command_line
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_async_spec.compat.builder_inputs import BuilderInputs
+from vllm_async_spec.compat.builder_inputs import BuilderInputs, SubjectError
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.impl_layer import ImplLayer
 from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
