@@ -117,7 +117,7 @@ def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.
     elif name == "watched":
         monkeypatch.setattr(SimulatedDevice, "waited", lambda *_: None)
     else:
-        monkeypatch.setattr("vllm_async_spec.compat.impl_layer.POISON", 0.0)
+        monkeypatch.setattr("vllm_async_spec.compat.layer.POISON", 0.0)
     assert attended(kind, "long").passed
 
 
@@ -254,7 +254,7 @@ from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.mla import mla_builder
-from vllm_async_spec.compat.mla_layer import MlaLayer
+from vllm_async_spec.compat.mla import MlaLayer
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
 def make(device):

@@ -23,11 +23,9 @@ from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, C
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
-from vllm_async_spec.compat.impl_layer import ImplLayer
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
+from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
-from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
-from vllm_async_spec.compat.mla_layer import MlaLayer
+from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
