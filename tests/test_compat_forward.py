@@ -25,8 +25,8 @@ from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.device import CudaDevice, Device
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
-from vllm_async_spec.compat.published import Run
-from vllm_async_spec.compat.report import Report, junit, markdown
+from vllm_async_spec.compat.render import junit, markdown
+from vllm_async_spec.compat.report import Report, Run
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject

@@ -8,9 +8,9 @@ import pytest
 from test_audit_page import Browser, assert_readable, browser, chromium, look
 from test_audit_page import pytestmark as pytestmark
 
-from vllm_async_spec.compat.html import render_html
 from vllm_async_spec.compat.publish import WANTED, documents
-from vllm_async_spec.compat.published import Row, Run, read_runs
+from vllm_async_spec.compat.render import render_html
+from vllm_async_spec.compat.report import Row, Run, read_runs
 
 By = pytest.importorskip("selenium.webdriver.common.by").By
 ActionChains = pytest.importorskip("selenium.webdriver.common.action_chains").ActionChains

@@ -18,8 +18,7 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, sta
 from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import attend
-from vllm_async_spec.compat.published import command_line
-from vllm_async_spec.compat.report import Report
+from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
