@@ -64,7 +64,7 @@ def _names(config: pytest.Config) -> list[Any]:
 
 
 def _check(config: pytest.Config, name: str) -> Any:
-    from vllm_async_spec.compat.check import SubjectError
+    from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.suite import open_device, prepare, run
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 

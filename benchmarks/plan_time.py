@@ -21,10 +21,9 @@ from rich.table import Table
 from benchmarks.kernels import HEAD_SIZE, HEADS, KV_HEADS, PAGE
 from benchmarks.statistics import by_turns, summary
 from benchmarks.timing import microseconds_on_an_idle_device
-from vllm_async_spec.compat.builder_inputs import BuilderInputs
+from vllm_async_spec.compat.backend_builders import Way, flashinfer_builder
+from vllm_async_spec.compat.builder_inputs import AbsentError, BuilderInputs
 from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram_drafts
-from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.flashinfer_builders import Way, flashinfer_builder
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.patches.flashinfer_builder import IMPLEMENTATIONS
 

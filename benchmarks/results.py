@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.summary import summarise
-from vllm_async_spec.compat.published import compact_json
+from vllm_async_spec.compat.report import compact_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"

@@ -37,7 +37,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 def compatibility() -> Iterator[tuple[str, str]]:
     """Path and content of what is made of the compatibility suite's published runs."""
     from vllm_async_spec.compat.publish import documents
-    from vllm_async_spec.compat.published import read_runs
+    from vllm_async_spec.compat.report import read_runs
 
     yield from documents(read_runs((DOCS / "compat").glob("*.json"))).items()
 

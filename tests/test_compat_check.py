@@ -19,13 +19,14 @@ from vllm_async_spec.attention import adapters
 from vllm_async_spec.attention.base import HostNeed
 from vllm_async_spec.audit import host_reads
 from vllm_async_spec.compat import check as checking
-from vllm_async_spec.compat import compare, device
+from vllm_async_spec.compat import compare, device, simulated_device
+from vllm_async_spec.compat.builder_inputs import SubjectError
 from vllm_async_spec.compat.cases import CASES, Host, our_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, check, failure_sentence
+from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.compare import Judgement
-from vllm_async_spec.compat.device import CudaDevice, SimulatedDevice
-from vllm_async_spec.compat.host_device import HostDevice
+from vllm_async_spec.compat.device import CudaDevice
 from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.simulated_device import HostDevice, SimulatedDevice
 
 NAMED = {case.name: case for case in CASES}
 
@@ -126,10 +127,10 @@ DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Bu
     "copies to the host": (deaf_to("copy_"), planted.CopiesIntoHostBuffer),
     "copies to the device": (deaf_to("copy_"), planted.BlockingFill),
     "to the device": (deaf_to("to"), planted.BlockingUpload),
-    "data on the device": (without(device, "_FROM_DATA", set()), planted.TensorOfList),
+    "data on the device": (without(simulated_device, "_FROM_DATA", set()), planted.TensorOfList),
     "indices on the host": (deaf_to("index on the host"), planted.HostIndex),
     "waits by name": (deaf_to("synchronize"), planted.WaitsForAnEvent),
-    "the builder's memory": (without(device._Sides, "_make", made_anywhere), planted.OwnBuffer),
+    "the builder's memory": (without(simulated_device._Sides, "_make", made_anywhere), planted.OwnBuffer),
     "the batch's memory": (without(SimulatedDevice, "place", lambda self, tensor: tensor), planted.Item),
     "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
     "maxima": (without(compare, "_judge", never_wrong), planted.MaximumForTruth),
@@ -332,7 +333,7 @@ def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, mo
     without_cuda(monkeypatch)
     monkeypatch.setattr(torch, "empty", torch.rand)  # as full of other things as memory can be
     if not zeroed:
-        monkeypatch.setattr(device, "_MAKE_UNINITIALISED", ())
+        monkeypatch.setattr(device, "MAKE_UNINITIALISED", ())
     found = check(subject(Scratch), PassesForCuda(), cases=[NAMED["decode"]])
     assert (found.cases[0].unsteady == ()) is zeroed
 

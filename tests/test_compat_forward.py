@@ -22,12 +22,13 @@ from compat_cuda import PassesForCuda, without_cuda
 from vllm_async_spec.compat import forward, layer, results, suite
 from vllm_async_spec.compat.cases import CASES, Call, Host
 from vllm_async_spec.compat.check import Subject, check
-from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice
+from vllm_async_spec.compat.device import CudaDevice, Device
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
-from vllm_async_spec.compat.published import Run
-from vllm_async_spec.compat.report import Report, junit, markdown
+from vllm_async_spec.compat.render import junit, markdown
+from vllm_async_spec.compat.report import Report, Run
 from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
 
 NAMED = {case.name: case for case in CASES}
@@ -116,7 +117,7 @@ def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.
     elif name == "watched":
         monkeypatch.setattr(SimulatedDevice, "waited", lambda *_: None)
     else:
-        monkeypatch.setattr("vllm_async_spec.compat.impl_layer.POISON", 0.0)
+        monkeypatch.setattr("vllm_async_spec.compat.layer.POISON", 0.0)
     assert attended(kind, "long").passed
 
 
@@ -251,9 +252,9 @@ except ModuleNotFoundError as error:
 from vllm_async_spec.compat.cases import CASES, release_metadata
 from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.forward import attend
-from vllm_async_spec.compat.host_device import HostDevice
+from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.mla import mla_builder
-from vllm_async_spec.compat.mla_layer import MlaLayer
+from vllm_async_spec.compat.mla import MlaLayer
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
 def make(device):

@@ -10,9 +10,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from vllm_async_spec.compat.html import render_html
 from vllm_async_spec.compat.publish import WANTED, documents
-from vllm_async_spec.compat.published import Row, Run, read_runs
+from vllm_async_spec.compat.render import render_html
+from vllm_async_spec.compat.report import Row, Run, read_runs
 
 __all__ = ["browser", "chromium"]  # fixtures
 

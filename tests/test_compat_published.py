@@ -14,13 +14,12 @@ import torch
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import CASES, our_metadata
 from vllm_async_spec.compat.check import Subject, check
-from vllm_async_spec.compat.device import SimulatedDevice
 from vllm_async_spec.compat.fetch import RELEASES
-from vllm_async_spec.compat.html import badge
 from vllm_async_spec.compat.publish import documents, main
-from vllm_async_spec.compat.published import CLASSES, PublishedError, Run, command_line, read_runs
-from vllm_async_spec.compat.report import Report
+from vllm_async_spec.compat.render import badge
+from vllm_async_spec.compat.report import CLASSES, PublishedError, Report, Run, command_line, read_runs
 from vllm_async_spec.compat.results import Need
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
 
 DOCS = Path(__file__).parents[1] / "docs"
 PUBLISHED = sorted((DOCS / "compat").glob("*.json"))

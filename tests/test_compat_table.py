@@ -11,7 +11,7 @@ import pytest
 
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.publish import WANTED, documents
-from vllm_async_spec.compat.published import read_runs
+from vllm_async_spec.compat.report import read_runs
 
 DOCS = Path(__file__).parents[1] / "docs"
 RUNS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "compat").glob("*.json")}

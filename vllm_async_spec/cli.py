@@ -307,10 +307,8 @@ def compat(
     Exit code 0: no builder makes the host wait in a step, and each builds the right thing; 1: one does, or does not;
     2: one could not be tried.
     """
-    from vllm_async_spec.compat.check import SubjectError
-    from vllm_async_spec.compat.html import badge, render_html
-    from vllm_async_spec.compat.report import junit, markdown
-    from vllm_async_spec.compat.terminal import print_report
+    from vllm_async_spec.compat.builder_inputs import SubjectError
+    from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
     written: dict[str, tuple[Path | None, Callable[[Report], str]]] = {

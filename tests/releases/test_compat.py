@@ -13,10 +13,11 @@ import torch
 from packaging.version import Version
 
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
+from vllm_async_spec.compat.builder_inputs import AbsentError
 from vllm_async_spec.compat.cases import CASES, Host
-from vllm_async_spec.compat.check import AbsentError, build_batch, check
-from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.compat.check import build_batch, check
 from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
 
 # The verdict, and a line that is named: of 0.12.0, 0.13.0, 0.18.1, 0.26.0 and 0.32.0.

@@ -21,7 +21,7 @@ from benchmarks import plan_time
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat import builders
-from vllm_async_spec.compat.machine import HOPPER, stand_on
+from vllm_async_spec.compat.builder_inputs import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.patches import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa

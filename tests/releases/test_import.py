@@ -11,7 +11,8 @@ import torch
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.fetch import RELEASES
-from vllm_async_spec.compat.vllm_source import STUBS, VllmSourceError, load_vllm
+from vllm_async_spec.compat.stubs import STUBS
+from vllm_async_spec.compat.vllm_source import VllmSourceError, load_vllm
 
 DECODE = ([1, 1, 1], [7, 33, 100])
 SPEC = ([4, 4, 4], [10, 36, 103])

@@ -15,9 +15,10 @@ from undone import applied
 
 from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.compat.backends import backend_subject
+from vllm_async_spec.compat.builder_inputs import AbsentError
 from vllm_async_spec.compat.cases import CASES, Host
-from vllm_async_spec.compat.check import AbsentError, check
-from vllm_async_spec.compat.device import SimulatedDevice
+from vllm_async_spec.compat.check import check
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.kernels import device_inputs
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
 from vllm_async_spec.vllm_plugin.patches.exact_counts import DEVICE_LENGTHS, always_needed, needed_by

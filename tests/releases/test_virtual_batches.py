@@ -14,9 +14,9 @@ from undone import ledger_of, undone
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.backend_builders import layer_module, local_attention_builder
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
-from vllm_async_spec.compat.local_attention import layer_module, local_attention_builder
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import virtual_batches
 

@@ -1,31 +1,44 @@
-"""vLLM's own metadata builders by name, and how each is made without a model, for any release that has it."""
+"""vLLM's own attention backends by name, and what each is given to be checked, for any release that has it.
+
+`backend_builders` and `mla` make their metadata builders.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_async_spec.compat import flashinfer_stub
-from vllm_async_spec.compat.builder_inputs import BuilderInputs
-from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS, Call, Case, release_metadata
-from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.backend_builders import (
+    Way,
+    before_hopper,
+    cascade_builder,
+    cpu_builder,
+    cross_attention_builder,
+    encoder_only_builder,
+    fast_prefill_builder,
+    flash_attention_2_builder,
+    flash_attention_dcp_builder,
+    flashinfer_builder,
+    flex_builder,
+    local_attention_builder,
+    mamba_builder,
+    plain_builder,
+    triton_backend,
+)
+from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
+from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
+from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.flashinfer_builders import PAGE_TABLE, Way, flashinfer_builder
-from vllm_async_spec.compat.host_device import HostDevice
-from vllm_async_spec.compat.impl_layer import ImplLayer
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
-from vllm_async_spec.compat.local_attention import local_attention_builder
-from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, stand_on
-from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
-from vllm_async_spec.compat.mla_layer import MlaLayer
+from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.simulated_device import HostDevice
+from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
-from vllm_async_spec.patching import temporarily
 
 __all__ = ["BACKENDS", "Backend", "backend_subject"]
 
@@ -46,11 +59,7 @@ def _layer(**how: Any) -> MakeLayer:
 
 def _triton_layer(**how: Any) -> MakeLayer:
     """As `_layer`, where what was found makes a backend of another."""
-    return lambda found, builder, device, block_size: ImplLayer(_triton(), builder, device, block_size, **how)
-
-
-def _triton() -> Any:
-    return importlib.import_module(f"{_IN}triton_attn").TritonAttentionBackend
+    return lambda found, builder, device, block_size: ImplLayer(triton_backend(), builder, device, block_size, **how)
 
 
 def _mla_layer(found: Any, builder: Any, device: Device, block_size: int) -> Layer:
@@ -94,30 +103,6 @@ class Backend:
     layer: MakeLayer | str = _LAYER
 
 
-def _plain(cls: Any, setting: BuilderInputs) -> Any:
-    return setting.construct(cls, *setting.arguments())
-
-
-def _flex(cls: Any, setting: BuilderInputs) -> Any:
-    arguments = setting.arguments()
-    arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
-    return setting.construct(cls, *arguments)
-
-
-def _mamba(cls: Any, setting: BuilderInputs) -> Any:
-    from vllm.v1.kv_cache_interface import MambaSpec
-
-    # As for a model of such layers only: no prefix caching, and one block for a request and each of its drafts.
-    _, layers, config, device = setting.arguments(enable_prefix_caching=False)
-    spec = MambaSpec(
-        block_size=BLOCK_SIZE,
-        shapes=((4, 4), (4, 4, 4)),
-        dtypes=(torch.bfloat16, torch.bfloat16),
-        num_speculative_blocks=DRAFT_TOKENS,
-    )
-    return setting.construct(cls, spec, layers, config, device)
-
-
 def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
     """What vLLM's runner gives builders of state-space layers: accepted tokens, and drafts, -1 where there are none."""
     drafts = [
@@ -143,33 +128,6 @@ def _sparse(cache_dtype: str) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: sparse_mla_builder(cls, setting, cache_dtype)
 
 
-@contextlib.contextmanager
-def _before_hopper() -> Iterator[None]:
-    """As on such a GPU: FA3 is what a release finds on an H200."""
-    with temporarily() as changes:
-        module = importlib.import_module(f"{_IN}flash_attn")
-        changes.set(module, "get_flash_attn_version", lambda *args, **kwargs: 2)
-        yield
-
-
-def _flash_attention_2(cls: Any, setting: BuilderInputs) -> Any:
-    arguments = setting.arguments()
-    with _before_hopper():
-        return setting.construct(cls, *arguments)
-
-
-def _flash_attention_dcp(cls: Any, setting: BuilderInputs) -> Any:
-    arguments = setting.arguments()
-    with context_parallel(arguments[2], 2):
-        return setting.construct(cls, *arguments)
-
-
-def _flash_attention_cascade(cls: Any, setting: BuilderInputs) -> Any:
-    if not hasattr(importlib.import_module(cls.__module__), "cascade_attention"):
-        raise AbsentError("this release has no cascade attention")
-    return _plain(cls, setting)
-
-
 def _shared_prefix(case: Case) -> int:
     """Whole blocks that all requests had computed before, as vLLM counts what they share."""
     computed = [seq - query for seq, query in zip(case.seq_lens, case.query_lens, strict=True) if seq]
@@ -182,41 +140,13 @@ def _shares_nothing(case: Case) -> str | None:
     return None if _shared_prefix(case) else "its requests share no full block"
 
 
-def _cpu(cls: Any, setting: BuilderInputs) -> Any:
-    """The kernel that schedules it is compiled; where nothing is, its arguments are recorded."""
-    source = loaded_source()
-    if source is not None:
-        module: Any = importlib.import_module(cls.__module__)
-
-        def scheduled(**given: Any) -> torch.Tensor:
-            result = torch.zeros(1, dtype=torch.int32)
-            source.kernel("cpu_attn_get_scheduler_metadata", given, result)
-            return result
-
-        source.stands_in("vllm._custom_ops:cpu_attn_get_scheduler_metadata")
-        module.ops.cpu_attn_get_scheduler_metadata = scheduled
-    return _plain(cls, setting)
-
-
-def _encoder_only(found: Any, setting: BuilderInputs) -> Any:
-    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
-
-    _, layers, config, device = setting.arguments()
-    spec = EncoderOnlyAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return setting.construct(found(_triton()).get_builder_cls(), spec, layers, config, device)
-
-
 def _no_encoder_batch(case: Case) -> str | None:
     whole = case.query_lens == case.seq_lens and case.call is Call.BUILD
     return None if whole else "an encoder is given whole prompts only"
 
 
 def _chunked_local(found: Any, setting: BuilderInputs) -> Any:
-    return local_attention_builder(_triton(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
-
-
-def _fast_prefill(found: Any, setting: BuilderInputs) -> Any:
-    return _plain(found("FastPrefill", _triton()).get_builder_cls(), setting)
+    return local_attention_builder(triton_backend(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
 
 
 def _logits(case: Case, device: Device) -> Mapping[str, Any]:
@@ -238,14 +168,6 @@ def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
     return {"encoder_seq_lens": device.place(lengths.clone()), "encoder_seq_lens_cpu": lengths.numpy()}
 
 
-def _cross(found: Any, setting: BuilderInputs) -> Any:
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec
-
-    _, layers, config, device = setting.arguments()
-    spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    return setting.construct(found(_triton()).get_builder_cls(), spec, layers, config, device)
-
-
 def _flashinfer(way: Way) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: flashinfer_builder(cls, setting, way)
 
@@ -255,6 +177,8 @@ _FLASH = f"{_IN}flash_attn:FlashAttentionBackend"
 _FLASHMLA_SPARSE = f"{_IN}mla.flashmla_sparse:FlashMLASparseBackend"
 _TRITON_MLA = f"{_IN}mla.triton_mla:TritonMLABackend"
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
+_PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
+"""Where pages lie among the indices. What masks is the length that the ends and the last page give together."""
 _TILES = (".scheduler_metadata",)
 """How FlashAttention's kernels share the work out, which its planner sizes by the longest. Lengths are beside it."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
@@ -264,24 +188,26 @@ _STATES = "a layer of state space attends to nothing"
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("FLASH_ATTN", (_FLASH,), _plain, layout=_TILES),
-        Backend("FLASH_ATTN_FA2", (_FLASH,), _flash_attention_2, layout=_TILES, layer=_layer(surround=_before_hopper)),
-        Backend("FLASH_ATTN_DCP", (_FLASH,), _flash_attention_dcp, layout=_TILES, layer=_TWO_RANKS),
+        Backend("FLASH_ATTN", (_FLASH,), plain_builder, layout=_TILES),
+        Backend(
+            "FLASH_ATTN_FA2", (_FLASH,), flash_attention_2_builder, layout=_TILES, layer=_layer(surround=before_hopper)
+        ),
+        Backend("FLASH_ATTN_DCP", (_FLASH,), flash_attention_dcp_builder, layout=_TILES, layer=_TWO_RANKS),
         Backend(
             "FLASH_ATTN_CASCADE",
             (_FLASH,),
-            _flash_attention_cascade,
+            cascade_builder,
             layout=_TILES,
             not_for=_shares_nothing,
             common_prefix=_shared_prefix,
         ),
-        Backend("TRITON_ATTN", (_TRITON,), _plain),
-        Backend("FLEX_ATTENTION", (f"{_IN}flex_attention:FlexAttentionBackend",), _flex),
-        Backend("TREE_ATTN", (f"{_IN}tree_attn:TreeAttentionBackend",), _plain),
+        Backend("TRITON_ATTN", (_TRITON,), plain_builder),
+        Backend("FLEX_ATTENTION", (f"{_IN}flex_attention:FlexAttentionBackend",), flex_builder),
+        Backend("TREE_ATTN", (f"{_IN}tree_attn:TreeAttentionBackend",), plain_builder),
         Backend(
             "TURBOQUANT",
             (f"{_IN}turboquant_attn:TurboQuantAttentionBackend",),
-            _plain,
+            plain_builder,
             layer="its KV cache is quantised, and the reference is of one that is not",
         ),
         Backend("TRITON_MLA", (_TRITON_MLA,), _mla(BLOCK_SIZE), layer=_mla_layer),
@@ -320,20 +246,26 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend("FLASHMLA_SPARSE", (_FLASHMLA_SPARSE,), _sparse("auto"), block_size=64, layer=_CHOSEN),
         Backend("FLASHMLA_SPARSE_FP8", (_FLASHMLA_SPARSE,), _sparse("fp8_ds_mla"), block_size=64, layer=_CHOSEN),
-        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(Way.NATIVE), layout=PAGE_TABLE),
-        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(Way.XQA), layout=PAGE_TABLE),
-        Backend("FLASHINFER_TRTLLM", (_FLASHINFER,), _flashinfer(Way.TRTLLM), layout=PAGE_TABLE, capability=BLACKWELL),
+        Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(Way.NATIVE), layout=_PAGE_TABLE),
+        Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(Way.XQA), layout=_PAGE_TABLE),
+        Backend("FLASHINFER_TRTLLM", (_FLASHINFER,), _flashinfer(Way.TRTLLM), layout=_PAGE_TABLE, capability=BLACKWELL),
         Backend(
-            "FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=PAGE_TABLE, layer=_TWO_RANKS
+            "FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=_PAGE_TABLE, layer=_TWO_RANKS
         ),
-        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
-        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
-        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
-        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), _mamba, arguments=_accepted, layer=_STATES),
+        Backend(
+            "MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
+        ),
+        Backend(
+            "MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
+        ),
+        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES),
+        Backend(
+            "LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
+        ),
         Backend(
             "SHORT_CONV",
             (f"{_IN}short_conv_attn:ShortConvAttentionBackend",),
-            _mamba,
+            mamba_builder,
             arguments=_accepted,
             layer=_STATES,
         ),
@@ -346,27 +278,31 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "FAST_PREFILL",
             (f"{_IN}utils:create_fast_prefill_custom_backend",),
-            _fast_prefill,
+            fast_prefill_builder,
             fields=_logits,
             layer=_triton_layer(last_only=True),
         ),
         Backend(
             "CROSS_ATTENTION",
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
-            _cross,
+            cross_attention_builder,
             fields=_encoder,
             layer="it attends to what an encoder made, and the suite has no encoder",
         ),
         Backend(
             "ENCODER_ONLY",
             tuple(f"{layers}encoder_only_attention:create_encoder_only_attention_backend" for layers in _LAYERS),
-            _encoder_only,
+            encoder_only_builder,
             not_for=_no_encoder_batch,
             layer=_triton_layer(encoder=True),
         ),
         # Its plan is bytes, not all of which its kernel writes.
         Backend(
-            "CPU_ATTN", (f"{_IN}cpu_attn:CPUAttentionBackend",), _cpu, layout=("scheduler_metadata",), on_host=True
+            "CPU_ATTN",
+            (f"{_IN}cpu_attn:CPUAttentionBackend",),
+            cpu_builder,
+            layout=("scheduler_metadata",),
+            on_host=True,
         ),
     )
 }
@@ -398,7 +334,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     if backend.on_host and device.device.type != "cpu":
         raise AbsentError(f"the device of {backend.name} is the host", "its device is the host")
     if "FLASHINFER" in backend.name:
-        flashinfer_stub.install()
+        install_flashinfer()
     with device.watching():
         found = _find(backend, vllm.__version__)
 

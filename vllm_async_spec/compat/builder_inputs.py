@@ -1,12 +1,19 @@
-"""What a metadata builder is made from: vLLM's configuration of a tiny model, and the shape of its KV cache.
+"""What a metadata builder is made from: a tiny model's configuration, the shape of its KV cache, and a machine.
 
-A factory of a backend's own is given a `BuilderInputs`, and takes from it what its builder wants.
+A factory of a backend's own is given a `BuilderInputs`, and takes from it what its builder wants. vLLM's own builders
+also need a GPU of some compute capability, or parts of a machine with several GPUs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +21,54 @@ import torch
 from vllm_async_spec.compat.builders import llama_config, ngram_drafts
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
 from vllm_async_spec.compat.vllm_source import loaded_source
+from vllm_async_spec.patching import temporarily
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["HEADS", "HEAD_SIZE", "KV_HEADS", "LAYER", "BuilderInputs"]
+__all__ = [
+    "BLACKWELL",
+    "HEADS",
+    "HEAD_SIZE",
+    "HOPPER",
+    "KV_HEADS",
+    "LAYER",
+    "AbsentError",
+    "BuilderInputs",
+    "SubjectError",
+    "configured",
+    "context_parallel",
+    "stand_on",
+    "workspace",
+]
 
 LAYER = "model.layers.0.self_attn.attn"
 """The name of the one layer that every builder is for."""
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
 """Of the model: query heads, KV heads, and the width of one."""
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+"""Compute capabilities: an H200's, and a B200's."""
+
+_ASKED_ONCE = ("vllm.utils.flashinfer",)
+"""Modules whose functions keep what the machine once answered."""
+
+
+class SubjectError(RuntimeError):
+    """A builder can't be made; the message is one sentence that says what to do."""
+
+
+class AbsentError(SubjectError):
+    """This release of vLLM does not have the builder, or it is for another machine.
+
+    Attributes:
+        cell: The same for a table, in a few words.
+    """
+
+    def __init__(self, message: str, cell: str = "this release has none") -> None:
+        super().__init__(message)
+        self.cell = cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +123,82 @@ class BuilderInputs:
 
 _MADE: dict[str, VllmConfig] = {}
 """Configurations as they were made: vLLM takes longer for one than a builder for a batch."""
+
+
+def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
+    """What a builder of vLLM's finds as the current configuration, as it does in an engine."""
+    config = getattr(builder, "vllm_config", None)
+    if config is None or "vllm" not in sys.modules:
+        return contextlib.nullcontext()
+    from vllm.config import set_current_vllm_config
+
+    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(config)
+    return context
+
+
+def stand_on(capability: tuple[int, int] | None, name: str) -> None:
+    """Let the loaded release find a GPU of this compute capability.
+
+    Args:
+        capability: What the backend needs; None if it does not matter.
+        name: The backend, for the message.
+
+    Raises:
+        AbsentError: vLLM is installed rather than loaded from a folder, and finds another GPU, or none.
+    """
+    source = loaded_source()
+    if source is not None:
+        wanted = capability or HOPPER
+        if source.capability != wanted:
+            source.capability = wanted
+            _forget()
+        return
+    if capability is None:
+        return
+    found = importlib.import_module("vllm.platforms").current_platform.get_device_capability()
+    if found is None or tuple(found) != capability:
+        has = "has none" if found is None else f"has {found[0]}.{found[1]}"
+        wanted_name = f"compute capability {capability[0]}.{capability[1]}"
+        raise AbsentError(f"{name} needs {wanted_name}, and this machine {has}", f"needs {wanted_name}")
+
+
+def _forget() -> None:
+    for name in _ASKED_ONCE:
+        for value in list(vars(sys.modules.get(name, SimpleNamespace())).values()):
+            if isinstance(value, FunctionType | functools._lru_cache_wrapper) and hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@contextlib.contextmanager
+def context_parallel(config: Any, ranks: int) -> Iterator[None]:
+    """Make `config` and the process those of rank 0 of `ranks` that share each request's KV cache.
+
+    There is one process, so nothing may communicate within.
+
+    Args:
+        config: vLLM's configuration; it stays changed.
+        ranks: Of decode context parallelism.
+    """
+    config.parallel_config.decode_context_parallel_size = ranks
+    state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    group = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    with temporarily() as changes:
+        changes.set(state, "_DCP", group)
+        yield
+
+
+@contextlib.contextmanager
+def workspace(device: torch.device) -> Iterator[None]:
+    """Let builders and layers have what the engine shares for scratch, which it makes at start-up."""
+    try:
+        workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
+    except ModuleNotFoundError:
+        yield
+        return
+
+    def get_simultaneous(*wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
+
+    with temporarily() as changes:
+        changes.set(workspace, "_manager", SimpleNamespace(get_simultaneous=get_simultaneous))
+        yield

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from vllm_async_spec.audit.stack import readable
 from vllm_async_spec.compat import compare
+from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, configured
 from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, MetadataFactory
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
@@ -26,33 +26,14 @@ from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
 __all__ = [
-    "AbsentError",
     "Built",
     "Subject",
-    "SubjectError",
     "build_batch",
     "check",
-    "configured",
     "failure_sentence",
     "least_need",
     "without_warnings",
 ]
-
-
-class SubjectError(RuntimeError):
-    """A builder can't be made; the message is one sentence that says what to do."""
-
-
-class AbsentError(SubjectError):
-    """This release of vLLM does not have the builder, or it is for another machine.
-
-    Attributes:
-        cell: The same for a table, in a few words.
-    """
-
-    def __init__(self, message: str, cell: str = "this release has none") -> None:
-        super().__init__(message)
-        self.cell = cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,17 +242,6 @@ def without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
-    """What a builder of vLLM's finds as the current configuration, as it does in an engine."""
-    config = getattr(builder, "vllm_config", None)
-    if config is None or "vllm" not in sys.modules:
-        return contextlib.nullcontext()
-    from vllm.config import set_current_vllm_config
-
-    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(config)
-    return context
 
 
 def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments: dict[str, Any]) -> Any:

@@ -173,7 +173,7 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
 
 
 def _planned(wrapper: Any) -> dict[str, object]:
-    """Of a wrapper of flashinfer-python's what a caller gave its plan, under the names of `flashinfer_stub`.
+    """Of a wrapper of flashinfer-python's what a caller gave its plan, under the names of `stubs`.
 
     The plan itself is for the kernels alone. It is as long as some batch before left it, and what of it masks and what
     only shares work out, nobody but them can tell: that is found by attending.

@@ -19,16 +19,9 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.builder_inputs import LAYER
+from vllm_async_spec.compat.builder_inputs import LAYER, configured
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
-from vllm_async_spec.compat.check import (
-    Subject,
-    build_batch,
-    configured,
-    failure_sentence,
-    least_need,
-    without_warnings,
-)
+from vllm_async_spec.compat.check import Subject, build_batch, failure_sentence, least_need, without_warnings
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need

@@ -1,4 +1,7 @@
-"""The loaded release's metadata builders of multi-head latent attention, made the same way for every release."""
+"""Multi-head latent attention: the loaded release's metadata builders, and a layer that attends with their metadata.
+
+Builders are made the same way for every release.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,30 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
+from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, configured, workspace
 from vllm_async_spec.compat.cases import MAX_MODEL_LEN
-from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.machine import workspace
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.layer import POISON, Batch, kv_cache, layer_attributes, random, reference
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
 __all__ = [
-    "DIMENSIONS",
-    "HEADS",
-    "SCALE",
+    "MlaLayer",
     "indexer_builder",
     "mla_builder",
     "mla_prefill_builder",
     "sparse_mla_builder",
 ]
 
-DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Latent and rotary parts, as DeepSeek V2 and V3 have them."""
-HEADS, SCALE = 8, 0.1
+_HEADS, _SCALE = 8, 0.1
 """Query heads, and the factor on their logits."""
+_LATENT, _NOPE, _ROPE, _VALUE = (
+    _DIMENSIONS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+)
+_DECODER = "decoder"
+"""A value of vLLM's enumeration of strings."""
 _SPARSE_BLOCK = 64
 """Tokens in a block, as all kernels of sparse MLA want it."""
 _FLAGS = {
@@ -43,10 +49,10 @@ _FLAGS = {
 """What says in releases up to 0.18 which kernels prefill; FlashAttention's do where none does."""
 
 
-class _Layer(SimpleNamespace):
+class _BuilderLayer(SimpleNamespace):
     """What a builder asks of its layer: its dimensions, and the kernels of its prefills."""
 
-    num_heads = HEADS
+    num_heads = _HEADS
     q_lora_rank = None
     dcp_manager = None
     prefill_class: Any = None
@@ -55,7 +61,7 @@ class _Layer(SimpleNamespace):
     @property
     def prefill_backend(self) -> Any:
         kernels = self.prefill_class or _no_kernels()
-        return kernels(num_heads=self.num_heads, scale=SCALE, vllm_config=self.vllm_config, **DIMENSIONS)
+        return kernels(num_heads=self.num_heads, scale=_SCALE, vllm_config=self.vllm_config, **_DIMENSIONS)
 
 
 def _no_kernels() -> Any:
@@ -83,8 +89,8 @@ def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, pre
     layers, config, device = _latent(setting, block_size)
     if prefill_class is None and device.type == "cuda" and (registry := _registry()) is not None:
         prefill_class = registry.MLAPrefillBackendEnum.FLASH_ATTN.get_class()
-    config.compilation_config.static_forward_context[LAYER] = _Layer(
-        **DIMENSIONS, prefill_class=prefill_class, vllm_config=config
+    config.compilation_config.static_forward_context[LAYER] = _BuilderLayer(
+        **_DIMENSIONS, prefill_class=prefill_class, vllm_config=config
     )
     with workspace(device) if prefill_class is not None else contextlib.nullcontext():
         return setting.construct(builder_class, _spec(block_size, 576), layers, config, device)
@@ -169,7 +175,7 @@ def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: 
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     config.cache_config.cache_dtype = cache_dtype
-    config.compilation_config.static_forward_context[LAYER] = _Layer(**DIMENSIONS, vllm_config=config)
+    config.compilation_config.static_forward_context[LAYER] = _BuilderLayer(**_DIMENSIONS, vllm_config=config)
     return setting.construct(builder_class, _spec(_SPARSE_BLOCK, 576, cache_dtype), layers, config, device)
 
 
@@ -214,7 +220,7 @@ def _latent(setting: BuilderInputs, block_size: int) -> tuple[list[str], Any, to
     _, layers, config, device = setting.arguments(block_size=block_size)
     model: Any = config.model_config
     for target in (model.hf_text_config, model.hf_config):
-        for name, size in (DIMENSIONS | {"q_lora_rank": None, "index_topk": 2048}).items():
+        for name, size in (_DIMENSIONS | {"q_lora_rank": None, "index_topk": 2048}).items():
             setattr(target, name, size)
     object.__setattr__(model, "get_head_size", lambda: 576)
     return layers, config, device
@@ -233,3 +239,107 @@ def _spec(block_size: int, head_size: int, cache_dtype: str | None = None) -> An
         head_size=head_size,
         **{name: value for name, value in named.items() if name in known},
     )
+
+
+class MlaLayer:
+    """One layer of an MLA backend.
+
+    As in vLLM's `MLAAttention`: a decode attends to latent keys, by `forward_mqa` between two projections; a prefill to
+    keys that `kv_b_proj` makes of them, by `forward_mha`. The reference attends to latent keys throughout, which but
+    for rounding is the same.
+
+    Args:
+        backend: The backend class.
+        builder: The builder whose metadata it will be given.
+        device: Where it attends.
+        block_size: Tokens in a block of its KV cache.
+
+    Raises:
+        NoForwardError: Nothing says what its KV cache looks like.
+    """
+
+    def __init__(self, backend: Any, builder: Any, device: Device, block_size: int) -> None:
+        self._device = device
+        # Of a size that leaves keys and values normally distributed: (latent, heads * (key + value)).
+        weight = random(device, 4, _LATENT, _HEADS * (_NOPE + _VALUE), dtype=torch.float32) * _LATENT**-0.5
+        self._weight = weight.to(torch.bfloat16)
+        per_head = self._weight.view(_LATENT, _HEADS, _NOPE + _VALUE)
+        # (heads, key, latent) and (heads, latent, value).
+        self._up_keys = per_head[..., :_NOPE].permute(1, 2, 0).contiguous()
+        self._up_values = per_head[..., _NOPE:].permute(1, 0, 2).contiguous()
+        projection = _Projection(self._weight)
+        sizes = _DIMENSIONS | {"q_lora_rank": None, "qk_head_dim": _NOPE + _ROPE, "kv_b_proj": projection}
+        with configured(builder), device.watching():
+            cache = kv_cache(backend, builder, device, block_size, 1, _LATENT + _ROPE)
+            # From 0.30 on there is a dimension for the one head.
+            self._cache = cache.squeeze(1) if cache.dim() == 4 else cache
+            self._layer = layer_attributes(builder, device)
+            self.impl = backend.get_impl_cls()(
+                _HEADS, _LATENT + _ROPE, _SCALE, 1, None, None, "auto", None, _DECODER, None, **sizes
+            )
+        if getattr(self.impl, "dcp_world_size", 1) < 1:  # up to 0.27 the layer says it
+            self.impl.dcp_world_size = 1
+
+    def fill(self, batch: Batch) -> None:
+        """See `Layer`."""
+        self._batch = batch
+        keys = random(self._device, 1, len(batch.content), _LATENT + _ROPE)
+        self._keys = keys[batch.content]
+        self._query = random(self._device, 3, batch.tokens, _HEADS, _NOPE + _ROPE)
+        self._new_keys = batch.queries(self._keys)
+        with self._device.watching():
+            self._output = torch.zeros(batch.tokens, _HEADS * _VALUE, dtype=torch.bfloat16, device=self._device.device)
+            self._cache.fill_(POISON)
+        if len(batch.context):
+            self._write(self._keys[batch.context], batch.slots[batch.context])
+
+    def attend(self, metadata: Any) -> torch.Tensor:
+        """See `Layer`."""
+        with workspace(self._device.device):
+            self._write(self._new_keys, self._batch.slot_mapping)
+            decodes, tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
+            if tokens > decodes:
+                latent, rotary = self._new_keys[decodes:tokens].split([_LATENT, _ROPE], dim=-1)
+                self.impl.forward_mha(
+                    self._query[decodes:tokens],
+                    latent.contiguous(),
+                    rotary[:, None].contiguous(),
+                    self._cache,
+                    metadata,
+                    self._layer._k_scale,
+                    output=self._output[decodes:tokens],
+                )
+            if decodes:
+                attended, _ = self.impl.forward_mqa(self._absorbed(decodes), self._cache, metadata, self._layer)
+                values = attended.reshape(decodes, _HEADS, _LATENT).transpose(0, 1) @ self._up_values
+                self._output[:decodes] = values.transpose(0, 1).flatten(1)
+        return self._output[: len(self._batch.new)].view(-1, _HEADS, _VALUE)
+
+    def expected(self) -> torch.Tensor:
+        """See `Layer`."""
+        query = torch.cat(self._absorbed(self._batch.tokens, torch.float32), dim=-1)
+        latent = self._keys[:, None]
+        attended = reference(self._batch, query, latent, latent, scale=_SCALE)[..., :_LATENT]
+        values: torch.Tensor = (attended.transpose(0, 1) @ self._up_values.float()).transpose(0, 1)
+        return values
+
+    def _absorbed(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries of latent keys: (tokens, heads, latent), and their rotary part."""
+        nope, rotary = self._query[:tokens].to(dtype).split([_NOPE, _ROPE], dim=-1)
+        return (nope.transpose(0, 1) @ self._up_keys.to(dtype)).transpose(0, 1), rotary
+
+    def _write(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        latent, rotary = keys.split([_LATENT, _ROPE], dim=-1)
+        self.impl.do_kv_cache_update(
+            latent.contiguous(), rotary[:, None].contiguous(), self._cache, slots, "auto", self._layer._k_scale
+        )
+
+
+class _Projection(SimpleNamespace):
+    """What `kv_b_proj` is to an implementation: called, it gives (tokens, heads * (key + value)), and no bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight=weight.T, params_dtype=weight.dtype)
+
+    def __call__(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return latent @ self.weight.T, None

@@ -15,9 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_async_spec.compat.html import badge, render_html
-from vllm_async_spec.compat.published import PublishedError, Run, read_runs
-from vllm_async_spec.compat.report import markdown
+from vllm_async_spec.compat.render import badge, markdown, render_html
+from vllm_async_spec.compat.report import PublishedError, Run, read_runs
 
 __all__ = ["WANTED", "documents", "main"]
 

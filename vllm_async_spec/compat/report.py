@@ -1,17 +1,178 @@
-"""What a run of the suite found, of all builders: as JSON, as Markdown, and as JUnit's XML."""
+"""A run of the suite: with all evidence, and as it is published.
+
+`Report` is what `vllm-async-spec compat --json` writes. `Run` has of each builder the verdict, and what it rests on, in
+a few kilobytes. It is read from what `--json` writes, or from what it writes itself. Tables, pages and badges are made
+from it, so that none of them says more than the data does.
+"""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ET
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.compat.cases import Host
-from vllm_async_spec.compat.published import SCHEMA, Run
-from vllm_async_spec.compat.results import BackendResult, CaseResult
+from vllm_async_spec.compat.results import BackendResult
 
-__all__ = ["Report", "junit", "markdown"]
+__all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "compact_json", "read_runs"]
+
+SCHEMA = 1
+"""Of the files of both kinds. Raised by one whenever a reader of older files would misunderstand a newer one."""
+
+CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "not run", "not constructed")
+"""The verdicts, better ones first."""
+
+NOT_RUN = "not run"
+"""What is said of what nobody has run."""
+
+_SHOWN_SITES = 3
+_WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
+_FAILS = re.compile(r" it fails: .+ at (\S+)$")
+_Grouped = dict[str, list[str]]
+
+
+class PublishedError(ValueError):
+    """A file is no result of the suite; the message is one sentence that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One builder.
+
+    Attributes:
+        backend: Its name.
+        builder: `module:class`.
+        verdict: One of `CLASSES`.
+        limits: What goes with the verdict, such as `kernels not validated`.
+        passed: Whether in no batch of a step anything goes wrong.
+        ran: How many batches ran.
+        batches: How many there are.
+        sites: `file:line` where it waits or fails in a step; the first few.
+        faults: What goes wrong in a step, in a sentence each, and the batches where it does.
+        at_capture: The same where a CUDA graph is recorded.
+        not_run: Why batches did not run, and which.
+        notes: What is no fault there and may be one elsewhere.
+        not_validated: Fields that depend on kernels that did not run.
+        failure: Why there is no builder; None if there is one.
+        attention: `right`, or `wrong` and how far off, and of how many batches that is said; or `not run` and why.
+        forward_waits: How many places wait in its layer's forward, or `none`; or `not run`.
+        not_attended: Why batches were not attended to, though others were, and which.
+    """
+
+    backend: str
+    builder: str
+    verdict: str
+    limits: list[str]
+    passed: bool
+    ran: int
+    batches: int
+    sites: list[str]
+    faults: _Grouped
+    at_capture: _Grouped
+    not_run: _Grouped
+    notes: list[str]
+    not_validated: list[str]
+    failure: str | None
+    attention: str = NOT_RUN
+    forward_waits: str = NOT_RUN
+    not_attended: _Grouped = field(default_factory=dict)
+
+    @property
+    def cell(self) -> str:
+        """The verdict and what limits it, in a few words."""
+        return ", ".join([self.verdict, *self.limits])
+
+    @property
+    def evidence(self) -> list[tuple[str, list[str]]]:
+        """What the verdict rests on: sentences, each with the batches that it is about, if it is about some."""
+        found: list[tuple[str, list[str]]] = [] if self.failure is None else [(self.failure, [])]
+        found += self.faults.items()
+        found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
+        found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]
+        found += [(note, []) for note in self.notes]
+        if self.not_validated:
+            found.append((f"not validated, because no kernel ran: {', '.join(self.not_validated)}", []))
+        found += [(f"attention not run: {reason}", cases) for reason, cases in self.not_attended.items()]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: all builders of one release, stock or with the plugin, on one device.
+
+    Attributes:
+        version: Of vllm-async-spec.
+        vllm: The release; None where no vLLM was imported.
+        torch: PyTorch's version.
+        device: `cpu`, where device memory is simulated, or the GPU's name.
+        plugin: The patches that were applied; None for stock vLLM.
+        date: When, as YYYY-MM-DD.
+        command: The command line.
+        summary: The run in one line.
+        rows: One for each builder.
+        absent: Builders that are not of this release, or not for this machine, and why in a few words.
+        schema: `SCHEMA`.
+    """
+
+    version: str
+    vllm: str | None
+    torch: str
+    device: str
+    plugin: list[str] | None
+    date: str
+    command: str
+    summary: str
+    rows: list[Row]
+    absent: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def way(self) -> str:
+        """`stock` or `plugin`."""
+        return "stock" if self.plugin is None else "plugin"
+
+    @property
+    def machine(self) -> str:
+        """`cpu`, or the last word of the GPU's name, such as `h200`."""
+        return self.device.split()[-1].lower()
+
+    @property
+    def name(self) -> str:
+        """What its files are called: `0.32.0-stock`, and on a GPU `0.32.0-stock-h200`."""
+        return "-".join([self.vllm or "none", self.way, *([] if self.machine == "cpu" else [self.machine])])
+
+    @property
+    def line(self) -> str:
+        """A badge's worth of words."""
+        if len(self.rows) == 1:
+            return f"async-spec: {self.rows[0].cell}"
+        clean = sum(row.passed for row in self.rows)
+        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
+
+    def to_json(self) -> str:
+        """What is committed."""
+        return compact_json(asdict(self))
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Run:
+        """From plain data: a full result of `compat --json`, or a published one.
+
+        Raises:
+            PublishedError: It is neither.
+        """
+        if data.get("schema") != SCHEMA or not ("rows" in data or "backends" in data):
+            raise PublishedError(f"it is no result of `vllm-async-spec compat --json` with schema {SCHEMA}; run that")
+        data = dict(data) | {"command": command_line(data["command"].split())}
+        if "rows" in data:
+            return cls(**dict(data) | {"rows": [Row(**row) for row in data["rows"]]})
+        patches = data["plugin"]
+        applied = None if patches is None else [name for name, state in patches.items() if state == "applied"]
+        kept = ("version", "vllm", "torch", "device", "date", "command", "summary")
+        rows = [_row(backend) for backend in data["backends"]]
+        return cls(**{name: data[name] for name in kept}, plugin=applied, rows=rows, absent=data.get("absent", {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,57 +246,112 @@ class Report:
         }
 
 
-def markdown(run: Run) -> str:
-    """The run as a Markdown page: the table, and below it for each builder the faults and what was not run."""
-    vllm = "without vLLM" if run.vllm is None else f"vLLM {run.vllm}"
-    way = "stock" if run.plugin is None else "with the plugin"
-    where = "a simulated device" if run.device == "cpu" else run.device
-    lines = [
-        f"# {vllm}, {way}" + ("" if run.device == "cpu" else f", {run.device}"),
-        "",
-        f"vllm-async-spec {run.version}, PyTorch {run.torch}, {where}, {run.date}. {run.summary}.",
-        "",
-        "```bash",
-        run.command,
-        "```",
-    ]
-    if run.plugin is not None:
-        lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
-    columns = ("backend", "needs of the host", "batches run", "waits or fails at", "waits in forward", "attention")
-    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for row in run.rows:
-        at = "<br>".join(f"`{site}`" for site in row.sites)
-        link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
-        ran = f"{row.ran} of {row.batches}"
-        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
-    lines += [f"| {name} | {why} | - |  | - | - |" for name, why in run.absent.items()]
-    for row in run.rows:
-        if row.evidence:
-            told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]
-            lines += ["", f"## {row.backend}", "", *told]
-    return "\n".join(lines) + "\n"
+def command_line(words: Sequence[str]) -> str:
+    """The command as anybody would give it: by its own name, and without directories of the machine that it ran on."""
+    program, *arguments = words
+    name = Path(program).name
+    named = [option + sign + _relative(value) for option, sign, value in (each.rpartition("=") for each in arguments)]
+    return " ".join(["vllm-async-spec" if name == "-c" else name, *named])
 
 
-def junit(report: Report) -> str:
-    """The run for a CI system: a suite for each builder, a test for each batch."""
-    root = ET.Element("testsuites", name=f"vllm-async-spec compat {report.version}")
-    for result in report.results:
-        suite = ET.SubElement(root, "testsuite", name=result.backend)
-        cases = result.cases or (CaseResult("construction", None, Host.EXACT),)
-        counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
-        for case in cases:
-            test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
-            faults = () if case.capture else case.faults
-            if result.failure is not None:
-                counts["errors"] += 1
-                ET.SubElement(test, "error", message=result.failure)
-            elif case.not_run is not None:
-                counts["skipped"] += 1
-                ET.SubElement(test, "skipped", message=case.not_run)
-            elif faults:
-                counts["failures"] += 1
-                ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(faults)
-        for name, count in counts.items():
-            suite.set(name, str(count))
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+def _relative(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """The runs in these files, by release, stock first, and the simulated device first.
+
+    Raises:
+        PublishedError: A file can't be read, or is none.
+    """
+    runs = []
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            runs.append(Run.read(data if isinstance(data, dict) else {}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PublishedError(f"{path} can't be read: {error}") from error
+    return sorted(runs, key=_order)
+
+
+def _order(run: Run) -> tuple[list[int], bool, bool, str]:
+    numbers = [int(part) for part in re.findall(r"\d+", (run.vllm or "0").partition("+")[0])]
+    return numbers, run.way != "stock", run.machine != "cpu", run.machine
+
+
+def _row(backend: Mapping[str, Any]) -> Row:
+    ran = [case for case in backend["cases"] if case["need"] is not None]
+    steps = [case for case in ran if not case["capture"]]
+    faults = _grouped((fault, case["case"]) for case in steps for fault in case["faults"])
+    realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
+    attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
+    limits = {
+        "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
+        "changes the batch": any(build["changed"] for build in realistic),
+        "kernels not validated": bool(backend["not_validated"]),
+        "attention wrong": any(each["right"] is False for each in attended),
+        "waits in forward": any(each["waits"] for each in attended),
+    }
+    found = [match[1] for pattern in (_WAITS, _FAILS) for fault in faults if (match := pattern.search(fault))]
+    return Row(
+        backend=backend["backend"],
+        builder=backend["builder"],
+        verdict=backend["verdict"],
+        limits=[limit for limit, holds in limits.items() if holds and steps],
+        passed=backend["passed"],
+        ran=len(ran),
+        batches=len(backend["cases"]),
+        sites=list(dict.fromkeys(found))[:_SHOWN_SITES],
+        faults=faults,
+        at_capture=_grouped((fault, case["case"]) for case in ran if case["capture"] for fault in case["faults"]),
+        not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
+        notes=sorted({note for case in steps for note in case["notes"]}),
+        not_validated=backend["not_validated"],
+        failure=backend["failure"],
+        **_forward(backend, steps),
+    )
+
+
+def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is published of attention; of a result of before there was any, that it was not run."""
+    reason = backend.get("not_attended", "the suite did not do that yet")
+    if reason is not None:
+        return {"attention": f"{NOT_RUN}: {reason}"}
+    each = [(case["case"], attended) for case in steps for attended in case["attended"]]
+    ran = [(case, attended) for case, attended in each if attended["not_run"] is None]
+    batches = {case for case, attended in ran if attended["realistic"]}
+    # What else was tried has shown the class of need, and is told beside it.
+    told = [attended for _, attended in ran if attended["realistic"] or attended["host"] == Host.EXACT.value]
+    wrong = [attended for attended in told if not attended["right"]]
+    # What an engine can tell comes before what it can't.
+    worst = max(wrong, key=lambda a: (a["realistic"], float(a["difference"])), default=None)
+    said = "right" if worst is None else f"wrong by {float(worst['difference']):.2g} told {worst['host']}"
+    sites = {tuple(wait["stack"][:2]) or wait["what"] for _, attended in ran for wait in attended["waits"]}
+    return {
+        "attention": f"{said}, {len(batches)} of {len(steps)} batches",
+        "forward_waits": f"{len(sites)} {'place' if len(sites) == 1 else 'places'}" if sites else "none",
+        "not_attended": {
+            sentence: list(dict.fromkeys(cases))
+            for sentence, cases in _grouped(
+                (a["not_run"], case) for case, a in each if a["not_run"] is not None
+            ).items()
+        },
+    }
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
+    found: _Grouped = {}
+    for sentence, case in pairs:
+        found.setdefault(sentence, []).append(case)
+    return found
+
+
+def compact_json(document: Mapping[str, Any]) -> str:
+    """JSON for git: a line for each member, and for each element of a list; a third shorter than indented."""
+    members = []
+    for name, value in document.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        members.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(members) + "\n}\n"

@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.compat import flashinfer_stub
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
-from vllm_async_spec.compat.check import AbsentError, Subject, SubjectError, check, failure_sentence
-from vllm_async_spec.compat.device import CudaDevice, Device, SimulatedDevice, is_lost
+from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, stand_on
+from vllm_async_spec.compat.check import Subject, check, failure_sentence
+from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import attend
-from vllm_async_spec.compat.machine import stand_on
-from vllm_async_spec.compat.published import command_line
-from vllm_async_spec.compat.report import Report
+from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.third_party import is_third_party, third_party_subject
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
 
@@ -52,7 +52,7 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
         return None
     handle = load_vllm(source)
     os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
-    flashinfer_stub.install()  # or modules that any backend imports, and the plugin's patches, would find none
+    install_flashinfer()  # or modules that any backend imports, and the plugin's patches, would find none
     return handle
 
 

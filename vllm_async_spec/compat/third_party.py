@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_async_spec.compat.builder_inputs import BuilderInputs
+from vllm_async_spec.compat.builder_inputs import BuilderInputs, SubjectError
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
-from vllm_async_spec.compat.check import Subject, SubjectError, failure_sentence
+from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.impl_layer import ImplLayer
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
+from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["is_third_party", "third_party_subject"]

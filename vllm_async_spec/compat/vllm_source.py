@@ -1,8 +1,9 @@
 """Import the Python of one vLLM release in this process: not installed, without a GPU, nothing compiled.
 
 `load_vllm` puts an unpacked release first on the path and stands in for what its Python needs from a machine with one
-H200. Everything that is replaced is one row of `STUBS`; whatever is not listed there is the release's own code. No stub
-computes anything: compiled modules are empty, and a kernel whose result a builder keeps only records its arguments.
+H200. Everything that is replaced is one row of `stubs.STUBS`; whatever is not listed there is the release's own code.
+No stub computes anything: compiled modules are empty, and a kernel whose result a builder keeps only records its
+arguments.
 """
 
 from __future__ import annotations
@@ -20,151 +21,16 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.fetch import RELEASES as _ALL
+from vllm_async_spec.compat.stubs import STUBS, Stub
 
-__all__ = ["STUBS", "KernelCall", "Stub", "VllmSource", "VllmSourceError", "load_vllm", "loaded_source"]
+__all__ = ["KernelCall", "VllmSource", "VllmSourceError", "load_vllm", "loaded_source"]
 
 
 class VllmSourceError(RuntimeError):
     """The release can't be loaded into this process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stub:
-    """One thing that stands in for a part of vLLM or of its machine.
-
-    Attributes:
-        name: The module, or the `module:attribute`, that is replaced.
-        releases: The releases of `fetch.RELEASES` that use it.
-        why: What fails without it, and what stands there instead.
-        to_build: Whether only some metadata builders need it; otherwise importing and configuring the release does.
-    """
-
-    name: str
-    releases: tuple[str, ...]
-    why: str
-    to_build: bool = False
-
-
-def _until(last: str) -> tuple[str, ...]:
-    return _ALL[: _ALL.index(last) + 1]
-
-
-def _since(first: str) -> tuple[str, ...]:
-    return _ALL[_ALL.index(first) :]
-
-
-_COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
-
-STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", _until("0.18.1"), _COMPILED),
-    Stub("vllm._C_stable_libtorch", _since("0.26.0"), _COMPILED),
-    Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
-    Stub("gguf", _until("0.18.1"), "a dependency that later releases dropped, imported by vllm.config; empty classes"),
-    Stub(
-        "diskcache", _until("0.18.1"), "a dependency that later releases dropped, imported by the runner; empty classes"
-    ),
-    Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
-    Stub(
-        "vllm.platforms.cuda:CudaPlatform",
-        _ALL,
-        "asks NVML or the driver what the device is; the release's own class, told of one H200 without pinned memory",
-    ),
-    Stub(
-        "vllm.model_executor.models.registry:_run_in_subprocess",
-        _ALL,
-        "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
-    ),
-    Stub(
-        "torch.cuda:get_device_capability",
-        _until("0.13.0"),
-        "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
-    ),
-    Stub(
-        "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        _until("0.26.0"),
-        "called while fused MoE is imported; answers that there is no such kernel",
-    ),
-    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
-    Stub(
-        "torch.ops._vllm_fa3_C:get_scheduler_metadata",
-        _ALL,
-        "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
-    ),
-    Stub("vllm._flashmla_C", _ALL, "compiled, and its presence is what says FlashMLA; an empty module", True),
-    Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
-    Stub(
-        "torch.ops._flashmla_C:get_mla_decoding_metadata",
-        _until("0.12.0"),
-        "FlashMLA's tile scheduler; records its arguments, returns zeros",
-        True,
-    ),
-    Stub(
-        "torch._C._cpu:_is_amx_tile_supported",
-        _until("0.18.1"),
-        "the CPU backend asks for AMX under a name that newer PyTorch does not have; answers that there is none",
-        True,
-    ),
-    Stub(
-        "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
-        _ALL,
-        "DeepGEMM's scheduler of the sparse indexer's decodes, which is not installed; records its arguments, returns"
-        " zeros",
-        True,
-    ),
-    Stub(
-        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
-        _ALL,
-        "the CPU backend's scheduler, which is compiled; records its arguments, returns zeros",
-        True,
-    ),
-    Stub(
-        "torch.cuda:get_device_properties",
-        _ALL,
-        "some MLA builders size their tables by the processors of the device; 132, an H200's",
-        True,
-    ),
-    Stub(
-        "triton.runtime.jit:JITFunction",
-        _ALL,
-        "launching a Triton kernel needs a driver; where somebody listens, a launch only records its arguments",
-    ),
-    Stub(
-        "os.environ:CUDA_VISIBLE_DEVICES",
-        _ALL,
-        "vLLM drops Triton when no driver is active, and then 0.32's runner fails to import; empty, as in a Ray actor"
-        " that has no device yet, it keeps Triton",
-    ),
-)
-
 _BY_NAME = {stub.name: stub for stub in STUBS}
-
-# In the order in which every release calls the operator.
-_SCHEDULER_ARGUMENTS = (
-    "batch_size",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "num_heads_q",
-    "num_heads_kv",
-    "headdim",
-    "headdim_v",
-    "qkv_dtype",
-    "cache_seqlens",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seqlens_k_new",
-    "seqused_q",
-    "cache_leftpad",
-    "page_size",
-    "max_seqlen_k_new",
-    "causal",
-    "window_size_left",
-    "window_size_right",
-    "has_softcap",
-    "num_splits",
-    "pack_gqa",
-    "sm_margin",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +228,34 @@ _PATCHES: dict[str, tuple[str, Callable[[Any, VllmSource], None]]] = {
     "vllm.model_executor.models.registry": ("_run_in_subprocess", _inspect_models_here),
     "triton.runtime.jit": ("JITFunction", _record_launches),
 }
+
+
+# In the order in which every release calls the operator.
+_SCHEDULER_ARGUMENTS = (
+    "batch_size",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "num_heads_q",
+    "num_heads_kv",
+    "headdim",
+    "headdim_v",
+    "qkv_dtype",
+    "cache_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "cu_seqlens_k_new",
+    "seqused_q",
+    "cache_leftpad",
+    "page_size",
+    "max_seqlen_k_new",
+    "causal",
+    "window_size_left",
+    "window_size_right",
+    "has_softcap",
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
+)
 
 
 def _stub_torch(handle: VllmSource) -> None:

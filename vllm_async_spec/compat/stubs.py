@@ -1,7 +1,10 @@
-"""What vLLM's FlashInfer backends need of flashinfer-python to build metadata: plans are recorded, nothing attends.
+"""What stands in for parts of vLLM, of its machine, and of flashinfer-python, so that metadata is built without them.
 
-A plan reads on the host what the real one reads, and puts into buffers what the real one puts there. What its own
-planner would compute for the kernels is not computed, and so never compared.
+`STUBS` says what `vllm_source.load_vllm` replaces, and why; it computes nothing.
+
+Of flashinfer-python there is what vLLM's backends need to build metadata: plans are recorded, nothing attends. A plan
+reads on the host what the real one reads, and puts into buffers what the real one puts there. What its own planner
+would compute for the kernels is not computed, and so never compared.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -17,8 +21,119 @@ from typing import Any
 import torch
 
 from vllm_async_spec.compat.compare import Derived
+from vllm_async_spec.compat.fetch import RELEASES as _ALL
 
-__all__ = ["install"]
+__all__ = ["STUBS", "Stub", "install_flashinfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """One thing that stands in for a part of vLLM or of its machine.
+
+    Attributes:
+        name: The module, or the `module:attribute`, that is replaced.
+        releases: The releases of `fetch.RELEASES` that use it.
+        why: What fails without it, and what stands there instead.
+        to_build: Whether only some metadata builders need it; otherwise importing and configuring the release does.
+    """
+
+    name: str
+    releases: tuple[str, ...]
+    why: str
+    to_build: bool = False
+
+
+def _until(last: str) -> tuple[str, ...]:
+    return _ALL[: _ALL.index(last) + 1]
+
+
+def _since(first: str) -> tuple[str, ...]:
+    return _ALL[_ALL.index(first) :]
+
+
+_COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
+
+STUBS: tuple[Stub, ...] = (
+    Stub("vllm._C", _until("0.18.1"), _COMPILED),
+    Stub("vllm._C_stable_libtorch", _since("0.26.0"), _COMPILED),
+    Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
+    Stub("gguf", _until("0.18.1"), "a dependency that later releases dropped, imported by vllm.config; empty classes"),
+    Stub(
+        "diskcache", _until("0.18.1"), "a dependency that later releases dropped, imported by the runner; empty classes"
+    ),
+    Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
+    Stub(
+        "vllm.platforms.cuda:CudaPlatform",
+        _ALL,
+        "asks NVML or the driver what the device is; the release's own class, told of one H200 without pinned memory",
+    ),
+    Stub(
+        "vllm.model_executor.models.registry:_run_in_subprocess",
+        _ALL,
+        "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
+    ),
+    Stub(
+        "torch.cuda:get_device_capability",
+        _until("0.13.0"),
+        "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
+    ),
+    Stub(
+        "torch.ops._C:cutlass_scaled_mm_supports_fp8",
+        _until("0.26.0"),
+        "called while fused MoE is imported; answers that there is no such kernel",
+    ),
+    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
+    Stub(
+        "torch.ops._vllm_fa3_C:get_scheduler_metadata",
+        _ALL,
+        "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
+    ),
+    Stub("vllm._flashmla_C", _ALL, "compiled, and its presence is what says FlashMLA; an empty module", True),
+    Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
+    Stub(
+        "torch.ops._flashmla_C:get_mla_decoding_metadata",
+        _until("0.12.0"),
+        "FlashMLA's tile scheduler; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
+        "torch._C._cpu:_is_amx_tile_supported",
+        _until("0.18.1"),
+        "the CPU backend asks for AMX under a name that newer PyTorch does not have; answers that there is none",
+        True,
+    ),
+    Stub(
+        "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
+        _ALL,
+        "DeepGEMM's scheduler of the sparse indexer's decodes, which is not installed; records its arguments, returns"
+        " zeros",
+        True,
+    ),
+    Stub(
+        "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
+        _ALL,
+        "the CPU backend's scheduler, which is compiled; records its arguments, returns zeros",
+        True,
+    ),
+    Stub(
+        "torch.cuda:get_device_properties",
+        _ALL,
+        "some MLA builders size their tables by the processors of the device; 132, an H200's",
+        True,
+    ),
+    Stub(
+        "triton.runtime.jit:JITFunction",
+        _ALL,
+        "launching a Triton kernel needs a driver; where somebody listens, a launch only records its arguments",
+    ),
+    Stub(
+        "os.environ:CUDA_VISIBLE_DEVICES",
+        _ALL,
+        "vLLM drops Triton when no driver is active, and then 0.32's runner fails to import; empty, as in a Ray actor"
+        " that has no device yet, it keeps Triton",
+    ),
+)
+
 
 _WORKSPACE_BYTES = 8 << 20
 """As flashinfer-python gives each wrapper to plan in."""
@@ -175,8 +290,8 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def install() -> None:
-    """Put it where `import flashinfer` finds it, unless there is one."""
+def install_flashinfer() -> None:
+    """Let `import flashinfer` find what stands for flashinfer-python, unless that is installed."""
     if "flashinfer" in sys.modules or importlib.util.find_spec("flashinfer") is not None:
         return
     # Without it vLLM asks a server on the network whether there are kernels.

@@ -1,0 +1,245 @@
+"""The loaded release's metadata builders, each made without a model, and in the same way for every release.
+
+`mla` has those of multi-head latent attention.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, context_parallel
+from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS
+from vllm_async_spec.compat.vllm_source import loaded_source
+from vllm_async_spec.patching import temporarily
+
+__all__ = [
+    "Way",
+    "before_hopper",
+    "cascade_builder",
+    "cpu_builder",
+    "cross_attention_builder",
+    "encoder_only_builder",
+    "fast_prefill_builder",
+    "flash_attention_2_builder",
+    "flash_attention_dcp_builder",
+    "flashinfer_builder",
+    "flex_builder",
+    "layer_module",
+    "local_attention_builder",
+    "mamba_builder",
+    "plain_builder",
+    "triton_backend",
+]
+
+_BACKENDS = "vllm.v1.attention.backends."
+
+
+def triton_backend() -> Any:
+    """The release's backend of Triton kernels, on which those of other kinds of attention are put."""
+    return importlib.import_module(f"{_BACKENDS}triton_attn").TritonAttentionBackend
+
+
+def plain_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """A builder of full attention that needs nothing more."""
+    return setting.construct(cls, *setting.arguments())
+
+
+def flex_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """FlexAttention's, which sizes its masks by the blocks of the KV cache."""
+    arguments = setting.arguments()
+    arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
+    return setting.construct(cls, *arguments)
+
+
+def mamba_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """A builder of state-space layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    # As for a model of such layers only: no prefix caching, and one block for a request and each of its drafts.
+    _, layers, config, device = setting.arguments(enable_prefix_caching=False)
+    spec = MambaSpec(
+        block_size=BLOCK_SIZE,
+        shapes=((4, 4), (4, 4, 4)),
+        dtypes=(torch.bfloat16, torch.bfloat16),
+        num_speculative_blocks=DRAFT_TOKENS,
+    )
+    return setting.construct(cls, spec, layers, config, device)
+
+
+@contextlib.contextmanager
+def before_hopper() -> Iterator[None]:
+    """Within it FlashAttention is version 2, as before Hopper; on an H200 a release finds version 3."""
+    with temporarily() as changes:
+        module = importlib.import_module(f"{_BACKENDS}flash_attn")
+        changes.set(module, "get_flash_attn_version", lambda *args, **kwargs: 2)
+        yield
+
+
+def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """FlashAttention's, with version 2 of its kernels."""
+    arguments = setting.arguments()
+    with before_hopper():
+        return setting.construct(cls, *arguments)
+
+
+def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """FlashAttention's, with the KV cache of each request spread over two GPUs."""
+    arguments = setting.arguments()
+    with context_parallel(arguments[2], 2):
+        return setting.construct(cls, *arguments)
+
+
+def cascade_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """FlashAttention's, for batches that share a prefix.
+
+    Raises:
+        AbsentError: This release has no cascade attention.
+    """
+    if not hasattr(importlib.import_module(cls.__module__), "cascade_attention"):
+        raise AbsentError("this release has no cascade attention")
+    return plain_builder(cls, setting)
+
+
+def cpu_builder(cls: Any, setting: BuilderInputs) -> Any:
+    """The CPU backend's. The kernel that schedules it is compiled; where nothing is, its arguments are recorded."""
+    source = loaded_source()
+    if source is not None:
+        module: Any = importlib.import_module(cls.__module__)
+
+        def scheduled(**given: Any) -> torch.Tensor:
+            result = torch.zeros(1, dtype=torch.int32)
+            source.kernel("cpu_attn_get_scheduler_metadata", given, result)
+            return result
+
+        source.stands_in("vllm._custom_ops:cpu_attn_get_scheduler_metadata")
+        module.ops.cpu_attn_get_scheduler_metadata = scheduled
+    return plain_builder(cls, setting)
+
+
+def encoder_only_builder(found: Any, setting: BuilderInputs) -> Any:
+    """The builder of an encoder's attention; `found` makes its backend of another."""
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+    _, layers, config, device = setting.arguments()
+    spec = EncoderOnlyAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)
+
+
+def fast_prefill_builder(found: Any, setting: BuilderInputs) -> Any:
+    """The builder of KV-sharing fast prefill; `found` makes its backend of another."""
+    return plain_builder(found("FastPrefill", triton_backend()).get_builder_cls(), setting)
+
+
+def cross_attention_builder(found: Any, setting: BuilderInputs) -> Any:
+    """The builder of attention to an encoder's outputs; `found` makes its backend of another."""
+    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+
+    _, layers, config, device = setting.arguments()
+    spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)
+
+
+def layer_module() -> ModuleType:
+    """The release's module of chunked local attention.
+
+    Raises:
+        ImportError: The loaded release has it in none of the known places.
+    """
+    for name in ("vllm.model_executor.layers.attention", "vllm.attention.layers"):
+        try:
+            return importlib.import_module(f"{name}.chunked_local_attention")
+        except ModuleNotFoundError:
+            continue
+    raise ImportError("the loaded vLLM has no module of chunked local attention that we know")
+
+
+def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:
+    """The release's metadata builder of `backend` under chunked local attention.
+
+    Args:
+        backend: A class of attention backend, such as `FlashAttentionBackend`.
+        setting: What it is made from, but for the shape of its KV cache.
+        chunk: Tokens in an attention chunk.
+        block_size: Tokens in a block of the KV cache.
+
+    Returns:
+        The builder. CUDA graphs are piecewise, as the engine's are when a layer has such attention.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    create = layer_module().create_chunked_local_attention_backend
+    # Up to 0.17 the backend is made for one block size.
+    sizes = (chunk, block_size) if "block_size" in inspect.signature(create).parameters else (chunk,)
+    full, layers, config, device = setting.arguments(block_size=block_size)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    spec = ChunkedLocalAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=full.num_kv_heads,
+        head_size=full.head_size,
+        dtype=torch.bfloat16,
+        attention_chunk_size=chunk,
+    )
+    return setting.construct(create(backend, *sizes).get_builder_cls(), spec, layers, config, device)
+
+
+class Way(enum.Enum):
+    """Which of FlashInfer's kernels vLLM takes."""
+
+    NATIVE = enum.auto()
+    """The wrappers, which are planned on the host."""
+    XQA = enum.auto()
+    """XQA for decodes, and the wrappers for prefills: what vLLM takes on an H200 that has FlashInfer's kernels."""
+    TRTLLM = enum.auto()
+    """trtllm-gen for all, as on a B200."""
+    CONTEXT_PARALLEL = enum.auto()
+    """The wrappers, with the KV cache of each request spread over two GPUs."""
+
+
+def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
+    """FlashInfer's, made so that it takes these kernels.
+
+    Args:
+        cls: `FlashInferMetadataBuilder`.
+        setting: What it is made from.
+        way: The kernels.
+
+    Returns:
+        The builder.
+
+    Raises:
+        AbsentError: This release decodes with other kernels on this machine.
+    """
+    arguments = setting.arguments()
+    config: Any = arguments[2]
+    forced = {Way.TRTLLM: True, Way.XQA: None}.get(way, False)
+    if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
+        config.attention_config.use_trtllm_attention = forced
+    if hasattr(config.cache_config, "kv_cache_layout"):  # from 0.30 on, where the engine settles it at start-up
+        config.cache_config.kv_cache_layout = "LBNHC"
+    _know_one_layer()
+    if way is Way.CONTEXT_PARALLEL:
+        with context_parallel(config, 2):
+            return setting.construct(cls, *arguments)
+    builder = setting.construct(cls, *arguments)
+    kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
+    if way is Way.XQA and getattr(kernel, "value", None) != "xqa":
+        raise AbsentError("this release decodes with FlashInfer's native wrappers on an H200")
+    if way is Way.TRTLLM and not builder.use_trtllm_decode_attention:
+        raise AbsentError("this release does not decode with trtllm-gen", "not constructible here: needs trtllm-gen")
+    return builder
+
+
+def _know_one_layer() -> None:
+    """The layers' parameters, which it finds in the model."""
+    module = importlib.import_module(f"{_BACKENDS}flashinfer")
+    parameters = importlib.import_module(f"{_BACKENDS}utils").PerLayerParameters(-1, None, 0.125)
+    module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]

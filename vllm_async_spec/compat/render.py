@@ -1,0 +1,250 @@
+"""A run of the suite for its readers: on the terminal, as JUnit's XML, as Markdown, as one HTML file, as a badge."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+from rich.console import Console
+from rich.markup import escape as escape_markup
+from rich.table import Table
+
+from vllm_async_spec.audit.pages import page_environment
+from vllm_async_spec.compat.backends import BACKENDS
+from vllm_async_spec.compat.cases import Host
+from vllm_async_spec.compat.report import CLASSES, NOT_RUN, Report, Row, Run
+from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
+
+__all__ = ["badge", "junit", "markdown", "print_report", "render_html"]
+
+_STYLE = {
+    None: "dim",
+    Need.NONE: "green",
+    Need.PREFILL_ROWS: "green",
+    Need.UPPER_BOUND: "green",
+    Need.EXACT: "bold red",
+    Need.BLOCKING: "bold red",
+}
+
+_MEANINGS = {
+    "none": "device lengths are enough",
+    "prefill rows": "needs lengths of prefills, which the host knows anyway",
+    "upper bound": "needs a bound of each length",
+    "exact": "needs exact lengths of decodes, for which the host must wait",
+    "blocks": "waits for the device whatever the host knows",
+    NOT_RUN: "nothing can be said",
+    "not constructed": "the builder can't be made here",
+    "wrong with slack": "given a bound, it builds what kernels would read another value from",
+    "changes the batch": "it writes into the metadata that all layers share",
+    "kernels not validated": "some fields are what a kernel computes, and none ran",
+    "attention wrong": "attention with what it builds from a bound is not the reference's",
+    "waits in forward": "its layer waits for the device while it attends",
+}
+_MARKS = {
+    "wrong with slack": "\u2260",
+    "changes the batch": "\u0394",
+    "kernels not validated": "\u2020",
+    "attention wrong": "\u2717",
+    "waits in forward": "\u2021",
+}
+"""What stands in a narrow column for a limit of the verdict."""
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table, and below it what is not in it.
+
+    Args:
+        report: The run.
+        console: Where to.
+    """
+    vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
+    plugin = " with the plugin" if report.patched else ""
+    table = Table(title=f"{vllm}{plugin}, PyTorch {report.torch}, {report.device}", title_justify="left")
+    run = report.published
+    attended = any(not row.attention.startswith(NOT_RUN) for row in run.rows)
+    forward = ("waits in forward", "attention") if attended else ()
+    for name in ("backend", "needs of the host", "batches", "waits or fails at", *forward):
+        table.add_column(name, overflow="fold", no_wrap=name == "backend")
+    for result, row in zip(report.results, run.rows, strict=True):
+        style = "bold red" if result.faults else _STYLE[result.need]
+        at = "\n".join(row.sites)
+        cells = row.backend, f"[{style}]{escape_markup(row.cell)}[/]", f"{row.ran} of {row.batches}", escape_markup(at)
+        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()))
+    for name, why in run.absent.items():
+        table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "", *(("-", "-") if attended else ()))
+    console.print(table)
+    for result in report.results:
+        for line in _first_faults(result):
+            console.print(f"{result.backend}: {line}", markup=False, highlight=False, soft_wrap=True)
+    console.print(report.summary, style="bold")
+    console.print(run.line, markup=False, highlight=False)
+    if report.device == "cpu":
+        seen = (
+            "what kernels compute, and memory that is not pinned,"
+            if attended
+            else ("what kernels compute, memory that is not pinned, and waits of a forward")
+        )
+        console.print(f"A simulated device: {seen} are not seen. --json has every batch and every line.", style="dim")
+
+
+def _first_faults(result: BackendResult) -> list[str]:
+    """Each kind of fault once, with the first batch that has it; or why nothing ran."""
+    if not result.steps:
+        return [result.explain().removeprefix(f"{result.backend}: ")]
+    found: dict[str, str] = {}
+    for case, faults in result.faults.items():
+        for fault in faults:
+            found.setdefault(fault.partition(" is ")[0], f"{case}: {fault}")
+    return list(found.values())
+
+
+def junit(report: Report) -> str:
+    """The run for a CI system: a suite for each builder, a test for each batch."""
+    root = ET.Element("testsuites", name=f"vllm-async-spec compat {report.version}")
+    for result in report.results:
+        suite = ET.SubElement(root, "testsuite", name=result.backend)
+        cases = result.cases or (CaseResult("construction", None, Host.EXACT),)
+        counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
+        for case in cases:
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
+            faults = () if case.capture else case.faults
+            if result.failure is not None:
+                counts["errors"] += 1
+                ET.SubElement(test, "error", message=result.failure)
+            elif case.not_run is not None:
+                counts["skipped"] += 1
+                ET.SubElement(test, "skipped", message=case.not_run)
+            elif faults:
+                counts["failures"] += 1
+                ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(faults)
+        for name, count in counts.items():
+            suite.set(name, str(count))
+    ET.indent(root)
+    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def markdown(run: Run) -> str:
+    """The run as a Markdown page: the table, and below it for each builder the faults and what was not run."""
+    vllm = "without vLLM" if run.vllm is None else f"vLLM {run.vllm}"
+    way = "stock" if run.plugin is None else "with the plugin"
+    where = "a simulated device" if run.device == "cpu" else run.device
+    lines = [
+        f"# {vllm}, {way}" + ("" if run.device == "cpu" else f", {run.device}"),
+        "",
+        f"vllm-async-spec {run.version}, PyTorch {run.torch}, {where}, {run.date}. {run.summary}.",
+        "",
+        "```bash",
+        run.command,
+        "```",
+    ]
+    if run.plugin is not None:
+        lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
+    columns = ("backend", "needs of the host", "batches run", "waits or fails at", "waits in forward", "attention")
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in run.rows:
+        at = "<br>".join(f"`{site}`" for site in row.sites)
+        link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
+        ran = f"{row.ran} of {row.batches}"
+        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
+    lines += [f"| {name} | {why} | - |  | - | - |" for name, why in run.absent.items()]
+    for row in run.rows:
+        if row.evidence:
+            told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]
+            lines += ["", f"## {row.backend}", "", *told]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One builder in one run."""
+
+    backend: str
+    run: Run | None
+    row: Row | None
+    text: str
+    colour: str
+    anchor: str
+
+
+def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()) -> str:
+    """The page of these runs.
+
+    Args:
+        runs: In the order of the columns.
+        wanted: Release, `stock` or `plugin`, and machine of runs that have a column though nobody has run them.
+    """
+    columns = _columns(runs, wanted)
+    names = list(dict.fromkeys(name for run in runs for name in (*(r.backend for r in run.rows), *run.absent)))
+    table = {name: [_cell(name, run, label) for label, run in columns] for name in _sorted(names)}
+    return _PAGES.get_template("page.html").render(
+        runs=runs,
+        columns=[label for label, _ in columns],
+        table=table,
+        classes=[name for name in CLASSES if any(cell.colour == _slug(name) for row in table.values() for cell in row)],
+        meanings=_MEANINGS,
+        marks=_MARKS,
+        limits={limit for run in runs for row in run.rows for limit in row.limits},
+        slug=_slug,
+        releases=list(dict.fromkeys(label[0] for label, _ in columns)),
+        ways=list(dict.fromkeys(label[1] for label, _ in columns)),
+        machines=sorted({label[2] for label, _ in columns}, key=lambda machine: (machine != "cpu", machine)),
+    )
+
+
+def badge(run: Run) -> str:
+    """The run's line as an SVG of 20 pixels' height, readable on light and on dark pages."""
+    name, _, text = run.line.partition(": ")
+    good = all(row.passed for row in run.rows) and bool(run.rows)
+    return _PAGES.get_template("badge.svg").render(
+        name=name, text=text, left=_width(name), right=_width(text), colour="#1f6f43" if good else "#9a3412"
+    )
+
+
+def _columns(
+    runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]]
+) -> list[tuple[tuple[str, str, str], Run | None]]:
+    found: dict[tuple[str, str, str], Run | None] = {(run.vllm or "none", run.way, run.machine): run for run in runs}
+    for label in wanted:
+        found.setdefault(label, None)
+
+    def order(label: tuple[str, str, str]) -> tuple[list[int], bool, bool]:
+        numbers = [int(part) for part in label[0].partition("+")[0].split(".") if part.isdigit()]
+        return numbers, label[1] != "stock", label[2] != "cpu"
+
+    return [(label, found[label]) for label in sorted(found, key=order)]
+
+
+def _sorted(names: Sequence[str]) -> list[str]:
+    """As `BACKENDS` has them, and then foreign ones."""
+    known = list(BACKENDS)
+    return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
+
+
+def _cell(name: str, run: Run | None, label: tuple[str, str, str]) -> _Cell:
+    anchor = _slug("-".join([name, *label]))
+    if run is None:
+        return _Cell(name, None, None, NOT_RUN, "absent", "")
+    row = next((row for row in run.rows if row.backend == name), None)
+    if row is None:
+        return _Cell(name, run, None, run.absent.get(name, NOT_RUN), "absent", "")
+    return _Cell(name, run, row, row.verdict, _slug(row.verdict), anchor)
+
+
+def _slug(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
+
+
+def _width(text: str) -> int:
+    """Of 11 pixel Verdana, about; the text is stretched to it."""
+    return round(6.3 * len(text)) + 10
+
+
+def _named(text: str) -> Markup:
+    """A name that a narrow page may break after its underscores."""
+    return Markup(str(escape(text)).replace("_", "_<wbr>"))
+
+
+_PAGES = page_environment("vllm_async_spec.compat")
+_PAGES.filters["named"] = _named

@@ -1,0 +1,360 @@
+"""Devices that need no GPU: host memory that passes for a GPU's, and the host itself.
+
+`SimulatedDevice` follows device memory through every operator, as `audit.host_reads.CpuProbe` does, and knows which
+side a tensor is on: what is made on `device`, what is computed from it, and what is copied there is the device's. So it
+sees copies in both directions, and waits that are asked for by name. It computes real values, and therefore results can
+be compared. What it can't see: memory that is not pinned, what a kernel reads, waits of compiled code, and the time of
+anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vllm_async_spec.audit.host_reads import CpuProbe
+from vllm_async_spec.audit.report import WaitKind
+from vllm_async_spec.audit.stack import take
+from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, readable_wait
+from vllm_async_spec.patching import temporarily
+
+__all__ = ["HostDevice", "SimulatedDevice"]
+
+_DEPTH = 64
+
+_ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
+"""Arguments that kernels of vLLM's do not write, by kernel. Any other argument passes for written."""
+
+_DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
+"""What `CpuProbe` calls steps: the later of two wins in whatever is computed from both."""
+
+
+class SimulatedDevice(CpuProbe):
+    """Host memory that passes for a device's; see the module."""
+
+    validates_kernels = False
+
+    def __init__(self) -> None:
+        # Unlike torch.device("cpu"), and PyTorch makes tensors on it.
+        self.device = torch.device("cpu", 0)
+        self.found: list[Wait] = []
+        self._inputs: set[int] = set()
+        self._calls: dict[str, Mapping[str, object]] = {}
+        super().__init__()
+
+    def modes(self) -> tuple[Any, ...]:
+        """The probe's, and on top of them those that know which side a tensor is on."""
+        return *super().modes(), _Copies(self), _Sides(self)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, which is the device's from now on; a kernel that did not run has not changed it."""
+        self.mark(tensor, _DEVICE_MEMORY)
+        self._inputs.add(_key(tensor))
+        return tensor
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[list[Wait]]:
+        """Collect the waits that these calls would be on a GPU."""
+        found: list[Wait] = []
+        self.found = found
+        # As vLLM's runner has it; and with gradients PyTorch would keep copies that nobody asked for.
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.asked_by_name())
+            for mode in self.modes():
+                stack.enter_context(mode)
+            yield found
+
+    def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, waits for the device, a stream or an event are told."""
+        return _explicit_waits(self.waited)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the device's."""
+        return _key(tensor) in self._written
+
+    def is_validated(self, tensor: torch.Tensor) -> bool:
+        """Whether no kernel that did not run had a hand in its values."""
+        return self.step_of(tensor) != _NOT_VALIDATED
+
+    def kernel_did_not_run(
+        self, name: str, arguments: Mapping[str, object], results: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Told of a kernel that was to be launched.
+
+        Args:
+            name: The kernel.
+            arguments: What it was given, by name. It may have written any tensor of them but the placed ones.
+            results: What stands for tensors that it would have made.
+        """
+        with _disable_current_modes():
+            copies = {key: self._copy(value) for key, value in arguments.items()}
+        self._calls[f"kernel {len(self._calls)} {name}"] = copies
+        only_read = _ONLY_READ.get(name, ())
+        given = [each for key, each in arguments.items() if isinstance(each, torch.Tensor) and key not in only_read]
+        for tensor in (*given, *results):
+            if _key(tensor) not in self._inputs:
+                self.mark(tensor, _NOT_VALIDATED)
+
+    def kernel_calls(self) -> Mapping[str, Mapping[str, object]]:
+        """The arguments of kernels that did not run, since `clear`, by number and name."""
+        return dict(self._calls)
+
+    def clear(self) -> None:
+        """Forget all memory, and all kernels."""
+        self._written = {}
+        self._inputs.clear()
+        self._calls.clear()
+
+    def _copy(self, value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        copy = value.clone()
+        if (step := self.step_of(value)) is not None:
+            self.mark(copy, step)
+        return copy
+
+    def read(self, what: str, step: int) -> None:
+        """Keep a read of device memory."""
+        super().read(what, step)
+        self.waited(WaitKind.COPY_TO_HOST if what in ("cpu", "to") else WaitKind.READ, what)
+
+    def waited(self, kind: WaitKind, what: str) -> None:
+        """Keep a wait, with who asked for it."""
+        self.found.append(Wait(kind, what, readable_wait(take(_DEPTH))))
+
+    def to_host(self, tensor: torch.Tensor) -> None:
+        """What is in its memory is the host's from now on."""
+        self._written.pop(_key(tensor), None)
+
+    def on_device(self, device: Any) -> bool:
+        """Whether an argument names this device rather than the host; `cuda` does, and the CPU with a number."""
+        named = torch.device(device)
+        return named.type != "cpu" or named.index is not None
+
+
+class HostDevice(SimulatedDevice):
+    """As `SimulatedDevice`, but that all memory is the host's, and reading it is no wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+
+    def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is: there is no device to wait for."""
+        return contextlib.nullcontext()
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Always: kernels read any tensor where it is."""
+        return True
+
+    def on_device(self, device: Any) -> bool:
+        """Never: the CPU with a number is the host too."""
+        return False
+
+
+def _key(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+class _Copies(TorchDispatchMode):
+    """Copies between the sides that arrive as operators."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATEN.copy_.default:
+            return self._copy(func, args, kwargs)
+        if func in (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default):
+            indices = [i for i in args[1] if i is not None and i.dtype is not torch.bool]
+            if self._device.holds(args[0]) and any(not self._device.holds(i) for i in indices):
+                self._device.waited(WaitKind.COPY_TO_DEVICE, "index on the host")
+        return func(*args, **kwargs)
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target, source = args[0], args[1]
+        blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        sides = self._device.holds(target), self._device.holds(source)
+        if blocking and sides == (True, False):
+            self._device.waited(WaitKind.COPY_TO_DEVICE, "copy_")
+        if blocking and sides == (False, True):
+            self._device.waited(WaitKind.COPY_TO_HOST, "copy_")
+        out = func(*args, **kwargs)
+        if blocking and sides == (False, True):
+            self._device.to_host(target)
+        return out
+
+
+_ATEN = torch.ops.aten
+_DEVICE_OF = torch.Tensor.device.__get__
+# These take the caller's data, from the host unless it is a device tensor.
+_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_UNINITIALISED = {getattr(owner, name) for owner, name in MAKE_UNINITIALISED}
+
+
+class _Sides(TorchFunctionMode):
+    """Which side a tensor is made on or moved to, which no operator tells because here both are one memory."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._special: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.to: self._to,
+            torch.Tensor.cuda: lambda tensor, *args, **kwargs: self._to(tensor, "cuda", **kwargs),
+            torch.Tensor.pin_memory: lambda tensor, *args: tensor,
+            torch.Tensor.is_pinned: lambda tensor, *args: not self._device.holds(tensor),
+            _DEVICE_OF: lambda tensor: self._device.device if self._device.holds(tensor) else torch.device("cpu"),
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (special := self._special.get(func)) is not None:
+            return special(*args, **kwargs)
+        kwargs.pop("pin_memory", None)  # a CPU build of PyTorch refuses it
+        device = kwargs.get("device")
+        if device is None:
+            out = func(*args, **kwargs)
+        else:
+            out = self._make(func, args, kwargs, self._device.on_device(device))
+        if func in _UNINITIALISED and out.nbytes <= MAPPED:
+            out.zero_()  # or two builds of the same would differ
+        return out
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
+        out = func(*args, **kwargs | {"device": "cpu"})
+        if not isinstance(out, torch.Tensor):
+            return out
+        if not on_device:
+            self._device.to_host(out)
+            return out
+        if func in _FROM_DATA:
+            data = args[0] if func is not torch.Tensor.new_tensor else args[1]
+            if isinstance(data, torch.Tensor) and self._device.holds(data):
+                return out
+            self._device.waited(WaitKind.COPY_TO_DEVICE, func.__name__)
+            out = out.clone()
+        self._device.mark(out, _DEVICE_MEMORY)
+        return out
+
+    def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Tensor.to`, in any of its forms: `(device, dtype, non_blocking)`, `(dtype, non_blocking)`, `(other)`."""
+        target = kwargs.pop("device", None)
+        for arg in args:
+            if isinstance(arg, bool):
+                kwargs.setdefault("non_blocking", arg)
+            elif isinstance(arg, torch.dtype):
+                kwargs["dtype"] = arg
+            elif isinstance(arg, torch.Tensor):
+                target = self._device.device if self._device.holds(arg) else "cpu"
+                kwargs["dtype"] = arg.dtype
+            else:
+                target = arg
+        held = self._device.holds(tensor)
+        if target is None or self._device.on_device(target) == held:
+            return tensor.to(**kwargs) if kwargs else tensor
+        if held:
+            return tensor.to("cpu", **kwargs)
+        moved = tensor.to(**kwargs | {"copy": True})
+        if not kwargs.get("non_blocking"):
+            self._device.waited(WaitKind.COPY_TO_DEVICE, "to")
+        self._device.mark(moved, _DEVICE_MEMORY)
+        return moved
+
+
+_Tell = Callable[[WaitKind, str], None]
+
+
+@contextlib.contextmanager
+def _explicit_waits(tell: _Tell) -> Iterator[None]:
+    """Have `torch.cuda` and `torch.accelerator` make streams and events of this file, and tell of waits for them.
+
+    PyTorch's CPU build has these functions too, and they raise, so that nothing could be said of a builder that calls
+    one. Here they do nothing else: a simulated device has done at once what it was asked for.
+
+    Args:
+        tell: Told of each wait, and what was called.
+    """
+    event = type("Event", (_Event,), {"tell": staticmethod(tell)})
+    stream = type("Stream", (_Stream,), {"tell": staticmethod(tell), "event": event})
+
+    def synchronize(device: Any = None) -> None:
+        tell(WaitKind.DEVICE, "synchronize")
+
+    def current_stream(device: Any = None) -> Any:
+        return stream()
+
+    stands_for = {"Event": event, "Stream": stream, "synchronize": synchronize, "current_stream": current_stream}
+    with temporarily() as changes:
+        changes.set(torch, "Event", event)
+        for module in (torch.cuda, getattr(torch, "accelerator", None)):
+            for name, value in stands_for.items():
+                if hasattr(module, name):
+                    changes.set(module, name, value)
+        yield
+
+
+class _Event:
+    """As `torch.Event` and `torch.cuda.Event`."""
+
+    tell: _Tell
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever it is given: of a device, of timing."""
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing: what was asked for before is done."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing: a stream waits here, and not the host."""
+
+    def query(self) -> bool:
+        """True, and the host does not wait for the answer."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.tell(WaitKind.EVENT, "synchronize")
+
+
+class _Stream:
+    """As `torch.cuda.Stream`."""
+
+    tell: _Tell
+    event: type[_Event]
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever it is given: of a device, of a priority."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or self.event()
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing: the stream waits, and not the host."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing: the stream waits, and not the host."""
+
+    def query(self) -> bool:
+        """True, and the host does not wait for the answer."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.tell(WaitKind.STREAM, "synchronize")
