@@ -17,13 +17,11 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
-from vllm_async_spec.generation.interleaved import decode_interleaved
+from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.reused_inputs import reused_inputs
 from vllm_async_spec.generation.rollback import crop_cache, crop_output, why_not_croppable
-from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
-from vllm_async_spec.generation.switches import DecodeSwitches
-from vllm_async_spec.generation.warn_once import warn_once
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, warn_once
 
 _SWITCH = "async_stopping_criteria"
 _REMEDY = f"leave out custom_generate or {_SWITCH}, and transformers' own loop does it"

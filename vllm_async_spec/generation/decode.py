@@ -11,7 +11,7 @@ import torch
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.decode_tail import DecodeTail
-from vllm_async_spec.generation.rng_history import generator_state, set_generator_state
+from vllm_async_spec.generation.rollback import generator_state, set_generator_state
 from vllm_async_spec.generation.step_graphs import StepGraphs
 from vllm_async_spec.generation.workspace import Workspace
 
