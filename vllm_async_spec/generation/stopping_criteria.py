@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
+from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.rollback import RngHistory
 from vllm_async_spec.generation.stop_flags import StepFlags
@@ -72,9 +73,7 @@ class DeviceCriteria:
     def __init__(self, criteria: Iterable[Any], device: torch.device) -> None:
         self._every = list(criteria)
         self._others = [each for each in self._every if type(each) is not EosTokenCriteria]
-        ends = [each.eos_token_id.to(device).flatten() for each in self._every if type(each) is EosTokenCriteria]
-        self._ends = torch.cat(ends) if ends else None
-        self._has_one_end = self._ends is not None and len(self._ends) == 1
+        self._ends = end_ids(self._every, device)
         self.beside = bool(self._others)
         """Whether they are worth a stream of their own: to change streams costs the host more than a comparison."""
 
@@ -96,8 +95,7 @@ class DeviceCriteria:
         if kwargs:
             called = self._every  # they may say how many tokens are new
         elif self._ends is not None:
-            newest = input_ids.select(1, -1)
-            ended = newest == self._ends if self._has_one_end else torch.isin(newest, self._ends)
+            ended = ends_of(input_ids.select(1, -1), self._ends)
             finished = ended if finished is None else finished | ended
         if finished is None:
             finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
