@@ -13,7 +13,7 @@ from vllm_async_spec.audit.device_time import shares_between
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
 from vllm_async_spec.audit.recording import How, Order, Recorder
 from vllm_async_spec.audit.report import Place
-from vllm_async_spec.audit.spans import replace
+from vllm_async_spec.patching import temporarily
 
 _FEWEST = 4 * (SETTLING + 2)
 
@@ -90,9 +90,6 @@ def before_each(owner: Any, name: str, on_step: OnStep) -> Iterator[None]:
         on_step()
         return function(*args, **kwargs)
 
-    undo: list[Callable[[], None]] = []
-    replace(owner, name, stepping, undo)
-    try:
+    with temporarily() as changes:
+        changes.set(owner, name, stepping)
         yield
-    finally:
-        undo.pop()()

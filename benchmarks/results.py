@@ -64,7 +64,7 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(compact_json(self.document))
+        partial.write_text(compact_json(_rounded(self.document)))
         os.replace(partial, self.path)
 
 
@@ -109,3 +109,12 @@ def figure_of(path: Path, form: str = "svg") -> Path:
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:
     """What two runs must have in common to be one result: not how many turns, nor how long each."""
     return {name: plan[name] for name in ("name", "arms", "loads", "reference", "control", "keep")}
+
+
+def _rounded(value: Any) -> Any:
+    """The same with six digits of each float, which is more than any clock here can tell."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -35,6 +36,10 @@ class Transaction:
         self._undo.append(functools.partial(_replace, name, value, original))
         _replace(name, original, value)
 
+    def undo_with(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called in its turn when everything is put back."""
+        self._undo.append(undo)
+
     def roll_back(self) -> None:
         """Put everything back."""
         while self._undo:
@@ -48,6 +53,20 @@ class Transaction:
     ) -> None:
         if kind is not None:
             self.roll_back()
+
+
+@contextlib.contextmanager
+def temporarily() -> Iterator[Transaction]:
+    """Changes that last for the `with` block, however it ends.
+
+    Yields:
+        The transaction that takes the changes, at any time within the block.
+    """
+    transaction = Transaction()
+    try:
+        yield transaction
+    finally:
+        transaction.roll_back()
 
 
 def _put(owner: Any, name: str, value: Any) -> None:

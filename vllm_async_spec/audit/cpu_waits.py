@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm_async_spec.audit.host_reads import CpuProbe
-from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, plain, take
+from vllm_async_spec.patching import Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class CpuWaits(CpuProbe):
         super().__init__()
         self.found: list[Read] = []
         self._followed = threading.local()
-        self._undo: list[Callable[[], None]] = []
+        self._changes = Transaction()
         self._copies: dict[int, torch.Tensor] = {}
         """By number, what copies without blocking have written and nobody has waited for."""
         self._copied = 0
@@ -55,8 +55,7 @@ class CpuWaits(CpuProbe):
     def stop(self) -> None:
         """Put everything back."""
         AuditedCpuEvent.waits = None
-        while self._undo:
-            self._undo.pop()()
+        self._changes.roll_back()
 
     @contextlib.contextmanager
     def following(self, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -106,7 +105,7 @@ class CpuWaits(CpuProbe):
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute until `stop`."""
-        replace(owner, name, value, self._undo)
+        self._changes.set(owner, name, value)
 
     def adopt(self, event: Any) -> None:
         """Hear an event of somebody else's stand-in class, made before; None before its first record."""

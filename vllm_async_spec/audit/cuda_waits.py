@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, take
+from vllm_async_spec.patching import Transaction
 
 _WARNING = "called a synchronizing CUDA operation"
 
@@ -44,24 +44,23 @@ class CudaWaits:
     """Notes calls that may wait for a CUDA device, on every thread of this process, between `start` and `stop`."""
 
     calls: list[Call] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _changes: Transaction = field(default_factory=Transaction)
 
     def start(self) -> None:
         """Begin to note."""
-        self._undo.append(_listen(self._on_warning))
-        replace(torch.cuda.Event, "synchronize", self._noting(torch.cuda.Event.synchronize, "event"), self._undo)
-        AuditedEvent.listener = self._on_event
-        self._undo.append(_forget_listener)
+        changes = self._changes
+        changes.undo_with(_listen(self._on_warning))
+        changes.set(torch.cuda.Event, "synchronize", self._noting(torch.cuda.Event.synchronize, "event"))
+        changes.set(AuditedEvent, "listener", self._on_event)
         for module in (torch.cuda, getattr(torch, "accelerator", None)):
             if module is not None:
-                replace(module, "synchronize", self._noting(module.synchronize, "device"), self._undo)
+                changes.set(module, "synchronize", self._noting(module.synchronize, "device"))
         for name in ("to", "copy_", "cuda", "cpu"):
-            replace(torch.Tensor, name, self._noting_copies(getattr(torch.Tensor, name)), self._undo)
+            changes.set(torch.Tensor, name, self._noting_copies(getattr(torch.Tensor, name)))
 
     def stop(self) -> None:
         """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+        self._changes.roll_back()
 
     def _noting(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -118,10 +117,6 @@ def hear_events() -> None:
     """Have events that are made from now on be such whose waits can be heard."""
     if isinstance(torch.Event, type) and not issubclass(torch.Event, AuditedEvent):
         torch.Event = AuditedEvent  # type: ignore[misc]
-
-
-def _forget_listener() -> None:
-    AuditedEvent.listener = None
 
 
 def _listen(heard: Callable[[], None]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_async_spec.audit.report import Phase
+from vllm_async_spec.patching import Transaction
 
 Around = Callable[..., AbstractContextManager[None]]
 
@@ -36,7 +37,7 @@ class Watch:
     _noted: list[tuple[int, int, int, int]] = field(default_factory=list)
     """Thread, number of the function, start and end: as little as can be made in a call."""
     _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
-    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _changes: Transaction = field(default_factory=Transaction)
     _watched: set[tuple[int, str]] = field(default_factory=set)
 
     def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
@@ -59,7 +60,7 @@ class Watch:
         if (id(owner), name) in self._watched:
             return True
         self._watched.add((id(owner), name))
-        replace(owner, name, self._noting(function, phase, around), self._undo)
+        self._changes.set(owner, name, self._noting(function, phase, around))
         return True
 
     def _noting(self, function: Any, phase: Phase, around: Around | None) -> Callable[..., Any]:
@@ -92,16 +93,5 @@ class Watch:
 
     def stop(self) -> None:
         """Put every function back."""
-        while self._undo:
-            self._undo.pop()()
+        self._changes.roll_back()
         self._watched.clear()
-
-
-def replace(owner: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    """Set an attribute, and append to `undo` what restores it exactly: its own value, or none of its own."""
-    if name in vars(owner):
-        original = vars(owner)[name]
-        undo.append(lambda: setattr(owner, name, original))
-    else:
-        undo.append(lambda: delattr(owner, name))
-    setattr(owner, name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from vllm_async_spec.compat.host_device import HostDevice
 from vllm_async_spec.compat.impl_layer import ImplLayer
 from vllm_async_spec.compat.layer import NOTHING_COMPILED, Layer
 from vllm_async_spec.compat.local_attention import local_attention_builder
-from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, replaced, stand_on
+from vllm_async_spec.compat.machine import BLACKWELL, context_parallel, stand_on
 from vllm_async_spec.compat.mla import indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.mla_layer import MlaLayer
 from vllm_async_spec.compat.vllm_source import loaded_source
+from vllm_async_spec.patching import temporarily
 
 __all__ = ["BACKENDS", "Backend", "backend_subject"]
 
@@ -142,10 +143,13 @@ def _sparse(cache_dtype: str) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: sparse_mla_builder(cls, setting, cache_dtype)
 
 
-def _before_hopper() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _before_hopper() -> Iterator[None]:
     """As on such a GPU: FA3 is what a release finds on an H200."""
-    module = importlib.import_module(f"{_IN}flash_attn")
-    return replaced(module, get_flash_attn_version=lambda *args, **kwargs: 2)
+    with temporarily() as changes:
+        module = importlib.import_module(f"{_IN}flash_attn")
+        changes.set(module, "get_flash_attn_version", lambda *args, **kwargs: 2)
+        yield
 
 
 def _flash_attention_2(cls: Any, setting: BuilderInputs) -> Any:

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from vllm_async_spec.audit.cuda_waits import AuditedEvent, CudaWaits
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import Frame, WaitKind
-from vllm_async_spec.audit.spans import replace
 from vllm_async_spec.audit.stack import RawStack, plain, readable, take
 from vllm_async_spec.compat import explicit_waits
+from vllm_async_spec.patching import temporarily
 
 __all__ = ["CudaDevice", "Device", "SimulatedDevice", "Wait", "is_lost"]
 
@@ -108,16 +108,14 @@ class CudaDevice:
         torch.cuda.synchronize()
         recorder = CudaWaits()
         recorder.start()
-        undo: list[Callable[[], None]] = []
-        replace(torch, "Event", AuditedEvent, undo)  # those of its own class, written in C, could not be heard
-        for owner, name in _MAKE_UNINITIALISED:
-            replace(owner, name, _zeroed(getattr(owner, name)), undo)
         try:
-            with torch.no_grad():  # as vLLM's runner has it
+            with temporarily() as changes, torch.no_grad():  # as vLLM's runner has it
+                # Waits for events of its own class, which is written in C, could not be heard.
+                changes.set(torch, "Event", AuditedEvent)
+                for owner, name in _MAKE_UNINITIALISED:
+                    changes.set(owner, name, _zeroed(getattr(owner, name)))
                 yield found
         finally:
-            while undo:
-                undo.pop()()
             recorder.stop()
             kinds = {"warning": WaitKind.STREAM, "event": WaitKind.EVENT, "device": WaitKind.DEVICE}
             # A copy that was asked for without blocking is noted too, and waits for nothing.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.audit.report import WaitKind
-from vllm_async_spec.audit.spans import replace
+from vllm_async_spec.patching import temporarily
 
 __all__ = ["told"]
 
@@ -37,17 +37,13 @@ def told(tell: Tell) -> Iterator[None]:
         return stream()
 
     stands_for = {"Event": event, "Stream": stream, "synchronize": synchronize, "current_stream": current_stream}
-    undo: list[Callable[[], None]] = []
-    replace(torch, "Event", event, undo)
-    for module in (torch.cuda, getattr(torch, "accelerator", None)):
-        for name, value in stands_for.items():
-            if hasattr(module, name):
-                replace(module, name, value, undo)
-    try:
+    with temporarily() as changes:
+        changes.set(torch, "Event", event)
+        for module in (torch.cuda, getattr(torch, "accelerator", None)):
+            for name, value in stands_for.items():
+                if hasattr(module, name):
+                    changes.set(module, name, value)
         yield
-    finally:
-        while undo:
-            undo.pop()()
 
 
 class _Event:

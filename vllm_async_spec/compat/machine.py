@@ -14,8 +14,9 @@ import torch
 
 from vllm_async_spec.compat.check import AbsentError
 from vllm_async_spec.compat.vllm_source import loaded_source
+from vllm_async_spec.patching import temporarily
 
-__all__ = ["BLACKWELL", "HOPPER", "context_parallel", "replaced", "stand_on", "workspace"]
+__all__ = ["BLACKWELL", "HOPPER", "context_parallel", "stand_on", "workspace"]
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities: an H200's, and a B200's."""
@@ -70,21 +71,9 @@ def context_parallel(config: Any, ranks: int) -> Iterator[None]:
     config.parallel_config.decode_context_parallel_size = ranks
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
     group = SimpleNamespace(world_size=ranks, rank_in_group=0)
-    with replaced(state, _DCP=group):
+    with temporarily() as changes:
+        changes.set(state, "_DCP", group)
         yield
-
-
-@contextlib.contextmanager
-def replaced(target: Any, **attributes: Any) -> Iterator[None]:
-    """Let `target` have other attributes within; those that it lacks are not added."""
-    kept = {name: getattr(target, name) for name in attributes if hasattr(target, name)}
-    for name in kept:
-        setattr(target, name, attributes[name])
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(target, name, value)
 
 
 @contextlib.contextmanager
@@ -99,5 +88,6 @@ def workspace(device: torch.device) -> Iterator[None]:
     def get_simultaneous(*wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in wanted]
 
-    with replaced(workspace, _manager=SimpleNamespace(get_simultaneous=get_simultaneous)):
+    with temporarily() as changes:
+        changes.set(workspace, "_manager", SimpleNamespace(get_simultaneous=get_simultaneous))
         yield

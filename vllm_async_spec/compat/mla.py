@@ -14,8 +14,9 @@ import torch
 from vllm_async_spec.compat.builder_inputs import LAYER, BuilderInputs
 from vllm_async_spec.compat.cases import MAX_MODEL_LEN
 from vllm_async_spec.compat.check import AbsentError
-from vllm_async_spec.compat.machine import replaced, workspace
+from vllm_async_spec.compat.machine import workspace
 from vllm_async_spec.compat.vllm_source import loaded_source
+from vllm_async_spec.patching import temporarily
 
 __all__ = [
     "DIMENSIONS",
@@ -136,8 +137,10 @@ def _flagged(builder_class: Any, setting: BuilderInputs, kernels: str, block_siz
     if kernels == "FLASHINFER":  # it may have been imported before anything stood for FlashInfer
         module.BatchPrefillWithRaggedKVCacheWrapper = _ragged()
     module.get_per_layer_parameters = lambda *arguments: {LAYER: _hyperparameters()}
-    flags = {flag: lambda flag=flag: flag == _FLAGS[kernels] for flag in _FLAGS.values() if flag}
-    with replaced(module, **flags):
+    with temporarily() as changes:
+        for flag in _FLAGS.values():
+            if flag is not None and hasattr(module, flag):
+                changes.set(module, flag, lambda flag=flag: flag == _FLAGS[kernels])
         return mla_builder(builder_class, setting, block_size)
 
 

@@ -22,7 +22,7 @@ from vllm_async_spec.audit.cuda_waits import hear_events
 from vllm_async_spec.audit.engine import RPC
 from vllm_async_spec.audit.folder import check_folder
 from vllm_async_spec.audit.recording import How, Order, Recorder, UnderWay
-from vllm_async_spec.audit.spans import Watch, replace
+from vllm_async_spec.audit.spans import Watch
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.audit_agent import phases
 from vllm_async_spec.vllm_plugin.audit_agent.facts import worker_facts
@@ -36,7 +36,7 @@ class Agent:
         self._recorder = Recorder(self._watch_all)
         self._core: Any = None
         self._runner: Any = None
-        self._undo: list[Any] = []
+        self._changes = Transaction()
 
     def core(self, core: Any, call: Any, request: str, timeout: float | None) -> list[str]:
         """Answer for the engine core, and pass the request on to its workers.
@@ -116,11 +116,10 @@ class Agent:
             return execute_model(runner, scheduler_output, *args, **kwargs)
 
         self._deafen()
-        replace(owner, "execute_model", heard, self._undo)
+        self._changes.set(owner, "execute_model", heard)
 
     def _deafen(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._changes.roll_back()
 
     def _watch_all(self, watch: Watch, cpu: CpuWaits | None) -> None:
         if self._core is not None:
