@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 import transformers
+from generating import batcher_of
 
 from vllm_async_spec import CommonAttentionMetadata
 from vllm_async_spec.generation import ContinuousBatcher
@@ -97,7 +98,7 @@ def tokens(
 ) -> list[list[int]]:
     """Of more requests than run at once, some of them sampled."""
     model, attention = subject
-    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+    with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
         found = []
         for index, prompt in enumerate(prompts(seed, lengths)):
@@ -168,7 +169,7 @@ def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -
                 noise * torch.randn(weights.shape, generator=generator, device="cuda").to(weights) * weights.std()
             )
     options = {"draft_model": drafter, "draft_tokens": DRAFTS} | options
-    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+    with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
         found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts(seed)]
         batcher.run()
@@ -212,7 +213,7 @@ def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]) -> None
     model, attention = subject
     options: dict[str, Any] = {"draft_model": copy.deepcopy(model), "draft_tokens": DRAFTS, "attention": attention}
     for cuda_graphs in (True, False):
-        with ContinuousBatcher(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
+        with batcher_of(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
             found = [batcher.submit(prompt, max_new_tokens=30) for prompt in prompts()]
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -283,9 +284,7 @@ def test_the_tokens_are_those_of_generate() -> None:
         mask = torch.ones_like(ids)
         made = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=EOS)
         expected.append(made[0, len(prompt) :].tolist())
-    with ContinuousBatcher(
-        model, max_batch=4, max_length=160, eos_token_id=EOS, attention="TORCH_REFERENCE"
-    ) as batcher:
+    with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention="TORCH_REFERENCE") as batcher:
         found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts()]
         batcher.run()
     assert [request.result() for request in found] == expected
@@ -294,7 +293,7 @@ def test_the_tokens_are_those_of_generate() -> None:
 def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) -> None:
     """PyTorch itself refuses a copy that blocks. The wait for the event of the step before is not one."""
     model, attention = subject
-    with ContinuousBatcher(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
+    with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
         found = [batcher.submit(prompt, max_new_tokens=30, temperature=0.5) for prompt in prompts()]
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -308,7 +307,7 @@ def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) ->
 def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str]) -> None:
     model, attention = subject
     expected = tokens(subject)
-    with ContinuousBatcher(model, attention=attention, **SETTINGS) as batcher:
+    with batcher_of(model, attention=attention, **SETTINGS) as batcher:
         found = [submit(batcher, index, prompt) for index, prompt in enumerate(prompts())]
         with failing_prompt(model, call=3):
             batcher.run()

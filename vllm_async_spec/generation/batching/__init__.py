@@ -2,11 +2,13 @@
 
 from vllm_async_spec.generation.batching.attention import ModelError
 from vllm_async_spec.generation.batching.batcher import ContinuousBatcher
+from vllm_async_spec.generation.batching.config import BatcherConfig
 from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, SlowAttentionWarning
 from vllm_async_spec.generation.batching.request import BatcherError, Request, RequestError
 
 __all__ = [
     "AttentionChoiceError",
+    "BatcherConfig",
     "BatcherError",
     "ContinuousBatcher",
     "ModelError",
