@@ -21,7 +21,11 @@ from generating import batcher_of
 from vllm_async_spec import CommonAttentionMetadata
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import Request
-from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, ReferenceKernels, choose_kernels
+from vllm_async_spec.generation.batching.attention_backends import (
+    AttentionChoiceError,
+    ReferenceBackend,
+    choose_backend,
+)
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
@@ -338,11 +342,11 @@ PAGE = 64
 
 
 @pytest.fixture(params=["FLASH_ATTN", "FLASHINFER_TRTLLM"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
+def backend(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
     page = 256 if request.param == "FLASH_ATTN" else PAGE
     try:
         yield (
-            choose_kernels(
+            choose_backend(
                 request.param, [SHAPE], page_size=page, slots=2, device=torch.device("cuda", 0), query_tokens=1 + DRAFTS
             ),
             page,
@@ -352,9 +356,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 6, [1 + DRAFTS] * 5, [7, 1, 300, 64, 1]])
-def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tuple[Any, int]) -> None:
+def test_kernels_attend_as_the_reference_does(query_lens: list[int], backend: tuple[Any, int]) -> None:
     """|kernel - reference in float32| <= 0.02 + 0.02 |reference|: inputs are bfloat16."""
-    made, page = kernels
+    made, page = backend
     choose = random.Random(len(query_lens))
     seq_lens = [length + choose.choice([0, 1, page - 1, page, 700]) for length in query_lens]
     width = -(-max(seq_lens) // page) + 1
@@ -401,5 +405,5 @@ def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tu
         device = dataclasses.replace(host, page_indices=host.page_indices.cuda())
         attend = made.prefill(metadata, host, device)
     got = attend(SHAPE, query, keys, values)
-    expected = ReferenceKernels().decode(metadata)(SHAPE, query.float(), keys.float(), values.float())
+    expected = ReferenceBackend().decode(metadata)(SHAPE, query.float(), keys.float(), values.float())
     torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)

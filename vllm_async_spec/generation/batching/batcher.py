@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.generation.batching.attention_backends import choose_backend, default_page_size
 from vllm_async_spec.generation.batching.config import BatcherConfig
 from vllm_async_spec.generation.batching.decoding import Decoding, SingleTokens
 from vllm_async_spec.generation.batching.drafting import DraftedTokens
 from vllm_async_spec.generation.batching.driver import Driver, Work
 from vllm_async_spec.generation.batching.intake import Intake, Prompt
-from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
 from vllm_async_spec.generation.batching.model_check import (
     drafts_of,
     ends_of_sequence,
@@ -97,7 +97,7 @@ class ContinuousBatcher:
 
             def paged(each: Any, query_tokens: int) -> PagedModel:
                 layers = layers_of(each)
-                kernels = choose_kernels(
+                backend = choose_backend(
                     config.attention,
                     layers.values(),
                     page_size=page_size,
@@ -106,11 +106,11 @@ class ContinuousBatcher:
                     query_tokens=query_tokens,
                 )
                 cache = _cache(layers, pages.num_pages, page_size, device)
-                return PagedModel.of(each, cache, kernels, compile_with=compile_with)
+                return PagedModel.of(each, cache, backend, compile_with=compile_with)
 
             eos_token_ids = ends_of_sequence(model, config.eos_token_id)
             target = paged(model, 1 + drafts)
-            self.attention = target.kernels.name
+            self.attention = target.backend.name
             """The adapter that was chosen."""
             decoding: Decoding
             if draft_model is None:
