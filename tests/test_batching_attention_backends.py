@@ -1,4 +1,4 @@
-"""The kernels of continuous batching on a CPU: stand-ins that hold each call to its contract, and compute it."""
+"""The attention backends of continuous batching on a CPU, on stand-ins that hold each call to its contract."""
 
 from __future__ import annotations
 
