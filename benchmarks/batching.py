@@ -37,48 +37,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from benchmarks.arms import expected_length
-from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
-from benchmarks.middle import MiddleError, OnStep, Run, before_each, record_middle
+from benchmarks.batching_arms import ARMS, DRAFTED, OURS, BatchingError, Say, make_arms
+from benchmarks.batching_models import SHARE, make_drafter, make_model
+from benchmarks.middle import MiddleError, Run, record_middle, shares_of_run, shares_of_steps
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
-from vllm_async_spec.audit.device_time import Shares, shares_between
-from vllm_async_spec.audit.device_trace import DeviceTrace, read_trace
 from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
-ARMS = ("synchronous", "synchronous again", "asynchronous", "transformers")
-DRAFTED = ("drafts synchronous", "drafts asynchronous")
 REFERENCES = ("synchronous", "transformers", "drafts synchronous")
 """Arms that others are held to."""
-_OURS = (*ARMS[:3], *DRAFTED)
-_ASYNCHRONOUS = ("asynchronous", "drafts asynchronous")
-_PAGE = 256
 _SHORTER_TOKENS = 128
 """New tokens of a run that is not timed; what is recorded of it has to be written and read, every kernel of it."""
 
-Arm = Callable[..., list[list[int]]]
-"""From how many new tokens, and prompts other than those it was made with, to the tokens of each request."""
-Say = Callable[[str], None]
-"""Is told what is being done."""
 Keep = Callable[[dict[str, Any]], None]
 """Is given the result file as far as it goes."""
-
-
-class BatchingError(RuntimeError):
-    """The arms don't generate the same tokens, or what was asked for can't be run."""
 
 
 def measure(
@@ -200,9 +182,9 @@ def measure(
         for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
             say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
             if name in made.batchers:
-                shares = _shares_of_steps(functools.partial(made.stepping, name, shorter, others=recorded))
+                shares = shares_of_steps(functools.partial(made.stepping, name, shorter, others=recorded))
             else:
-                shares = _shares(functools.partial(made.runs[name], shorter, recorded))
+                shares = shares_of_run(functools.partial(made.runs[name], shorter, recorded))
             busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
                 say(f"{name}: {shorter} tokens twice, for its waits")
@@ -218,7 +200,7 @@ class _Comparison:
     """The tokens of each arm, held to those of the first of ours, or of the first where none is ours."""
 
     def __init__(self, arms: list[str]) -> None:
-        self._reference = next((name for name in arms if name in _OURS), arms[0])
+        self._reference = next((name for name in arms if name in OURS), arms[0])
         self._tokens: dict[str, list[list[int]]] = {}
 
     @property
@@ -234,7 +216,7 @@ class _Comparison:
             BatchingError: the arm is one of ours, and they are not the reference's.
         """
         expected = self._tokens.setdefault(name, found)
-        if name not in _OURS:
+        if name not in OURS:
             return
         if found != expected:
             raise BatchingError(f"a timed run of {name} gave other tokens than its first, so no ratio means anything")
@@ -332,184 +314,10 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Arms:
-    """What takes turns."""
-
-    runs: dict[str, Arm]
-    attention: dict[str, str]
-    batchers: dict[str, Any]
-    """The `ContinuousBatcher` of each arm of ours."""
-
-    def stepping(
-        self, name: str, new_tokens: int, on_step: OnStep, *, others: list[list[int]] | None = None
-    ) -> list[list[int]]:
-        """Run an arm of ours, on other prompts if there are any, with a call as each step begins."""
-        with before_each(self.batchers[name], "step", on_step):
-            return self.runs[name](new_tokens, others)
-
-
-def make_arms(
-    stack: contextlib.ExitStack,
-    model: Any,
-    prompts: list[list[int]],
-    *,
-    batch: int,
-    new_tokens: int,
-    attention: str,
-    names: list[str],
-    drafter: Any = None,
-    drafts: int = 0,
-    compiled: bool = False,
-    say: Say = lambda _: None,
-) -> Arms:
-    """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
-    from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
-
-    made = Arms({}, {}, {})
-    length = len(prompts[0]) + new_tokens
-    if "transformers" in names:
-        say("making transformers' manager")
-        made.runs["transformers"], made.attention["transformers"] = _transformers(
-            stack, model, prompts, batch, length, new_tokens
-        )
-    # Where requests queue, those that share a step are not the same when it is learned later that one has ended. With
-    # one decode size, and one prompt a step, that changes no bit of any.
-    options: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
-    if compiled:
-        options |= {"torch_compile": True, "decode_sizes": [batch]}
-
-    def run(batcher: Any, synchronous: bool, tokens: int, others: list[list[int]] | None = None) -> list[list[int]]:
-        batcher.synchronous = synchronous
-        found = [batcher.submit(prompt, max_new_tokens=tokens) for prompt in others or prompts]
-        batcher.run()
-        return [request.result() for request in found]
-
-    # Those that draft first: a model that a batcher has taken has no twin.
-    for ours in (DRAFTED, ARMS[:3]):
-        wanted = [name for name in ours if name in names]
-        if not wanted:
-            continue
-        say(f"making the batcher of {', '.join(wanted)}: graphs, and kernels that are not compiled here yet")
-        drafted = ours is DRAFTED
-        config = BatcherConfig(
-            max_batch=batch,
-            max_length=length,
-            attention=attention,
-            draft_tokens=drafts if drafted else None,
-            **options,
-        )
-        batcher = stack.enter_context(
-            ContinuousBatcher(
-                twin(model) if drafted else model, config=config, draft_model=drafter if drafted else None
-            )
-        )
-        for name in wanted:
-            made.runs[name] = functools.partial(run, batcher, name not in _ASYNCHRONOUS)
-            made.attention[name], made.batchers[name] = batcher.attention, batcher
-    return Arms(
-        {name: made.runs[name] for name in names}, {name: made.attention[name] for name in names}, made.batchers
-    )
-
-
-def _transformers(
-    stack: contextlib.ExitStack, model: Any, prompts: list[list[int]], batch: int, length: int, new_tokens: int
-) -> tuple[Arm, str]:
-    import transformers
-
-    try:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-    except ImportError as error:
-        raise BatchingError(
-            f"transformers {transformers.__version__} has no continuous batching as version 5 has it; leave that arm "
-            "out by naming the others in --arms"
-        ) from error
-
-    other = twin(model)
-    asynchronous = model.device.type == "cuda"
-    settings = transformers.GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=model.config.vocab_size, pad_token_id=0
-    )
-    page = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
-    cache = ContinuousBatchingConfig(
-        **{page: _PAGE},
-        num_blocks=batch * -(-length // _PAGE) + batch,
-        max_batch_tokens=max(2048, batch),
-        max_requests_per_batch=batch,
-        use_async_batching=asynchronous,
-    )
-    manager = stack.enter_context(
-        other.continuous_batching_context_manager(generation_config=settings, continuous_batching_config=cache)
-    )
-
-    def run(tokens: int, others: list[list[int]] | None = None) -> list[list[int]]:
-        order = manager.add_requests(inputs=others or prompts, max_new_tokens=tokens)
-        found: dict[str, list[int]] = {}
-        while len(found) < len(prompts):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                if result.error is not None:
-                    raise BatchingError(f"transformers failed a request: {result.error}")
-                found[result.request_id] = list(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise BatchingError("the thread of transformers' continuous batching ended unexpectedly")
-        return [found[name] for name in order]
-
-    way = "asynchronous" if asynchronous else "synchronous"
-    return run, f"{other.config._attn_implementation} ({way})"
-
-
 def _waits(run: Run) -> dict[str, float]:
     """Waits a step of the launching thread, by what they held up."""
     middle = record_middle(run)
     return {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
-
-
-def _shares(arm: Callable[[], object]) -> Shares:
-    """What the device spent the middle half of a run on."""
-    with _profiler() as profiler:
-        arm()
-    trace = _traced(profiler)
-    start, end = int(trace.start[0]), int(trace.end.max())
-    return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
-
-
-def _shares_of_steps(run: Run) -> Shares:
-    """What it spent the third quarter of a run's steps on, in which long prompts have long been read."""
-    steps = 0
-
-    def count() -> None:
-        nonlocal steps
-        steps += 1
-
-    run(count)
-    profiler, step = _profiler(), 0
-
-    def on_step() -> None:
-        nonlocal step
-        if step == steps // 2:
-            profiler.start()
-        if step == steps * 3 // 4:
-            profiler.stop()
-        step += 1
-
-    run(on_step)
-    trace = _traced(profiler)
-    # What was launched before is not in it, and at the end it stops within a step.
-    start, end = int(trace.start[0]), int(trace.end.max())
-    return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
-
-
-def _profiler() -> torch.profiler.profile:
-    torch.cuda.synchronize()
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
-
-
-def _traced(profiler: torch.profiler.profile) -> DeviceTrace:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return read_trace(path)
 
 
 def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:

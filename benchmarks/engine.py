@@ -13,7 +13,6 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
@@ -21,12 +20,13 @@ from typing import Any
 
 from benchmarks import mrope, older_gpu
 from benchmarks.audited import digest
-from benchmarks.feature_engine import serve_feature
-from benchmarks.features import find_feature
+from benchmarks.features.cases import find_feature
+from benchmarks.features.engine import serve_feature
 from benchmarks.loads import Load, Request, make_requests
 from benchmarks.shapes import Method, find_shape, write_models
-from benchmarks.soak import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
+from benchmarks.soak.engine import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
 from benchmarks.timing import Driver, Timing
+from vllm_async_spec.json_child import serve
 
 _OURS = "async_spec"
 _SPARE_TOKENS = 32
@@ -181,7 +181,7 @@ class BenchEngine:
         }
 
     def feature(self, name: str, noted: bool, late: bool, control: str | None, adapter: str | None) -> dict[str, Any]:
-        """Serve the case `name`, with random delays of the device if `late`; see `feature_engine.serve_feature`."""
+        """Serve the case `name`, with random delays of the device if `late`; see `features.engine.serve_feature`."""
         if control is not None:
             CONTROLS[control](self._llm)
         with contextlib.ExitStack() as stack:
@@ -285,25 +285,7 @@ def _read(path: str) -> str:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    try:
-        engine = BenchEngine(json.loads(sys.argv[1]))
-        commands: dict[str, Callable[..., dict[str, Any]]] = {
-            "describe": engine.describe,
-            "measure": engine.measure,
-            "audit": engine.audit,
-            "expect": engine.expect,
-            "soak": engine.soak,
-            "feature": engine.feature,
-        }
-        print(json.dumps({"ready": True}), file=answers)
-        for line in sys.stdin:
-            request = json.loads(line)
-            print(json.dumps(commands[request.pop("command")](**request)), file=answers)
-    except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers)
-        raise
+    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "audit", "expect", "soak", "feature")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The middle of a run of a loop in this process, recorded by the audit: CUPTI's records, and the host's waits."""
+"""The middle of a run of a loop in this process: by the audit's recorder with the host's waits, or by CUPTI alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from vllm_async_spec.audit.device_time import shares_between
+import torch
+
+from vllm_async_spec.audit.device_time import Shares, shares_between
+from vllm_async_spec.audit.device_trace import DeviceTrace, read_trace
 from vllm_async_spec.audit.recorded import SETTLING, Recorded, load
 from vllm_async_spec.audit.recording import How, Order, Recorder
 from vllm_async_spec.audit.report import Place
@@ -93,3 +97,50 @@ def before_each(owner: Any, name: str, on_step: OnStep) -> Iterator[None]:
     with temporarily() as changes:
         changes.set(owner, name, stepping)
         yield
+
+
+def shares_of_run(run: Callable[[], object]) -> Shares:
+    """What the device spent the middle half of a run on."""
+    with _profiler() as profiler:
+        run()
+    trace = _traced(profiler)
+    start, end = int(trace.start[0]), int(trace.end.max())
+    return shares_between(trace, start + (end - start) // 4, end - (end - start) // 4)
+
+
+def shares_of_steps(run: Run) -> Shares:
+    """What the device spent the third quarter of a run's steps on, in which long prompts have long been read."""
+    steps = 0
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+
+    run(count)
+    profiler, step = _profiler(), 0
+
+    def on_step() -> None:
+        nonlocal step
+        if step == steps // 2:
+            profiler.start()
+        if step == steps * 3 // 4:
+            profiler.stop()
+        step += 1
+
+    run(on_step)
+    trace = _traced(profiler)
+    # What was launched before is not in it, and at the end it stops within a step.
+    start, end = int(trace.start[0]), int(trace.end.max())
+    return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
+
+
+def _profiler() -> torch.profiler.profile:
+    torch.cuda.synchronize()
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True)
+
+
+def _traced(profiler: torch.profiler.profile) -> DeviceTrace:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)

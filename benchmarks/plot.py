@@ -1,4 +1,4 @@
-"""One figure for each result: ratios with their intervals where arms are compared, else figures."""
+"""One figure for each result: ratios with their intervals where arms are compared, else figures; or a timeline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.plot_trace import timeline
 from benchmarks.present import ratio
 from benchmarks.summary import Row, pass_ratios
 
@@ -23,11 +24,17 @@ _TITLE = 84
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw the figure of a result into `path`, SVG or PNG by its name."""
-    save(path, lambda plt: _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt))
+    """Draw the figure of a result or a trace into `path`, SVG or PNG by its name."""
+    _save(path, lambda plt: _figure_of(document, plt))
 
 
-def save(path: Path, make: Callable[[Any], Figure]) -> None:
+def _figure_of(document: dict[str, Any], plt: Any) -> Figure:
+    if "trace" in document:
+        return timeline(document, plt)
+    return _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt)
+
+
+def _save(path: Path, make: Callable[[Any], Figure]) -> None:
     """Write the figure that `make` draws with pyplot, in this project's style; the same drawing gives the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     import matplotlib as mpl
@@ -49,11 +56,12 @@ def save(path: Path, make: Callable[[Any], Figure]) -> None:
         plt.close(figure)
 
 
-def _compared(document: dict[str, Any], plt: Any) -> Any:
+def _compared(document: dict[str, Any], plt: Any) -> Figure:
     """A row for each load: the band is what the noop arm, stock in all but name, differs by."""
     plan = document["plan"]
     loads = [load["name"] for load in plan["loads"]]
     arms = [arm["name"] for arm in plan["arms"] if arm["name"] not in (plan["reference"], plan["control"])]
+    figure: Figure
     figure, axes = plt.subplots(figsize=(8.2, 1.7 + 0.62 * len(loads) * len(arms)), layout="constrained")
     rows = {(row["load"], row["arm"]): row for row in document["summary"]}
     ticks = []
@@ -109,13 +117,14 @@ def _legend(figure: Figure, plan: dict[str, Any]) -> None:
     figure.legend(handles=handles, ncols=3, frameon=False, fontsize=9, loc="outside lower left")
 
 
-def _listed(document: dict[str, Any], plt: Any) -> Any:
+def _listed(document: dict[str, Any], plt: Any) -> Figure:
     """A column of panels for each load, a row of panels for each size, a line for each arm; bars are spreads."""
     plan = document["plan"]
     loads = [load["name"] for load in plan["loads"]]
     facets = list(dict.fromkeys(arm["labels"].get(_FACET, "") for arm in plan["arms"]))
     colours = list(dict.fromkeys(arm["labels"].get(_COLOUR, "") for arm in plan["arms"]))
     lines = list(dict.fromkeys(_line(arm) for arm in plan["arms"]))
+    figure: Figure
     figure, panels = plt.subplots(
         len(facets),
         len(loads),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.plot import save
 from benchmarks.tracing import CALL, COPIES, CRITICAL, KERNELS, OVERLAPPED
 
 if TYPE_CHECKING:
@@ -31,12 +29,8 @@ _SEEN = 1 / 600
 """Of the axis."""
 
 
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw what `tracing` wrote into `path`, SVG or PNG by its name."""
-    save(path, lambda plt: _figure(found, plt))
-
-
-def _figure(found: dict[str, Any], plt: Any) -> Figure:
+def timeline(found: dict[str, Any], plt: Any) -> Figure:
+    """The figure of what `tracing` wrote, drawn with pyplot."""
     arms = found["arms"]
     rows = [len(arm["rows"]) for arm in arms.values()]
     figure: Figure

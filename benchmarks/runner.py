@@ -11,8 +11,9 @@ from typing import Any
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plan
-from benchmarks.child import Child, ChildError
+from benchmarks.child import ChildError
 from benchmarks.results import ResultFile, Turn
+from vllm_async_spec.json_child import Child
 
 Report = Callable[[str], None]
 Engines = Callable[[Arm], contextlib.AbstractContextManager[Child]]

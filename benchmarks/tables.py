@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batching, generation, kernels, plan_time, step_time
-from benchmarks.feature_table import feature_grid
+from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.results import RESULTS, read_result

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.arms import expected_length
-from benchmarks.batching import Arms, make_arms
+from benchmarks.batching_arms import Arms, make_arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.shapes import SHAPES

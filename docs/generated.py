@@ -44,14 +44,13 @@ def compatibility() -> Iterator[tuple[str, str]]:
 
 def figures() -> Iterator[tuple[str, bytes]]:
     """Path and content of the figures that pages show."""
-    from benchmarks import plot, plot_trace
+    from benchmarks.plot import draw
     from benchmarks.results import RESULTS, read_result, read_trace
 
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown()):
             source, figure = RESULTS / f"{name}.json", Path(folder) / f"{name}.svg"
-            found = read_trace(source) or read_result(source)
-            (plot_trace if "trace" in found else plot).draw(found, figure)
+            draw(read_trace(source) or read_result(source), figure)
             yield f"assets/results/{name}.svg", figure.read_bytes()
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 from generating import make_batches_late
 
-from benchmarks import batching
+from benchmarks import batching, middle
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
@@ -278,9 +278,9 @@ def test_shares_are_those_of_the_third_quarter_of_the_steps(monkeypatch: pytest.
 
     step = -1
     trace = types.SimpleNamespace(start=np.array([0, 400]), end=np.array([200, 800]))
-    monkeypatch.setattr(batching, "_profiler", Profiler)
-    monkeypatch.setattr(batching, "read_trace", lambda _: trace)
-    found = batching._shares_of_steps(steps)
+    monkeypatch.setattr(middle, "_profiler", Profiler)
+    monkeypatch.setattr(middle, "read_trace", lambda _: trace)
+    found = middle.shares_of_steps(steps)
     assert at == [4, 6]
     assert found == Shares(busy=4 / 6, launch_gaps=2 / 6, host_idle=0, host_gaps=0)  # from 100 to 700
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.arms import Arm, Plugin
-from benchmarks.child import ChildError, environment, interpreter, last_telling_line, start
+from benchmarks.child import ChildError, environment, interpreter, start
 from benchmarks.engine import EngineError, _choose_plugins
+from vllm_async_spec.json_child import last_telling_line
 
 ARM = Arm("an arm", "tiny")
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cli, feature_runs
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli import app
-from benchmarks.feature_checks import CHECKS, check
-from benchmarks.feature_files import write_adapter
-from benchmarks.feature_runs import Place, Seen, arm_of, judge
-from benchmarks.feature_table import feature_grid
-from benchmarks.features import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
+from benchmarks.features import run as feature_runs
+from benchmarks.features.cases import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
+from benchmarks.features.checks import CHECKS, check
+from benchmarks.features.files import write_adapter
+from benchmarks.features.run import Place, Seen, arm_of, judge
+from benchmarks.features.table import feature_grid
 from benchmarks.mrope import positions
 from benchmarks.shapes import find_shape, write_models
-from benchmarks.soak import CONTROLS, NEAR
+from benchmarks.soak.engine import CONTROLS, NEAR
 
 GPU = Place("0.18.1", None, Path("cache"))
 FACTS = {"vllm": "0.18.1", "async_scheduling": True}
@@ -450,7 +450,7 @@ def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest
         found = {"feature": "eagle", "verdict": "wrong", "why": ["it is late"]}
         yield features[0], found | {"plugin": plugin.value, "control": control}
 
-    monkeypatch.setattr(cli, "run_features", run_features)
+    monkeypatch.setattr("benchmarks.cli.tokens.run_features", run_features)
     env = tmp_path / "env.sh"
     env.touch()
     control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import older_gpu
 from benchmarks.child import environment
-from benchmarks.plans import SOAKS, find_plan
+from benchmarks.plans import find_plan
+from benchmarks.soak.soaks import SOAKS
 
 
 @pytest.fixture

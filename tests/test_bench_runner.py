@@ -15,7 +15,8 @@ from bench_documents import FACTS, PLAN, measured
 from benchmarks import child, runner
 from benchmarks.arms import Arm, Plan, PlanError, Plugin
 from benchmarks.child import ChildError
-from benchmarks.plans import PLANS, baseline, find_plan
+from benchmarks.plans import PLANS, find_plan
+from benchmarks.plans.baseline import baseline
 from benchmarks.results import ResultFile
 from benchmarks.runner import Runner
 

@@ -15,17 +15,17 @@ import torch
 from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
 from typer.testing import CliRunner
 
-from benchmarks import child, cli
+from benchmarks import child
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Arm, Plugin
 from benchmarks.attentive_weights import make_attentive
 from benchmarks.child import ChildError
 from benchmarks.cli import app
-from benchmarks.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.loads import Request
-from benchmarks.plans import SOAKS
-from benchmarks.soak import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
-from benchmarks.soak_runs import SoakError, allowed, together
+from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
+from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
+from benchmarks.soak.run import SoakError, allowed, together
+from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec.demo.model import TinyLlama
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
@@ -214,7 +214,7 @@ def test_a_result_is_named_for_what_it_is_of(
         verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}}
         yield {"plugin": plugin.value, "control": control} | verdict
 
-    monkeypatch.setattr(cli, "run_soak", run_soak)
+    monkeypatch.setattr("benchmarks.cli.tokens.run_soak", run_soak)
     done = CliRunner().invoke(app, ["soak", "tiny", "--out", str(tmp_path / "new"), *options])
     assert done.exit_code == 0, done.output
     assert [path.name for path in (tmp_path / "new").iterdir()] == [file]

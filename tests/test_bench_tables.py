@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import tables
 from benchmarks.arms import Acceptance
 from benchmarks.cli import app
-from benchmarks.plans import baseline
+from benchmarks.plans.baseline import baseline
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.tables import TableError, documents, rewrite
@@ -37,8 +37,8 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "made-up.json").write_text(json.dumps(document(STEADY)))
     readme = tmp_path / "README.md"
     readme.write_text("before\n\n<!-- results: made-up -->\n<!-- end of results -->\n\nafter\n")
-    monkeypatch.setattr("benchmarks.cli.documents", lambda: [readme])
-    monkeypatch.setattr("benchmarks.cli.rewrite", lambda paths: rewrite(paths, tmp_path))
+    monkeypatch.setattr("benchmarks.cli.results.documents", lambda: [readme])
+    monkeypatch.setattr("benchmarks.cli.results.rewrite", lambda paths: rewrite(paths, tmp_path))
     return readme
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_audit_page import Browser, assert_readable, browser, chromium, look
-from test_audit_page import pytestmark as pytestmark
+from browsing import Browser, assert_readable, browser, chromium, look, needs_chromium
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from vllm_async_spec.compat.html import render_html
 from vllm_async_spec.compat.publish import WANTED, documents
 from vllm_async_spec.compat.published import Row, Run, read_runs
 
-By = pytest.importorskip("selenium.webdriver.common.by").By
-ActionChains = pytest.importorskip("selenium.webdriver.common.action_chains").ActionChains
-Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
-
 __all__ = ["browser", "chromium"]  # fixtures
+
+pytestmark = needs_chromium
 
 SITE = "vllm/v1/attention/backends/flashinfer.py:1518"
 FAULT = f"told upper bound, it waits: copy to host (cpu) at {SITE}"

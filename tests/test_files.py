@@ -22,7 +22,7 @@ from vllm_async_spec.demo import train
 ROOT = Path(__file__).parents[1]
 
 REMOVALS = {
-    "benchmarks/cli.py": ["path.unlink"],  # a result that --fresh throws away, once it was read as one
+    "benchmarks/cli/results.py": ["path.unlink"],  # a result that --fresh throws away, once it was read as one
     "benchmarks/results.py": ["os.replace"],  # a result by its next turn's
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
@@ -92,7 +92,7 @@ def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path) -> None
 def test_a_benchmark_throws_nothing_away_that_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, options: list[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.cli.Runner.run", lambda runner, **_: False)
+    monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: False)
     path = written(tmp_path / "package.json", content)
     before = listing(tmp_path)
     done = CliRunner().invoke(
@@ -105,7 +105,7 @@ def test_a_benchmark_throws_nothing_away_that_is_no_result(
 
 
 def test_a_fresh_run_throws_the_result_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.cli.Runner.run", lambda runner, **_: True)
+    monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: True)
     path = written(tmp_path / "mine.json", json.dumps({"schema": 1, "plan": {"name": "another"}, "turns": []}))
     done = CliRunner().invoke(benchmarks, ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"])
     assert done.exit_code == 0, done.output

@@ -14,9 +14,10 @@ from benchmarks import child
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import Acceptance, Arm, Plugin, expected_length
 from benchmarks.loads import Load, make_requests
-from benchmarks.plans import CPU_ENGINE, CPU_ENVIRONMENT, find_soak
+from benchmarks.plans.engines import CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import Method, find_shape
-from benchmarks.soak_runs import run_soak
+from benchmarks.soak.run import run_soak
+from benchmarks.soak.soaks import find_soak
 from benchmarks.timing import time_run
 from vllm_async_spec.audit.report import Report
 

@@ -15,7 +15,7 @@ import torch
 from benchmarks import child
 from benchmarks.arms import Acceptance, Arm, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import Method
 
 pytestmark = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from typing import Any, NoReturn
@@ -16,24 +15,17 @@ from typing import Any, NoReturn
 from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm
 from vllm_async_spec.audit.loads import LoadError, Work
 from vllm_async_spec.audit.report import Report
+from vllm_async_spec.json_child import answering
 
 
 def main() -> None:
     """Make the engine, audit it, and say what was found."""
-    # What anybody prints goes to the log; the answers have the real standard output for themselves.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-
-    def say(**what: Any) -> None:
-        print(json.dumps(what), file=answers)
-
-    try:
-        say(report=_audit(json.loads(sys.argv[1]), lambda stage: say(stage=stage)).to_dict())
-    except (AuditError, LoadError) as error:
-        say(error=str(error))
-    except Exception as error:
-        say(error=f"{type(error).__name__}: {' '.join(str(error).split())}")
-        raise
+    with answering() as answer:
+        try:
+            report = _audit(json.loads(sys.argv[1]), lambda stage: answer({"stage": stage}))
+            answer({"report": report.to_dict()})
+        except (AuditError, LoadError) as error:
+            answer({"error": str(error)})
 
 
 def _audit(setup: dict[str, Any], stage: Any) -> Report:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm_async_spec import json_child
 from vllm_async_spec.audit.engine import AuditError, command_line, most_seconds
 from vllm_async_spec.audit.loads import Work
 from vllm_async_spec.audit.report import Load, Report
@@ -44,26 +44,15 @@ def audit_model(
     environment = os.environ | {"VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not plugin:
         environment["VLLM_ASYNC_SPEC"] = "off"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    answer: dict[str, Any] = {"error": "it ended without a word"}
-    with (
-        log.open("w") as stderr,
-        subprocess.Popen(
-            [sys.executable, "-m", "vllm_async_spec.audit.child", json.dumps(setup)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=environment,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            answer = json.loads(line)
-            if "stage" not in answer:
-                break
+    with json_child.start(
+        [sys.executable, "-m", "vllm_async_spec.audit.child", json.dumps(setup)],
+        log=log,
+        env=environment,
+        fail=lambda why: AuditError(f"the engine could not be audited: {why}"),
+        end_s=None,  # killed, it would leave vLLM's own processes behind
+    ) as child:
+        while "report" not in (answer := child.answer()):
             stage(answer["stage"])
-    if "report" not in answer:
-        raise AuditError(f"the engine could not be audited: {answer.get('error', 'it ended early')} (log: {log})")
     return dataclasses.replace(Report.from_dict(answer["report"]), command=command_line())
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,7 +14,9 @@ from typing import Any
 
 from rich.progress import Progress
 
+from vllm_async_spec import json_child
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
+from vllm_async_spec.json_child import Child
 
 
 class DemoError(RuntimeError):
@@ -188,33 +189,9 @@ def _failures(results: tuple[Result, ...]) -> Iterator[str]:
             yield f"{result.way}: asynchronous scheduling is {'on' if result.async_scheduling else 'off'}"
 
 
-class _Engine:
-    """The process of one engine."""
-
-    def __init__(self, way: Way, process: subprocess.Popen[str], log: Path) -> None:
-        self._way, self._process, self._log = way, process, log
-
-    def wait_until_ready(self) -> None:
-        self._answer()
-
-    def ask(self, command: str) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its last line, or its log, says why
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": f"it ended; its log is {self._log}"}
-        if "error" in answer:
-            raise DemoError(f"the engine for {self._way.name!r} failed: {answer['error']} (log: {self._log})")
-        return answer
-
-
-@contextlib.contextmanager
-def _engine(way: Way, models: DemoModels, draft_tokens: int, max_tokens: int, log_dir: Path) -> Iterator[_Engine]:
+def _engine(
+    way: Way, models: DemoModels, draft_tokens: int, max_tokens: int, log_dir: Path
+) -> contextlib.AbstractContextManager[Child]:
     setup = {
         "target": str(models.target),
         "draft": str(models.draft) if way.speculative else None,
@@ -231,29 +208,12 @@ def _engine(way: Way, models: DemoModels, draft_tokens: int, max_tokens: int, lo
         "HF_HUB_OFFLINE": "1",
     }
     environment.pop("VLLM_ASYNC_SPEC_SYNC", None)
-    log_dir.mkdir(parents=True, exist_ok=True)
-    log = log_dir / f"{way.name.replace(', ', '-').replace(' ', '-')}.log"
-    command = [sys.executable, "-m", "vllm_async_spec.demo.engine", json.dumps(setup)]
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-        )
-        try:
-            yield _Engine(way, process, log)
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let it end by itself, so that its log is whole, but not for long."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.close()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    return json_child.start(
+        [sys.executable, "-m", "vllm_async_spec.demo.engine", json.dumps(setup)],
+        log=log_dir / f"{way.name.replace(', ', '-').replace(' ', '-')}.log",
+        env=environment,
+        fail=lambda why: DemoError(f"the engine for {way.name!r} failed: {why}"),
+    )
 
 
 def _device_and_vllm() -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """One engine of the demo, in a process of its own: `python -m vllm_async_spec.demo.engine SETUP.json`.
 
-It answers the commands that it reads from its standard input, a line of JSON each, with a line of JSON each. The
-engine is in this process, not in a child of it, so that the probe sees the thread that drives the device.
+It carries out commands by `json_child`. The engine is in this process, not in a child of it, so that the probe sees the
+thread that drives the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+from vllm_async_spec.json_child import serve
 
 Setup = dict[str, Any]
 """What the parent asks for: `target`, `draft` (or null), `draft_tokens`, `async_scheduling` (or null), `prompts`,
@@ -114,18 +116,7 @@ class DemoEngine:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    # What anybody prints goes to the log; the answers have the real standard output for themselves.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    try:
-        engine = DemoEngine(json.loads(sys.argv[1]))
-        commands = {"describe": engine.describe, "generate": engine.generate, "probe": engine.probe}
-        print(json.dumps({"ready": True}), file=answers)
-        for line in sys.stdin:
-            print(json.dumps(commands[line.strip()]()), file=answers)
-    except Exception as error:
-        print(json.dumps({"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}), file=answers)
-        raise
+    serve(lambda: DemoEngine(json.loads(sys.argv[1])), "describe", "generate", "probe")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Delays put the device behind the host, where a buffer that is used again too early, or a length that is read too soon,
 does its harm. Stock served the same requests before, without delays, and said at each token which others were close
 behind: where a batch has another size, kernels add up in another order and may swap two that are close, and after such
-a swap a request has a course of its own. Soaking stock itself shows how close that is: see `soak_runs.Soak.undrafted`.
+a swap a request has a course of its own. Soaking stock itself shows how close that is: see `soaks.Soak.undrafted`.
 """
 
 from __future__ import annotations

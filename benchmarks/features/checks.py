@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.features import CHOICES, MIN_TOKENS, REGEX, SCHEMA_KEYS, Ask, Feature, banned_pairs
+from benchmarks.features.cases import CHOICES, MIN_TOKENS, REGEX, SCHEMA_KEYS, Ask, Feature, banned_pairs
 
 Served = dict[str, Any]
-"""What `feature_engine.serve_feature` returns."""
+"""What `engine.serve_feature` returns."""
 Check = Callable[[Sequence[Ask], Served], tuple[bool, str]]
 """Whether it holds, and what was seen."""
 

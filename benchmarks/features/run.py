@@ -15,14 +15,15 @@ from typing import Any
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
-from benchmarks.child import Child, ChildError
-from benchmarks.controls import RUNNER_RELEASES
-from benchmarks.feature_checks import Served, check
-from benchmarks.feature_files import write_adapter, write_tokenizer
-from benchmarks.features import LOAD, STIRRED, STOCK_AGAIN, Feature
-from benchmarks.plans import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
+from benchmarks.child import ChildError
+from benchmarks.features.cases import LOAD, STOCK_AGAIN, Feature
+from benchmarks.features.checks import Served, check
+from benchmarks.features.files import write_adapter, write_tokenizer
+from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE, STIRRED
 from benchmarks.shapes import find_shape
-from benchmarks.soak import NEAR, Expected, Verdict
+from benchmarks.soak.controls import RUNNER_RELEASES
+from benchmarks.soak.engine import NEAR, Expected, Verdict
+from vllm_async_spec.json_child import Child
 
 _GPU = {
     **GPU_ENGINE,
@@ -75,7 +76,7 @@ def run_features(
         features: the cases.
         place: where.
         plugin: of the subject; stock, held to itself, shows what noise is.
-        control: how to break the subject on purpose, a key of `soak.CONTROLS`; None: not at all.
+        control: how to break the subject on purpose, a key of `soak.engine.CONTROLS`; None: not at all.
         report: told a line for each engine.
 
     Yields:

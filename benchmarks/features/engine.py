@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.features import Ask, Feature
-from benchmarks.soak import CHOICES, expected_of, runner_of
+from benchmarks.features.cases import Ask, Feature
+from benchmarks.soak.engine import CHOICES, expected_of, runner_of
 
 
 @dataclass(slots=True)

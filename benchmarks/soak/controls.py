@@ -1,4 +1,4 @@
-"""Where breaking an engine on purpose means something; what each control does to it is in `soak`."""
+"""Where breaking an engine on purpose means something; what each control does to it is in `soak.engine`."""
 
 from __future__ import annotations
 

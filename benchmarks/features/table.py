@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.features import FEATURES, STOCK_AGAIN, Feature
+from benchmarks.features.cases import FEATURES, STOCK_AGAIN, Feature
 from benchmarks.present import Grid
 
 NOT_RUN = "not run"

@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.acceptance import make_orbit
-from benchmarks.arms import Acceptance, Means
 from benchmarks.loads import Load
+from benchmarks.plans.engines import STIRRED
 from benchmarks.shapes import Method, find_shape
 
 LOAD = Load("features", requests=16, running=16, prompt=(1, 288), output=(1, 64))
 """Bounds of every case's requests, by which an engine is sized."""
-STIRRED = Acceptance(0.9, Means.STIRRED)
 REGEX = r"[a-z]{3,9}( [a-z]{2,9}){2}[.!]"
 CHOICES = ("draft", "target", "neither of them")
 SCHEMA_KEYS = {"name", "up"}
@@ -63,7 +62,7 @@ class Feature:
     asks: Callable[[], list[Ask]]
     """Its requests, the same at each call. `twins` makes pairs, of which the second has what the case is about."""
     seen: tuple[str, ...] = ()
-    """What has to be seen, by the names of `feature_checks.CHECKS`."""
+    """What has to be seen, by the names of `checks.CHECKS`."""
     shape: str = "tiny"
     method: Method = Method.EAGLE
     fallback: str | None = None

@@ -6,14 +6,14 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import child
-from benchmarks.arms import Arm, Plugin
-from benchmarks.loads import Load
-from benchmarks.soak import NEAR, NOTED
+from benchmarks.arms import Plugin
+from benchmarks.soak.engine import NEAR, NOTED
+from benchmarks.soak.soaks import Soak
 
 _LEG_SECONDS = 60.0
 _NOISE_SECONDS = 15.0
@@ -21,24 +21,6 @@ _NOISE_SECONDS = 15.0
 
 class SoakError(RuntimeError):
     """A soak can't tell anything; the message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Soak:
-    """One engine that is to say what stock says, whatever the delays."""
-
-    name: str
-    subject: Arm
-    load: Load
-    undrafted: bool = False
-    """Whether stock says what is right without drafts, where with drafts it is wrong itself; it then serves the same
-    once more under random arrivals, and how far it is from itself is what the subject is allowed."""
-
-    @property
-    def oracle(self) -> Arm:
-        """Stock, which says what is right."""
-        method = None if self.undrafted else self.subject.method
-        return replace(self.subject, name="stock", plugin=Plugin.STOCK, method=method)
 
 
 def allowed(noise: Mapping[str, Any]) -> float:
@@ -81,7 +63,7 @@ def run_soak(
         plugin: the plugin in the subject; stock, held to itself, shows what noise is.
         seconds: for how long requests arrive.
         seed: of arrivals and delays.
-        control: how to break the plugin on purpose, a key of `soak.CONTROLS`; None: not at all.
+        control: how to break the plugin on purpose, a key of `engine.CONTROLS`; None: not at all.
         envs: by vLLM release, a shell file to source first, or a Python.
         cache: folder for directories of models and for logs.
         report: told a line for each engine.

@@ -1,0 +1,16 @@
+"""The command line: `python -m benchmarks COMMAND`; `--help` lists the commands."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks.cli import measurements, results, tokens
+
+app = typer.Typer(
+    help="Every measurement of this project; docs/benchmarks.md says how to read one.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for family in (results, measurements, tokens):
+    app.add_typer(family.app)  # without a name of its own: its commands are the app's

@@ -1,0 +1,77 @@
+"""What the commands share: options, one sentence for a mistake, and telling a result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.runner import installed_vllm
+
+Env = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
+]
+Cache = Annotated[Path, typer.Option(help="Folder for model directories and logs.")]
+CACHE = Path(".cache/benchmarks")
+_PAGE = 150
+"""Columns of a table that goes to a file, which has no width of its own."""
+
+console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
+
+
+def fail(message: str) -> NoReturn:
+    """End with a sentence on stderr, and exit code 1."""
+    typer.echo(f"benchmarks: {message}", err=True)
+    raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def failing(*errors: type[Exception]) -> Iterator[None]:
+    """End with the message of any of `errors`, which is one sentence for whoever gave the command."""
+    try:
+        yield
+    except errors as error:
+        fail(str(error))
+
+
+def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:
+    """By vLLM release, what was given for it; the release that is needed is there, or installed here."""
+    environments = {}
+    for each in given or []:
+        release, _, file = each.partition("=")
+        if not file:
+            fail(f"--env is {each!r}; it must be RELEASE=FILE, such as 0.32.0=/opt/vllm-0.32.0/env.sh")
+        if not Path(file).is_file():
+            fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python")
+        environments[release] = Path(file).absolute()
+    if needed not in (None, installed_vllm(), *environments):
+        fail(f"no environment has vLLM {needed}; give --env {needed}=FILE")
+    return environments
+
+
+def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:
+    """Print a result, and write it where that was asked for."""
+    console.print(table)
+    for remark in remarks:
+        typer.echo(remark)
+    write_json(found, json_file)
+
+
+def write_json(found: Mapping[str, Any], json_file: Path | None) -> None:
+    """Write a result where that was asked for."""
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def say(line: str) -> None:
+    """Print a line as it is, however long."""
+    console.print(escape(line), highlight=False, soft_wrap=True)

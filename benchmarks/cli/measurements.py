@@ -1,0 +1,186 @@
+"""Commands that measure one thing each, and those of transformers; each imports what it measures when it is given."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cli.common import failing, tell, write_json
+
+app = typer.Typer()
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the result here too.")]
+
+
+@app.command()
+def trace(
+    technique: Annotated[str, typer.Argument(help="stopping, static, interleaving or batching.")],
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where the timeline goes; `plot` draws it.")],
+    model: Annotated[str, typer.Option(help="Its size, with random weights; the technique's own if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's own number if 0.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=20, help="Steps that are shown of each arm.")] = 3,
+    drafts: Annotated[int, typer.Option(min=0, help="Of batching: drafts of each sequence and step.")] = 0,
+) -> None:
+    """Record a few decode steps of a technique on a GPU, with its wait and without."""
+    from benchmarks.tracing import TraceError, record, write
+    from vllm_async_spec.generation.batching import AttentionChoiceError
+
+    command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+    with failing(AttentionChoiceError, TraceError):
+        found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command)
+    write(found, out)
+    for name, arm in found["arms"].items():
+        typer.echo(f"{name}: {arm['step_us']} µs a step, {arm['critical_waits']} critical waits a step, while recorded")
+    typer.echo(f"written to {out}")
+
+
+@app.command()
+def host_time(
+    json_file: _Json = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+) -> None:
+    """Host time that the plugin adds to constructing vLLM's attention metadata."""
+    from benchmarks.host_time import measure, table
+
+    found = measure(rounds)
+    tell(found, table(found), json_file=json_file)
+
+
+@app.command()
+def held(
+    json_file: _Json = None,
+    times: Annotated[int, typer.Option(min=1, help="How often each call is looked at.")] = 20,
+) -> None:
+    """How long single calls of a step hold the host while the device is busy."""
+    from benchmarks.held import HeldError, measure, table
+
+    with failing(HeldError):
+        found = measure(times)
+    tell(found, table(found), json_file=json_file)
+
+
+@app.command()
+def kernels(
+    json_file: _Json = None,
+    tokens: Annotated[int, typer.Option(min=2, max=32, help="Query tokens of each request.")] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads, of 32 query heads.")] = 8,
+) -> None:
+    """How long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
+    from benchmarks.kernels import KernelError, measure, table
+
+    with failing(KernelError):
+        found = measure(tokens, kv_heads)
+    tell(found, table(found), json_file=json_file)
+
+
+@app.command()
+def plan_time(
+    json_file: _Json = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each, every builder has two turns.")] = 5,
+) -> None:
+    """Host time of a step's metadata with FlashInfer: vLLM's builder and the plugin's, on a GPU."""
+    from benchmarks.plan_time import PlanTimeError, measure, table
+    from vllm_async_spec.compat.suite import prepare
+
+    prepare(None)
+    with failing(PlanTimeError):
+        found = measure(rounds)
+    tell(found, table(found), json_file=json_file)
+
+
+@app.command()
+def step_time(
+    json_file: _Json = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+) -> None:
+    """Host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and takes away."""
+    from benchmarks.step_time import StepTimeError, measure, table
+
+    with failing(StepTimeError):
+        found = measure(batch, rounds)
+    tell(found, table(found), json_file=json_file)
+
+
+@app.command()
+def generation(
+    json_file: _Json = None,
+    model: Annotated[str, typer.Option(help="tiny, gpt2 or medium, with random weights.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
+    passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Arms of torch.compile, on a GPU.")] = True,
+    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all but tuned ones if unset.")] = "",
+) -> None:
+    """transformers' generate: stop checks waited for and not, and a decode loop of our own."""
+    import torch
+
+    from benchmarks.generation import ARMS, COMPILED, GenerationError, measure, notes, table
+
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    every = [*ARMS, *(COMPILED if compiled and chosen.startswith("cuda") else [])]
+    names = _named(arms, every)
+    with failing(GenerationError):
+        found = measure(size=model, device=chosen, batch=batch, new_tokens=new_tokens, passes=passes, arms=names)
+    tell(found, table(found), notes(found), json_file)
+
+
+@app.command()
+def batching(
+    json_file: _Json = None,
+    model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "tiny",
+    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
+    requests: Annotated[int, typer.Option(min=0, help="Sequences in all; those of one batch if 0.")] = 0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 64,
+    passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 3,
+    attention: Annotated[str, typer.Option(help="Of the batcher; its option of this name.")] = "auto",
+    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
+    drafts: Annotated[int, typer.Option(min=0, help="Drafts of each sequence and step, for arms that draft.")] = 0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the decodes of our arms.")] = False,
+) -> None:
+    """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own.
+
+    What it does is told on stderr as it does it. The file is written after each pass, and says whether it is complete.
+    """
+    import torch
+
+    from benchmarks.batching import measure, notes, table
+    from benchmarks.batching_arms import ARMS, DRAFTED, BatchingError
+    from vllm_async_spec.generation.batching import AttentionChoiceError
+
+    with failing(AttentionChoiceError, BatchingError):
+        found = measure(
+            size=model,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            batch=batch,
+            requests=requests or batch,
+            prompt=prompt,
+            new_tokens=new_tokens,
+            passes=passes,
+            attention=attention,
+            arms=_named(arms, [*ARMS, *(DRAFTED if drafts else ())]),
+            drafts=drafts,
+            compiled=compiled,
+            say=_progress(),
+            keep=lambda so_far: write_json(so_far, json_file),
+        )
+    tell(found, table(found), notes(found), json_file)
+
+
+def _named(arms: str, otherwise: Sequence[str]) -> list[str]:
+    """The arms that `--arms` names; the others if it is unset."""
+    return [name.strip() for name in arms.split(",")] if arms else list(otherwise)
+
+
+def _progress() -> Callable[[str], None]:
+    """Tells on stderr what is being done, each time with the seconds since now."""
+    start = time.monotonic()
+    return lambda line: typer.echo(f"{time.monotonic() - start:6.1f} s: {line}", err=True)

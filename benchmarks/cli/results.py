@@ -1,0 +1,132 @@
+"""Commands of plans: run one, show and draw results, write the tables made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.arms import Plan, PlanError
+from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, say, tell
+from benchmarks.loads import LoadError
+from benchmarks.plans import PLANS, find_plan
+from benchmarks.present import grid, notes
+from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
+from benchmarks.runner import Runner
+from benchmarks.shapes import ShapeError
+from benchmarks.summary import against
+from benchmarks.tables import TableError, documents, rewrite
+
+app = typer.Typer()
+
+
+@app.command()
+def run(
+    plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
+    only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
+    env: Env = None,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the result file; that of the plan if unset.")] = "",
+    turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
+    budget_s: Annotated[float, typer.Option(min=0, help="Begin no turn that would end later than this; 0: none.")] = 0,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try turns again that failed.")] = False,
+    cache: Cache = CACHE,
+) -> None:
+    """Run what a plan's result file lacks, and write it after every turn.
+
+    Exit code 0: all that was asked for is there; 1: turns are left, or one failed.
+    """
+    try:
+        chosen = _adjusted(find_plan(plan), turns, seconds, audit)
+        path = out / f"{name or chosen.name}.json"
+        if fresh and path.is_file():
+            read_result(path)  # or it is no result, and not ours to throw away
+            path.unlink()
+        result = ResultFile(path, chosen)
+        command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+        runner = Runner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
+    except (PlanError, LoadError, ShapeError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted; what was finished is kept, and the same command goes on from there")
+    if result.turns:
+        _show(result.document)
+        typer.echo(f"written to {result.path}")
+    raise typer.Exit(0 if done and not any("error" in turn for turn in result.turns) else 1)
+
+
+@app.command()
+def show(
+    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
+    to: Annotated[str, typer.Option("--against", help="Compare with this arm instead of the plan's reference.")] = "",
+) -> None:
+    """Print results that are there."""
+    for path in files or result_files():
+        found = _read(path)
+        with failing(PlanError):
+            _show(against(found, to) if to else found)
+
+
+@app.command()
+def plot(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Files of results and traces; all of them if none.")
+    ] = None,
+    form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
+) -> None:
+    """Draw the figure of each result or trace: beside its JSON, or in .cache/figures for this repository's own."""
+    if form not in ("svg", "png"):
+        fail(f"--format is {form!r}; it must be svg or png")
+    try:
+        from benchmarks.plot import draw
+
+        for path in files or [*result_files(), *trace_files()]:
+            figure = figure_of(path, form)
+            draw(_read(path, traces=True), figure)
+            typer.echo(str(figure))
+    except ModuleNotFoundError as error:
+        fail(f"{error}; `pip install 'vllm-async-spec[bench]'` has it")
+
+
+@app.command()
+def tables(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
+) -> None:
+    """Write the tables in docs/*.md from the results."""
+    with failing(TableError, PlanError):
+        stale = rewrite(documents())
+    if check and stale:
+        fail(f"stale tables in {', '.join(path.name for path in stale)}; `python -m benchmarks tables` writes them")
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
+        typer.echo(str(path))
+
+
+def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:
+    steps = plan.audit_steps if audit else 0
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, audit_steps=steps)
+
+
+def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
+    try:
+        return (read_trace(path) if traces else None) or read_result(path)
+    except (OSError, ValueError) as error:
+        fail(f"{path} can't be read: {error}")
+
+
+def _show(document: dict[str, Any]) -> None:
+    found = grid(document)
+    table = Table(*found.head, title=document["plan"]["about"])
+    for row in found.rows:
+        table.add_row(*map(escape, row))
+    tell(document, table, notes(document))

@@ -1,0 +1,141 @@
+"""Commands that hold an engine's tokens to stock's: soaks, and cases of vLLM's features."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.arms import PlanError, Plugin
+from benchmarks.child import ChildError
+from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, say
+from benchmarks.features.cases import FEATURES, FeatureError, find_feature
+from benchmarks.features.run import Place, in_short, run_features
+from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
+from benchmarks.soak.run import SoakError, run_soak
+from benchmarks.soak.soaks import SOAKS, Soak, find_soak
+
+app = typer.Typer()
+_Out = Annotated[Path | None, typer.Option(help="Folder of the results; none is written if unset.")]
+_Plugin = Annotated[
+    Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
+]
+
+
+@app.command()
+def soak(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(SOAKS)}.")],
+    seconds: Annotated[float, typer.Option(min=1, help="For how long requests arrive.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of arrivals and delays.")] = 0,
+    plugin: _Plugin = Plugin.ON,
+    control: Annotated[
+        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(SOAK_CONTROLS)}.")
+    ] = "",
+    env: Env = None,
+    out: _Out = None,
+    cache: Cache = CACHE,
+) -> None:
+    """Serve requests under random arrivals and, on a GPU, random delays, and hold each to stock's tokens.
+
+    The file is written once a minute, so that a soak which is cut off was not for nothing.
+
+    Exit code 0: no token differs; 1: one does, or an engine died.
+    """
+    _check_control(control, SOAK_CONTROLS, plugin)
+    path: Path | None = None
+    with failing(PlanError, ChildError, SoakError):
+        chosen = find_soak(name)
+        if control:
+            _check_shown(control, chosen)
+        for found in run_soak(
+            chosen,
+            plugin=plugin,
+            seconds=seconds,
+            seed=seed,
+            control=control or None,
+            envs=find_environments(env, chosen.subject.release),
+            cache=cache,
+            report=say,
+        ):
+            if out is not None:
+                path = _written(out, f"soak-{name}", found)
+    if path is not None:
+        typer.echo(f"written to {path}")
+    outcomes, delayed = found["outcomes"], sum(found["delays"].values())
+    typer.echo(
+        f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "
+        f"{outcomes['same']} as stock, {outcomes['swapped']} with a near tie swapped "
+        f"(at most {found['widest_swap']:.3f} apart), "
+        f"{outcomes['different']} different; fallbacks {found['fallbacks']}"
+    )
+    for index, place, behind in found["first_different"]:
+        choice = "none of its next four choices" if behind is None else f"a choice {behind:.3f} behind"
+        typer.echo(f"  request {index} differs from its token {place} on: {choice}")
+    raise typer.Exit(1 if outcomes["different"] else 0)
+
+
+@app.command()
+def features(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"All, or some of: {', '.join(FEATURES)}.")
+    ] = None,
+    release: Annotated[str, typer.Option(help="The vLLM release that it must be; this environment's if unset.")] = "",
+    plugin: _Plugin = Plugin.ON,
+    control: Annotated[
+        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(FEATURE_CONTROLS)}.")
+    ] = "",
+    cpu: Annotated[bool, typer.Option("--cpu", help="As far as a CPU engine goes, without delays.")] = False,
+    env: Env = None,
+    out: _Out = None,
+    cache: Cache = CACHE,
+) -> None:
+    """Serve small cases of what else vLLM can do, stock and with the plugin, and hold the tokens to stock's.
+
+    Exit code 0: every case is as stock, or vLLM itself refuses it; 1: one is not, or an engine died.
+    """
+    _check_control(control, FEATURE_CONTROLS, plugin)
+    if control and (cpu or release not in RUNNER_RELEASES):
+        fail(f"--control {control} breaks {BREAKS[control]}; give --release {RUNNER_RELEASES[-1]}, and not --cpu")
+    envs = find_environments(env, release or None)
+    with failing(FeatureError):
+        chosen = [find_feature(name) for name in names or FEATURES]
+    for feature in chosen:
+        if cpu and feature.no_cpu:
+            say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")
+    chosen = [feature for feature in chosen if not (cpu and feature.no_cpu)]
+    place = Place(release or None, envs.get(release), cache, cpu)
+    right = True
+    for feature, found in run_features(chosen, place, plugin=plugin, control=control or None, report=say):
+        right = right and found["verdict"] != "wrong"
+        if out is not None:
+            _written(out, f"features-{feature.name}", found)
+        say(in_short(found))
+    raise typer.Exit(0 if right else 1)
+
+
+def _check_control(control: str, known: Sequence[str], plugin: Plugin) -> None:
+    if control not in ("", *known):
+        fail(f"--control is {control!r}; it must be one of {', '.join(known)}")
+    if control in BREAKS and plugin is not Plugin.ON:
+        fail(f"--control {control} breaks the plugin, and --plugin is {plugin.value}; leave out one of the two")
+
+
+def _check_shown(control: str, chosen: Soak) -> None:
+    """Refuse a control that breaks nothing of this soak, which would then be as green as without it."""
+    shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
+    if chosen.name not in shown:
+        broken = f"{BREAKS[control]}, and nothing of soak {chosen.name}"
+        fail(f"--control {control} breaks {broken}; give one of {', '.join(shown)}")
+
+
+def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
+    """The file that a result is now in; its name says what was broken, or whose vLLM it was."""
+    control, plugin = found["control"], found["plugin"]
+    kind = f"-control-{control}" if control else "" if plugin == Plugin.ON.value else f"-{plugin}"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stem}{kind}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return path

@@ -1,0 +1,48 @@
+"""The plans that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.arms import Plan, PlanError
+from benchmarks.plans.baseline import baseline, baseline_tiny
+from benchmarks.plans.flashinfer import flashinfer, flashinfer_audit, flashinfer_before, flashinfer_older_gpu
+from benchmarks.plans.optimistic import optimistic, optimistic_audit, optimistic_peers
+from benchmarks.plans.overhead import defaults, overhead, overhead_tiny
+
+
+def find_plan(name: str) -> Plan:
+    """The plan of this name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name not in PLANS:
+        raise PlanError(f"there is no plan {name!r}; there are {', '.join(PLANS)}")
+    return PLANS[name]()
+
+
+PLANS: dict[str, Callable[[], Plan]] = {
+    "overhead-tiny": overhead_tiny,
+    "overhead-1b": lambda: overhead("1b"),
+    "overhead-8b": lambda: overhead("8b"),
+    "overhead-moe": lambda: overhead("moe"),
+    "overhead-mla": lambda: overhead("mla"),
+    "defaults-1b": lambda: defaults("1b"),
+    "defaults-8b": lambda: defaults("8b"),
+    "flashinfer-1b": lambda: flashinfer("1b"),
+    "flashinfer-8b": lambda: flashinfer("8b"),
+    "flashinfer-8b-fa2": lambda: flashinfer_older_gpu("8b"),
+    "flashinfer-8b-0.26.0-V1": lambda: flashinfer_before("8b", "V1"),
+    "flashinfer-8b-0.26.0-V2": lambda: flashinfer_before("8b", "V2"),
+    "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
+    "optimistic-1b": lambda: optimistic("1b"),
+    "optimistic-8b": lambda: optimistic("8b"),
+    "optimistic-1b-compiled": lambda: optimistic("1b", compiled=True),
+    "optimistic-8b-compiled": lambda: optimistic("8b", compiled=True),
+    "optimistic-peers-8b": lambda: optimistic_peers("8b"),
+    "optimistic-audit-1b": lambda: optimistic_audit("1b"),
+    "optimistic-audit-8b": lambda: optimistic_audit("8b"),
+    "baseline": baseline,
+    "baseline-tiny": baseline_tiny,
+}

@@ -1,0 +1,125 @@
+"""FlashInfer: the plugin on, off and not loaded, by release, runner and kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks import older_gpu
+from benchmarks.arms import Arm, Plan, Plugin
+from benchmarks.loads import find_loads
+from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, GPU_ENGINE, NATIVE, SIX_OF_8B
+
+
+def flashinfer(shape: str) -> Plan:
+    """FlashInfer as each finds it on a machine without the artifact server, and what else there is to hold it to.
+
+    `stock-xqa` is told that it may use XQA, as if the server had answered. `plugin-native` is told not to, and decodes
+    with the wrappers that are planned on the host, as `stock` does.
+    """
+
+    def arm(name: str, plugin: Plugin, attention: dict[str, Any], **environment: str) -> Arm:
+        engine = GPU_ENGINE | SIX_OF_8B | {"attention_config": attention}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine, environment=environment)
+
+    return _flashinfer(
+        name=f"flashinfer-{shape}",
+        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin, FLASHINFER) for plugin in Plugin),
+            arm("plugin-native", Plugin.ON, FLASHINFER | NATIVE),
+            arm("stock-xqa", Plugin.STOCK, FLASHINFER, VLLM_HAS_FLASHINFER_CUBIN="1"),
+            arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
+        ),
+    )
+
+
+def flashinfer_before(shape: str, runner: str) -> Plan:
+    """FlashInfer in vLLM 0.26.0, which decodes drafts with the wrappers alone, in one of its two runners."""
+
+    def arm(name: str, plugin: Plugin, backend: str = "FLASHINFER") -> Arm:
+        engine = GPU_ENGINE | SIX_OF_8B | {"attention_backend": backend}
+        return Arm(name, shape, plugin=plugin, release="0.26.0", runner=runner, acceptance=ACCEPTANCE, engine=engine)
+
+    return _flashinfer(
+        name=f"flashinfer-{shape}-0.26.0-{runner}",
+        about=f"FlashInfer in the {runner} runner of vLLM 0.26.0 with the plugin on, off and not loaded, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin) for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+    )
+
+
+def flashinfer_older_gpu(shape: str) -> Plan:
+    """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on whatever GPU there is."""
+    engine = GPU_ENGINE | SIX_OF_8B | {"attention_config": FLASHINFER | NATIVE}
+    return _flashinfer(
+        name=f"flashinfer-{shape}-fa2",
+        about=f"FlashInfer as on Ampere and Ada with the plugin on, off and not loaded, {shape} shape",
+        arms=tuple(
+            Arm(
+                plugin.value,
+                shape,
+                plugin=plugin,
+                acceptance=ACCEPTANCE,
+                engine=engine,
+                environment=older_gpu.ENVIRONMENT,
+            )
+            for plugin in Plugin
+        ),
+    )
+
+
+def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
+    """Engines side by side, so that a pass takes two minutes, and the host changes little in it."""
+    return Plan(
+        name=name,
+        about=about,
+        arms=arms,
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=4,
+        seconds=2.0,
+        repetitions=2,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
+    )
+
+
+def flashinfer_audit(shape: str) -> Plan:
+    """Where the time goes with FlashInfer and the plugin, by release, runner and kernels.
+
+    Beside the V1 runner, whose own work may take the host longer than the device: FLASH_ATTN in it, the plugin off.
+    """
+    attention = {
+        "any": FLASHINFER,
+        "native": FLASHINFER | NATIVE,
+        "FLASH_ATTN": {"backend": "FLASH_ATTN"},
+    }
+
+    def arm(release: str, runner: str, kernels: str) -> Arm:
+        return Arm(
+            f"{release}-{runner}-{kernels}",
+            shape,
+            plugin=Plugin.NOOP if kernels == "FLASH_ATTN" else Plugin.ON,
+            release=release,
+            runner=runner,
+            acceptance=ACCEPTANCE,
+            engine=GPU_ENGINE | {"attention_config": attention[kernels]},
+            labels={"vLLM": release, "runner": runner, "kernels": kernels, "size": shape},
+        )
+
+    return Plan(
+        name=f"flashinfer-audit-{shape}",
+        about=f"FlashInfer with the plugin on, by release, runner and kernels, {shape} shape",
+        arms=(
+            *(arm(release, "V1", kernels) for release in ("0.26.0", "0.32.0") for kernels in ("any", "FLASH_ATTN")),
+            *(arm(release, "V2", "any") for release in ("0.26.0", "0.32.0")),
+            arm("0.32.0", "V2", "native"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=1,
+        seconds=2.0,
+        repetitions=2,
+        audit_steps=64,
+    )

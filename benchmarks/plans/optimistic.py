@@ -1,0 +1,103 @@
+"""The V1 runner of vLLM 0.18.1 without its wait for accepted counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.arms import Arm, Plan, Plugin
+from benchmarks.loads import find_loads
+from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, GPU_ENGINE
+
+
+def optimistic(shape: str, *, compiled: bool = False) -> Plan:
+    """vLLM 0.18.1 without its wait for accepted counts, with it, and scheduled synchronously.
+
+    `compiled` leaves compilation to vLLM, whose own choice takes a minute more to start: Inductor, and CUDA graphs for
+    the pieces of drafting between attention too, which otherwise is launched one operation at a time.
+    """
+    base = COMPILED_ENGINE if compiled else GPU_ENGINE
+    arm = partial(_flash_arm, shape=shape, release="0.18.1", runner="V1", base=base)
+
+    return Plan(
+        name=f"optimistic-{shape}{'-compiled' if compiled else ''}",
+        about=f"vLLM 0.18.1 with the plugin on, off and not loaded, and synchronous, {shape} shape"
+        f"{', compiled by vLLM' if compiled else ''}",
+        arms=(
+            arm("stock", plugin=Plugin.STOCK),
+            arm("plugin", plugin=Plugin.ON),
+            arm("noop", plugin=Plugin.NOOP),
+            arm("synchronous", plugin=Plugin.STOCK, async_scheduling=False),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=4,
+        seconds=2.0,
+        reference="stock",
+        control="noop",
+    )
+
+
+def optimistic_peers(shape: str) -> Plan:
+    """vLLM 0.18.1 with the plugin, and what later releases make of the same."""
+    return Plan(
+        name=f"optimistic-peers-{shape}",
+        about=f"vLLM 0.18.1 with the plugin beside later releases without it, {shape} shape",
+        arms=(
+            _flash_arm("0.18.1, plugin", shape, Plugin.ON, "0.18.1", "V1"),
+            _flash_arm("0.20.2", shape, Plugin.STOCK, "0.20.2", "V1"),
+            _flash_arm("0.26.0", shape, Plugin.STOCK, "0.26.0", "V2"),
+            _flash_arm("0.32.0", shape, Plugin.STOCK, "0.32.0", "V2"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=4,
+        seconds=2.0,
+        reference="0.18.1, plugin",
+        control=None,
+    )
+
+
+def _flash_arm(
+    name: str,
+    shape: str,
+    plugin: Plugin,
+    release: str,
+    runner: str,
+    base: Mapping[str, Any] = GPU_ENGINE,
+    **engine: Any,
+) -> Arm:
+    return Arm(
+        name,
+        shape,
+        plugin=plugin,
+        release=release,
+        runner=runner,
+        acceptance=ACCEPTANCE,
+        engine={**base, "attention_backend": "FLASH_ATTN"} | engine,
+    )
+
+
+def optimistic_audit(shape: str) -> Plan:
+    """Where the time of vLLM 0.18.1 goes with the plugin on and off."""
+    return Plan(
+        name=f"optimistic-audit-{shape}",
+        about=f"vLLM 0.18.1 with the plugin on and off, audited, {shape} shape",
+        arms=tuple(
+            Arm(
+                plugin.value,
+                shape,
+                plugin=plugin,
+                release="0.18.1",
+                runner="V1",
+                acceptance=ACCEPTANCE,
+                engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"},
+                labels={"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.NOOP else "on", "size": shape},
+            )
+            for plugin in (Plugin.ON, Plugin.NOOP)
+        ),
+        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        turns=1,
+        seconds=2.0,
+        repetitions=2,
+        audit_steps=64,
+    )

@@ -1,0 +1,64 @@
+"""What the plugin costs or wins beside stock, compiled by this project's choice or by vLLM's."""
+
+from __future__ import annotations
+
+from benchmarks.arms import Arm, Plan, Plugin
+from benchmarks.loads import find_loads
+from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, FOUR_OF_8B, GPU_ENGINE, tiny_arm
+from benchmarks.shapes import find_shape
+
+
+def overhead(shape: str) -> Plan:
+    """What the plugin costs or wins on a GPU, with the first of the shape's drafters."""
+    method = next(iter(find_shape(shape).drafters))
+    return Plan(
+        name=f"overhead-{shape}",
+        about=f"The plugin on, off and not loaded, {shape} shape",
+        arms=tuple(
+            Arm(plugin.value, shape, plugin=plugin, method=method, acceptance=ACCEPTANCE, engine=GPU_ENGINE)
+            for plugin in Plugin
+        ),
+        loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),
+        turns=4,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+    )
+
+
+def overhead_tiny() -> Plan:
+    """The same on a CPU, where vLLM's own choice is never to schedule asynchronously with speculative decoding."""
+    return Plan(
+        name="overhead-tiny",
+        about="The plugin on, off and not loaded, tiny shape on a CPU",
+        arms=tuple(tiny_arm(plugin.value, plugin=plugin) for plugin in Plugin),
+        loads=find_loads(("decode-1-short", "decode-4-short", "mixed-short")),
+        turns=4,
+        seconds=1.0,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
+    )
+
+
+def defaults(shape: str) -> Plan:
+    """What an operator gets: vLLM compiles and captures as it does by itself."""
+
+    def arm(name: str, plugin: Plugin, backend: str) -> Arm:
+        engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
+
+    return Plan(
+        name=f"defaults-{shape}",
+        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, compiled by vLLM, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin, "FLASHINFER") for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+        loads=find_loads(("decode-1", "decode-32", "decode-128", "mixed")),
+        turns=4,
+        seconds=2.0,
+        repetitions=2,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
+    )

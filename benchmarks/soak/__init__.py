@@ -1,0 +1,1 @@
+"""Soaks: random arrivals and device delays, every request's tokens held to stock's."""

@@ -1,0 +1,126 @@
+"""The soaks that there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from benchmarks import older_gpu
+from benchmarks.arms import Arm, PlanError, Plugin
+from benchmarks.loads import Load
+from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, GPU_ENGINE, NATIVE, RUNNERS, STIRRED, tiny_arm
+from benchmarks.shapes import Method, find_shape
+
+_E5M2 = {"disable_flashinfer_q_quantization": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Soak:
+    """One engine that is to say what stock says, whatever the delays."""
+
+    name: str
+    subject: Arm
+    load: Load
+    undrafted: bool = False
+    """Whether stock says what is right without drafts, where with drafts it is wrong itself; it then serves the same
+    once more under random arrivals, and how far it is from itself is what the subject is allowed."""
+
+    @property
+    def oracle(self) -> Arm:
+        """Stock, which says what is right."""
+        method = None if self.undrafted else self.subject.method
+        return replace(self.subject, name="stock", plugin=Plugin.STOCK, method=method)
+
+
+def find_soak(name: str) -> Soak:
+    """The soak of this name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name not in SOAKS:
+        raise PlanError(f"there is no soak {name!r}; there are {', '.join(SOAKS)}")
+    return SOAKS[name]
+
+
+def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b") -> Soak:
+    """A soak on a GPU.
+
+    Args:
+        release: of vLLM.
+        runner: `V1` or `V2`.
+        backend: of attention.
+        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a cache of
+            that format, with what vLLM needs to start with it; `ragged`, short prompts, and two tokens fewer in a step
+            than all requests with all their drafts have.
+        shape: of the models.
+    """
+    wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
+    environment: dict[str, str] = {}
+    if "fa2" in kinds:
+        environment = older_gpu.ENVIRONMENT
+    elif backend == "FLASHINFER" and not wrappers and not e5m2:
+        # Stock is given the kernels that the plugin opens, or it would add up in another order.
+        environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
+    return Soak(
+        name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds]),
+        subject=Arm(
+            "subject",
+            shape,
+            plugin=Plugin.ON,
+            release=release,
+            runner=runner,
+            method=next(iter(find_shape(shape).drafters)),
+            acceptance=STIRRED,
+            # In float16 few roundings decide between two tokens.
+            engine=GPU_ENGINE
+            | BESIDE_OTHERS
+            | {
+                "dtype": "float16",
+                "attention_config": {"backend": backend} | (NATIVE if wrappers else _E5M2 if e5m2 else {}),
+                "max_num_batched_tokens": 62 if ragged else 512,
+            }
+            | ({"kv_cache_dtype": "fp8_e5m2"} if e5m2 else {}),
+            environment=environment,
+        ),
+        load=Load("soak", requests=96, running=16, prompt=(1, 8 if ragged else 700), output=(1, 120)),
+        undrafted="kv_lora_rank" in find_shape(shape).target,
+    )
+
+
+_TINY_SOAK = Load("soak-tiny", requests=16, running=4, prompt=(1, 64), output=(1, 48))
+SOAKS: dict[str, Soak] = {
+    soak.name: soak
+    for soak in (
+        Soak(
+            name="tiny",
+            subject=replace(tiny_arm("subject", plugin=Plugin.ON), acceptance=STIRRED),
+            load=_TINY_SOAK,
+        ),
+        Soak(
+            name="tiny-mla",
+            # vLLM's own kernel rotates other rows than it should where heads have a dimension of theirs (findings).
+            subject=replace(
+                tiny_arm("subject", plugin=Plugin.ON),
+                shape="tiny-mla",
+                method=Method.MTP,
+                acceptance=STIRRED,
+                engine=CPU_ENGINE
+                | {"async_scheduling": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+            ),
+            load=_TINY_SOAK,
+            undrafted=True,
+        ),
+        *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
+        *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
+        *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
+        *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
+        _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
+        *(_soak("0.32.0", runner, "FLASH_ATTN", shape="local") for runner in ("V1", "V2")),
+        *(
+            _soak("0.32.0", "V2", backend, shape=shape)
+            for shape in ("mla", "mla-dense")
+            for backend in ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
+        ),
+        *(_soak("0.32.0", "V2", each, "ragged", shape="mla-dense") for each in ("FLASHMLA", "TRITON_MLA")),
+    )
+}
