@@ -60,7 +60,7 @@ def make_arms(
     say: Say = lambda _: None,
 ) -> Arms:
     """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
-    from vllm_async_spec.generation import ContinuousBatcher
+    from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 
     made = Arms({}, {}, {})
     length = len(prompts[0]) + new_tokens
@@ -87,15 +87,17 @@ def make_arms(
         if not wanted:
             continue
         say(f"making the batcher of {', '.join(wanted)}: graphs, and kernels that are not compiled here yet")
-        drafted: dict[str, Any] = {"draft_model": drafter, "draft_tokens": drafts} if ours is DRAFTED else {}
+        drafted = ours is DRAFTED
+        config = BatcherConfig(
+            max_batch=batch,
+            max_length=length,
+            attention=attention,
+            draft_tokens=drafts if drafted else None,
+            **options,
+        )
         batcher = stack.enter_context(
             ContinuousBatcher(
-                twin(model) if drafted else model,
-                max_batch=batch,
-                max_length=length,
-                attention=attention,
-                **options,
-                **drafted,
+                twin(model) if drafted else model, config=config, draft_model=drafter if drafted else None
             )
         )
         for name in wanted:

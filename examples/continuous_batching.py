@@ -15,7 +15,7 @@ import copy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_async_spec.generation import ContinuousBatcher
+from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 
 END = [2, 3, 4]
 
@@ -47,7 +47,8 @@ def main() -> None:
         made = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=END, pad_token_id=0)
         expected.append(made[0, len(prompt) :].tolist())
 
-    with ContinuousBatcher(model, max_batch=4, max_length=128, eos_token_id=END) as batcher:
+    config = BatcherConfig(max_batch=4, max_length=128, eos_token_id=END)
+    with ContinuousBatcher(model, config=config) as batcher:
         requests = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts]
         batcher.run()
         same = [request.result() for request in requests] == expected
@@ -57,7 +58,7 @@ def main() -> None:
     drafter = copy.deepcopy(model)  # a smaller model, in earnest
     with torch.no_grad():
         drafter.lm_head.weight += 0.2 * drafter.lm_head.weight.std() * torch.randn_like(drafter.lm_head.weight)
-    with ContinuousBatcher(model, max_batch=4, max_length=128, eos_token_id=END, draft_model=drafter) as batcher:
+    with ContinuousBatcher(model, config=config, draft_model=drafter) as batcher:
         requests = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts]
         batcher.run()
         same = [request.result() for request in requests] == expected

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
 
 EVERYTHING = {
@@ -40,6 +41,12 @@ class StopsOnceOn(transformers.StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] == self.token
+
+
+def batcher_of(model: Any, tokenizer: Any = None, **options: Any) -> ContinuousBatcher:
+    """A batcher of these settings, and of the arguments that are none."""
+    given = {name: options.pop(name) for name in ("draft_model", "open_streams") if name in options}
+    return ContinuousBatcher(model, tokenizer, BatcherConfig(**options), **given)
 
 
 _LATE = 10_000_000

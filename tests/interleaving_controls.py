@@ -23,8 +23,7 @@ from generating import RowsStopAt
 from vllm_async_spec import generation
 from vllm_async_spec.generation import workspace
 from vllm_async_spec.generation.decode import Decode
-from vllm_async_spec.generation.finish_tracker import FinishTracker
-from vllm_async_spec.generation.flag_channel import CudaFlagChannel
+from vllm_async_spec.generation.flag_channel import CudaFlagChannel, FinishTracker
 from vllm_async_spec.generation.slots import CudaSlots
 
 VOCABULARY = 61

@@ -30,7 +30,7 @@ from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaLi
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vllm_async_spec.generation.warn_once._said", set())
+    monkeypatch.setattr("vllm_async_spec.generation.stopping_criteria._said", set())
 
 
 def stopping_at(lengths: list[int]) -> Callable[[], Any]:

@@ -25,8 +25,7 @@ from late_device import LateChannel
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation.host_criteria import HostCriteria
-from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, HostCriteria
 from vllm_async_spec.host_copy import PinnedRing
 
 STEPS = 12

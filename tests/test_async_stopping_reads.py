@@ -28,8 +28,16 @@ from late_device import LateArrival, LateChannel
 from vllm_async_spec import generation
 from vllm_async_spec.audit.cuda_waits import CudaWaits
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
-from vllm_async_spec.generation.known_inputs import Count, KnownTensor, Padding, Value, carry, known_inputs, known_of
-from vllm_async_spec.generation.plain_inputs import inputs_after
+from vllm_async_spec.generation.known_inputs import (
+    Count,
+    KnownTensor,
+    Padding,
+    Value,
+    carry,
+    inputs_after,
+    known_inputs,
+    known_of,
+)
 from vllm_async_spec.generation.reused_inputs import reused_inputs
 
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,11 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
+from generating import batcher_of
 from late_device import LateStreams
 
 from vllm_async_spec import sync_policy
-from vllm_async_spec.generation import ContinuousBatcher
+from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching import (
     AttentionChoiceError,
     BatcherError,
@@ -60,7 +62,7 @@ def generated(kind: str, prompt: list[int], new_tokens: int, eos: Sequence[int] 
 
 def make(kind: str = "llama", **options: Any) -> ContinuousBatcher:
     settings = {"max_batch": 3, "max_length": LENGTH, "max_prefill_tokens": 16, "eos_token_id": EOS}
-    return ContinuousBatcher(tiny_models.model(kind), **(settings | options))
+    return batcher_of(tiny_models.model(kind), **(settings | options))
 
 
 def tokens(kind: str = "llama", temperature: float = 0.0, new_tokens: int = 20, **options: Any) -> list[list[int]]:
@@ -405,7 +407,7 @@ def test_a_prompt_may_be_a_tensor():
 
 
 def test_without_a_length_the_model_s_positions_bound_it():
-    with ContinuousBatcher(tiny_models.model("gpt2"), max_batch=1) as batcher:
+    with ContinuousBatcher(tiny_models.model("gpt2"), config=BatcherConfig(max_batch=1)) as batcher:
         batcher.submit([1] * 1000, max_new_tokens=24)
         with pytest.raises(RequestError, match="together more than max_length, 1024; shorten"):
             batcher.submit([1] * 1000, max_new_tokens=25)
@@ -415,9 +417,8 @@ def test_text_goes_through_the_tokenizer():
     with make(tokenizer=None) as plain:
         expected = plain.submit([1, 2, 3], max_new_tokens=8)
         plain.run()
-    with ContinuousBatcher(
-        tiny_models.model("llama"), tiny_models.tokenizer(), max_batch=1, max_length=LENGTH, eos_token_id=EOS
-    ) as batcher:
+    config = BatcherConfig(max_batch=1, max_length=LENGTH, eos_token_id=EOS)
+    with ContinuousBatcher(tiny_models.model("llama"), tiny_models.tokenizer(), config) as batcher:
         found = batcher.submit("bcd", max_new_tokens=8)
         batcher.run()
     assert found.prompt == (1, 2, 3)
@@ -481,6 +482,34 @@ def test_a_bad_option_is_refused_by_name(options: dict[str, Any], message: str):
     assert model.config._attn_implementation == "eager"
 
 
+def test_the_settings_may_still_be_keyword_arguments():
+    expected = tokens()
+    message = r"this release only: give max_batch, max_length, eos_token_id in a config, as in .*BatcherConfig"
+    with pytest.warns(DeprecationWarning, match=message) as told:
+        batcher = ContinuousBatcher(tiny_models.model("llama"), max_batch=3, max_length=LENGTH, eos_token_id=EOS)
+    assert [(each.category, each.filename) for each in told] == [(DeprecationWarning, __file__)]
+    with batcher:
+        found = [batcher.submit(prompt, max_new_tokens=20, seed=index) for index, prompt in enumerate(PROMPTS)]
+        batcher.run()
+    assert [request.result() for request in found] == expected
+
+
+def test_settings_that_are_none_are_refused():
+    model, config = tiny_models.model("llama"), BatcherConfig(max_batch=3)
+    with pytest.raises(TypeError, match=r"needs a config, such as BatcherConfig\(max_batch=8\)"):
+        ContinuousBatcher(model)
+    with pytest.raises(TypeError, match="a config and max_length, synchronous were given; put all settings into"):
+        ContinuousBatcher(model, config=config, max_length=9, synchronous=True)
+    with (
+        pytest.warns(DeprecationWarning, match="in a config"),
+        pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'"),
+    ):
+        ContinuousBatcher(model, max_batch=3, max_batches=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.max_batch = 4  # type: ignore[misc]
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_model_that_can_not_be_batched_is_told_why():
     with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder and a decoder; only decoders"):
         make("encoder-decoder")
@@ -488,7 +517,7 @@ def test_a_model_that_can_not_be_batched_is_told_why():
         make("hybrid")
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(ModelError, match=r"BloomForCausalLM does not take its attention .* use model.generate"):
-        ContinuousBatcher(bloom.eval(), max_batch=1)
+        ContinuousBatcher(bloom.eval(), config=BatcherConfig(max_batch=1))
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):

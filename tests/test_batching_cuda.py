@@ -16,11 +16,16 @@ import torch
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 import transformers
+from generating import batcher_of
 
 from vllm_async_spec import CommonAttentionMetadata
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import Request
-from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, ReferenceKernels, choose_kernels
+from vllm_async_spec.generation.batching.attention_backends import (
+    AttentionChoiceError,
+    ReferenceBackend,
+    choose_backend,
+)
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
@@ -97,7 +102,7 @@ def tokens(
 ) -> list[list[int]]:
     """Of more requests than run at once, some of them sampled."""
     model, attention = subject
-    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+    with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
         found = []
         for index, prompt in enumerate(prompts(seed, lengths)):
@@ -168,7 +173,7 @@ def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -
                 noise * torch.randn(weights.shape, generator=generator, device="cuda").to(weights) * weights.std()
             )
     options = {"draft_model": drafter, "draft_tokens": DRAFTS} | options
-    with ContinuousBatcher(model, attention=attention, **(SETTINGS | options)) as batcher:
+    with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
         found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts(seed)]
         batcher.run()
@@ -212,7 +217,7 @@ def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]) -> None
     model, attention = subject
     options: dict[str, Any] = {"draft_model": copy.deepcopy(model), "draft_tokens": DRAFTS, "attention": attention}
     for cuda_graphs in (True, False):
-        with ContinuousBatcher(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
+        with batcher_of(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
             found = [batcher.submit(prompt, max_new_tokens=30) for prompt in prompts()]
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -283,9 +288,7 @@ def test_the_tokens_are_those_of_generate() -> None:
         mask = torch.ones_like(ids)
         made = model.generate(ids, attention_mask=mask, max_new_tokens=40, do_sample=False, eos_token_id=EOS)
         expected.append(made[0, len(prompt) :].tolist())
-    with ContinuousBatcher(
-        model, max_batch=4, max_length=160, eos_token_id=EOS, attention="TORCH_REFERENCE"
-    ) as batcher:
+    with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention="TORCH_REFERENCE") as batcher:
         found = [batcher.submit(prompt, max_new_tokens=40) for prompt in prompts()]
         batcher.run()
     assert [request.result() for request in found] == expected
@@ -294,7 +297,7 @@ def test_the_tokens_are_those_of_generate() -> None:
 def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) -> None:
     """PyTorch itself refuses a copy that blocks. The wait for the event of the step before is not one."""
     model, attention = subject
-    with ContinuousBatcher(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
+    with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
         found = [batcher.submit(prompt, max_new_tokens=30, temperature=0.5) for prompt in prompts()]
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -308,7 +311,7 @@ def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) ->
 def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str]) -> None:
     model, attention = subject
     expected = tokens(subject)
-    with ContinuousBatcher(model, attention=attention, **SETTINGS) as batcher:
+    with batcher_of(model, attention=attention, **SETTINGS) as batcher:
         found = [submit(batcher, index, prompt) for index, prompt in enumerate(prompts())]
         with failing_prompt(model, call=3):
             batcher.run()
@@ -339,11 +342,11 @@ PAGE = 64
 
 
 @pytest.fixture(params=["FLASH_ATTN", "FLASHINFER_TRTLLM"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
+def backend(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
     page = 256 if request.param == "FLASH_ATTN" else PAGE
     try:
         yield (
-            choose_kernels(
+            choose_backend(
                 request.param, [SHAPE], page_size=page, slots=2, device=torch.device("cuda", 0), query_tokens=1 + DRAFTS
             ),
             page,
@@ -353,9 +356,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 6, [1 + DRAFTS] * 5, [7, 1, 300, 64, 1]])
-def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tuple[Any, int]) -> None:
+def test_kernels_attend_as_the_reference_does(query_lens: list[int], backend: tuple[Any, int]) -> None:
     """|kernel - reference in float32| <= 0.02 + 0.02 |reference|: inputs are bfloat16."""
-    made, page = kernels
+    made, page = backend
     choose = random.Random(len(query_lens))
     seq_lens = [length + choose.choice([0, 1, page - 1, page, 700]) for length in query_lens]
     width = -(-max(seq_lens) // page) + 1
@@ -402,5 +405,5 @@ def test_kernels_attend_as_the_reference_does(query_lens: list[int], kernels: tu
         device = dataclasses.replace(host, page_indices=host.page_indices.cuda())
         attend = made.prefill(metadata, host, device)
     got = attend(SHAPE, query, keys, values)
-    expected = ReferenceKernels().decode(metadata)(SHAPE, query.float(), keys.float(), values.float())
+    expected = ReferenceBackend().decode(metadata)(SHAPE, query.float(), keys.float(), values.float())
     torch.testing.assert_close(got.float(), expected, atol=0.02, rtol=0.02)

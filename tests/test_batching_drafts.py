@@ -16,11 +16,11 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 import transformers
+from generating import batcher_of
 from late_device import LateStreams
 from test_batching import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
 
 from vllm_async_spec import sync_policy
-from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import AttentionChoiceError, ModelError, RequestError
 
 NOISE = {"the same": 0.0, "noisy": 0.15, "other": 5.0}
@@ -173,7 +173,7 @@ def test_a_sequence_may_be_as_long_as_the_models_are(similarity: str, steps_ahea
         other.lm_head.weight.add_(NOISE[similarity] * torch.randn(other.lm_head.weight.shape))
     found = {}
     for name, drafted in {"plain": {}, "drafted": {"draft_model": other, "draft_tokens": 5}}.items():
-        with ContinuousBatcher(model, max_batch=2, page_size=4, steps_ahead=steps_ahead, **drafted) as batcher:
+        with batcher_of(model, max_batch=2, page_size=4, steps_ahead=steps_ahead, **drafted) as batcher:
             requests = [batcher.submit(each, max_new_tokens=24 - len(each)) for each in prompts([5, 1, 23, 12])]
             batcher.run()
             found[name] = [request.result() for request in requests]

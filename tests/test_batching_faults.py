@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="generation needs transformers: pip i
 
 import tiny_models
 from caller_faults import DRAFTS, LENGTH, PROMPTS, STOP, World, stubbed
+from generating import batcher_of
 from late_device import LateStreams
 from test_batching import generated
 from test_batching_drafts import drafter
@@ -29,7 +30,7 @@ def make(seed: int) -> ContinuousBatcher:
     options: dict[str, Any] = {"steps_ahead": 1 + seed % 3, "synchronous": seed % 5 == 0}
     if seed % 2:
         options |= {"draft_model": drafter("llama", "noisy"), "draft_tokens": DRAFTS}
-    return ContinuousBatcher(
+    return batcher_of(
         tiny_models.model("llama"),
         max_batch=4,
         max_length=LENGTH,

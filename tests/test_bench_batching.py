@@ -242,13 +242,13 @@ def test_what_can_not_be_run_is_refused_in_one_sentence(options: list[str], mess
 
 
 def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
+    made: list[generation.BatcherConfig] = []
 
     class Recording(generation.ContinuousBatcher):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            made.append(dict(options))
-            quick = {"torch_compile": "eager"} if "torch_compile" in options else {}
-            super().__init__(*arguments, **(options | quick))
+        def __init__(self, *arguments: Any, config: generation.BatcherConfig, **options: Any) -> None:
+            made.append(config)
+            quick = {"torch_compile": "eager"} if config.torch_compile else {}
+            super().__init__(*arguments, config=dataclasses.replace(config, **quick), **options)
 
     monkeypatch.setattr(generation, "ContinuousBatcher", Recording)
     result = tmp_path / "found.json"
@@ -257,8 +257,8 @@ def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: 
         assert done.exit_code == 0, done.output
         assert json.loads(result.read_text())["compiled"] == bool(options)
         assert ("the decodes of our arms are compiled, and of one size" in done.output) == bool(options)
-    assert [options.get("torch_compile") for options in made] == [None, True]
-    assert made[1]["decode_sizes"] == [2]
+    assert [config.torch_compile for config in made] == [False, True]
+    assert made[1].decode_sizes == [2]
 
 
 def test_shares_are_those_of_the_third_quarter_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import decode, decode_tail, interleaved, workspace
-from vllm_async_spec.generation.memory import MemoryReport, reserved
-from vllm_async_spec.generation.switches import DecodeSwitches
+from vllm_async_spec.generation.interleaved import DecodeSwitches
+from vllm_async_spec.generation.workspace import MemoryReport, reserved
 
 pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
 IS_4 = transformers.__version__.startswith("4.")
@@ -353,7 +353,7 @@ def test_segments_are_told_apart_by_pool_and_stream():
 
 
 def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vllm_async_spec.generation.warn_once._said", set())
+    monkeypatch.setattr("vllm_async_spec.generation.stopping_criteria._said", set())
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3, 2], "left")
     way = {"custom_generate": generation.generate, "interleaved": True}

@@ -16,8 +16,7 @@ from simulated_streams import Stream, simulated
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import workspace
-from vllm_async_spec.generation.finish_tracker import FinishTracker
-from vllm_async_spec.generation.flag_channel import CudaFlagChannel
+from vllm_async_spec.generation.flag_channel import CudaFlagChannel, FinishTracker
 from vllm_async_spec.generation.slots import CudaSlots
 
 pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")

@@ -4,15 +4,14 @@ Importing it imports transformers, which the extra `vllm-async-spec[transformers
 """
 
 from vllm_async_spec.generation.async_generate import disable, enable, generate
-from vllm_async_spec.generation.batching import ContinuousBatcher
+from vllm_async_spec.generation.batching import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.flag_channel import FlagChannel
-from vllm_async_spec.generation.memory import MemoryReport, use_expandable_segments
-from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
-from vllm_async_spec.generation.warn_once import SynchronousGenerationWarning
-from vllm_async_spec.generation.workspace import memory_report, release
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, SynchronousGenerationWarning
+from vllm_async_spec.generation.workspace import MemoryReport, memory_report, release, use_expandable_segments
 
 __all__ = [
     "AsyncStoppingCriteriaList",
+    "BatcherConfig",
     "ContinuousBatcher",
     "FlagChannel",
     "MemoryReport",

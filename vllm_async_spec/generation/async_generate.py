@@ -17,13 +17,12 @@ from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
-from vllm_async_spec.generation.interleaved import decode_interleaved
+from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.reused_inputs import reused_inputs
 from vllm_async_spec.generation.rollback import crop_cache, crop_output, why_not_croppable
-from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
-from vllm_async_spec.generation.switches import DecodeSwitches
-from vllm_async_spec.generation.warn_once import warn_once
+from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, warn_once
+from vllm_async_spec.patching import Transaction
 
 _SWITCH = "async_stopping_criteria"
 _REMEDY = f"leave out custom_generate or {_SWITCH}, and transformers' own loop does it"
@@ -116,23 +115,24 @@ def enable() -> None:
 
     With it go `async_stopping_poll_every` and `async_stopping_max_in_flight`, both 1 where they are not set.
     """
-    if "_sample" in _originals:
+    if _enabled:
         return
-    for name in ("_sample", "_beam_search", "_assisted_decoding"):
-        _originals[name] = getattr(GenerationMixin, name)
-    GenerationMixin._sample = _switched(_originals["_sample"])
-    GenerationMixin._beam_search = _refusing(_originals["_beam_search"], GenerationMode.BEAM_SEARCH)
-    GenerationMixin._assisted_decoding = _refusing(_originals["_assisted_decoding"], GenerationMode.ASSISTED_GENERATION)
+    with Transaction() as changes:
+        changes.set(GenerationMixin, "_sample", _switched(GenerationMixin._sample))
+        for name, mode in _REFUSED.items():
+            changes.set(GenerationMixin, name, _refusing(getattr(GenerationMixin, name), mode))
+        _enabled.append(changes)
 
 
 def disable() -> None:
     """Undo `enable`."""
-    while _originals:
-        name, original = _originals.popitem()
-        setattr(GenerationMixin, name, original)
+    while _enabled:
+        _enabled.pop().roll_back()
 
 
-_originals: dict[str, Callable[..., Any]] = {}
+_enabled: list[Transaction] = []
+"""The changes of `enable`, until they are undone."""
+_REFUSED = {"_beam_search": GenerationMode.BEAM_SEARCH, "_assisted_decoding": GenerationMode.ASSISTED_GENERATION}
 _OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
 _MARKS_GIVEN_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 

@@ -11,9 +11,10 @@ import torch
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.decode_tail import DecodeTail
-from vllm_async_spec.generation.rng_history import generator_state, set_generator_state
+from vllm_async_spec.generation.rollback import generator_state, set_generator_state
 from vllm_async_spec.generation.step_graphs import StepGraphs
 from vllm_async_spec.generation.workspace import Workspace
+from vllm_async_spec.patching import temporarily
 
 
 class Decode:
@@ -206,8 +207,6 @@ def _given_one_token(model: Any) -> Iterator[None]:
     if not hasattr(model, name):
         yield
         return
-    setattr(model, name, lambda input_ids, inputs_embeds, cache_position: (inputs_embeds, input_ids))
-    try:
+    with temporarily() as changes:
+        changes.set(model, name, lambda input_ids, inputs_embeds, cache_position: (inputs_embeds, input_ids))
         yield
-    finally:
-        delattr(model, name)

@@ -1,10 +1,13 @@
-"""The device tensors of one generation, each allocated once and owned, so that no stream outlives what it reads."""
+"""The device tensors of one generation, each allocated once: what steps hand to each other, and the static cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from transformers import StaticCache
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +105,29 @@ class DecodeBuffers:
         """Bytes of all of them."""
         held = [getattr(self, field.name) for field in fields(self)]
         return sum(each.nbytes for one in held for each in (one if isinstance(one, tuple) else (one,)))
+
+
+def full_static_cache(model: Any, tokens: int) -> StaticCache:
+    """A cache of transformers for `tokens` tokens a row, whose steps can be captured.
+
+    transformers' own static layer of a sliding window decides on the host, by a length that it counts there, what a
+    step does. A captured step would repeat one decision for ever. Here such a layer keeps all tokens like any other,
+    and the mask alone makes the window. It costs the memory of the tokens that the window has passed.
+
+    Raises:
+        ValueError: the model has a layer of another kind, such as a recurrent one.
+    """
+    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
+    for place, layer in enumerate(cache.layers):
+        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
+            raise ValueError(
+                f"the static cache of {type(model).__name__} has a {type(layer).__name__}, which keeps more than keys "
+                "and values; pass static_cache=False"
+            )
+        cache.layers[place] = StaticLayer(max_cache_len=tokens)
+    return cache
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of the keys and values that the cache has allocated."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from vllm_async_spec.generation.decode import Decode
-from vllm_async_spec.generation.finish_tracker import FinishTracker
-from vllm_async_spec.generation.flag_channel import FlagChannel
-from vllm_async_spec.generation.host_criteria import HostCriteria
-from vllm_async_spec.generation.rng_history import RngHistory
+from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel
+from vllm_async_spec.generation.rollback import RngHistory
 from vllm_async_spec.generation.slots import Slots
+from vllm_async_spec.generation.stopping_criteria import HostCriteria
 from vllm_async_spec.sync_policy import host_read
 
 

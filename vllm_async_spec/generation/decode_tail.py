@@ -19,6 +19,7 @@ from transformers.generation import (
 )
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
+from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of
 
 # They read the scores alone: not the tokens before, whose number changes; and they read nothing on the host.
 OF_SCORES_ALONE = (
@@ -58,7 +59,7 @@ class DecodeTail:
         self._processors = processors
         self._do_sample = do_sample
         self._pad = None if pad is None else pad.to(device)
-        self._ends = [each.eos_token_id.to(device).reshape(-1) for each in criteria if type(each) is EosTokenCriteria]
+        self._ends = end_ids(criteria, device)
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
         self._write = _write if compile_with is None else torch.compile(_write, dynamic=False, **compile_with)
         self.criteria = StoppingCriteriaList(others) if others else None
@@ -77,7 +78,7 @@ class DecodeTail:
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
         """int64: the ids of padding and of ends. A captured tail reads them where they are, so they must stay there."""
-        return tuple(self._ends) if self._pad is None else (self._pad, *self._ends)
+        return tuple(each for each in (self._pad, self._ends) if each is not None)
 
     def settle(self, buffers: DecodeBuffers, slot: int, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Choose the tokens of one step and write them, with what follows from them, to the buffers of `slot`.
@@ -100,14 +101,14 @@ class DecodeTail:
 
 
 def _write(
-    buffers: DecodeBuffers, slot: int, tokens: torch.Tensor, pad: torch.Tensor | None, ends: list[torch.Tensor]
+    buffers: DecodeBuffers, slot: int, tokens: torch.Tensor, pad: torch.Tensor | None, ends: torch.Tensor | None
 ) -> None:
     """Pad rows that have ended, find those that end now, and append: small operations, made one by a compiler."""
     ended = buffers.finished[1 - slot]
     if pad is not None:
         tokens = torch.where(ended, pad, tokens)
-    for end in ends:
-        ended = ended | (tokens[:, None] == end).any(dim=-1)
+    if ends is not None:
+        ended = ended | ends_of(tokens, ends)
     buffers.write(slot, tokens, ended)
 
 

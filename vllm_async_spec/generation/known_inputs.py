@@ -15,7 +15,9 @@ a tensor of which nothing is known: reading it waits, and is right.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MethodWrapperType
 from typing import Any, Protocol
@@ -23,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from vllm_async_spec.generation.plain_inputs import inputs_after
+from vllm_async_spec.generation.method_patching import replaced
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
@@ -61,6 +63,27 @@ def known_inputs(
         known["cache_position"] = carry(positions, Value(positions.cpu()))
     with inputs_after(model, plain) if compiled and has_positions else contextlib.nullcontext():
         yield known
+
+
+def inputs_after(model: Any, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """Have `model.prepare_inputs_for_generation` return what `change` makes of its inputs.
+
+    It is the last of transformers' own code that sees them before the forward, and the only seam there: what it was
+    given it may have read. Threads may generate with one model at a time, if each brings the same `change`.
+
+    Args:
+        model: a `GenerationMixin`.
+        change: from one input to the one that the forward is given.
+    """
+    return replaced(model, "prepare_inputs_for_generation", functools.partial(_changed, change))
+
+
+def _changed(change: Callable[[Any], Any], prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(prepare)
+    def prepared(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: change(each) for name, each in prepare(*args, **kwargs).items()}
+
+    return prepared
 
 
 class Known(Protocol):

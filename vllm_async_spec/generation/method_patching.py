@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_async_spec.patching import Transaction
+
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """From a method of the model to the one that takes its place."""
 
 
 @dataclass(slots=True)
 class _Use:
-    before: Any
-    """What the model itself, not its class, had by that name; None if nothing."""
+    changes: Transaction
+    hides_own: bool
+    """Whether the model itself, not its class, had something by that name."""
     generations: int = 0
 
 
@@ -37,19 +40,19 @@ def replaced(model: Any, name: str, change: Change) -> Iterator[None]:
     """
     with _lock:
         uses = _uses.setdefault(model, {})
-        use = uses.setdefault(name, _Use(vars(model).get(name)))
+        if name not in uses:
+            use = _Use(Transaction(), hides_own=name in vars(model))
+            use.changes.set(model, name, change(getattr(model, name)))
+            uses[name] = use
+        use = uses[name]
         use.generations += 1
-        if use.generations == 1:
-            setattr(model, name, change(getattr(model, name)))
     try:
         yield
     finally:
         with _lock:
             use.generations -= 1
             if not use.generations:
-                delattr(model, name)
-                if use.before is not None:
-                    setattr(model, name, use.before)
+                use.changes.roll_back()
                 del uses[name]
 
 
@@ -57,4 +60,4 @@ def has_own(model: Any, name: str) -> bool:
     """Whether the model itself, not its class, has something by that name that nobody `replaced` it with."""
     with _lock:
         use = _uses.get(model, {}).get(name)
-        return (vars(model).get(name) if use is None else use.before) is not None
+        return name in vars(model) if use is None else use.hides_own

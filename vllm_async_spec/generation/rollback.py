@@ -1,7 +1,8 @@
-"""Undoing steps that were launched after the last row had stopped: in tokens, what was collected, and the cache."""
+"""Undoing steps launched after the last row had stopped: tokens, collected outputs, the cache, and random draws."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -96,3 +97,39 @@ def _crop_static(layer: Any, steps: int) -> None:
 def _self_attention(cache: Any) -> Any:
     """The part of a cache that grows with each step."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the device's default generator, uint8, on the host."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Put the device's default generator into a state that `generator_state` returned."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+class RngHistory:
+    """Remembers the state of a device's default generator after each of the last `steps` steps.
+
+    Reading the state of a CUDA generator does not wait: seed and offset are kept on the host.
+    """
+
+    def __init__(self, device: torch.device, steps: int) -> None:
+        self._device = device
+        self._states: deque[tuple[int, torch.Tensor]] = deque(maxlen=steps)
+
+    def mark(self, length: int) -> None:
+        """Remember the present state as that after the step that made the sequences `length` tokens long."""
+        self._states.append((length, generator_state(self._device)))
+
+    def rewind(self, length: int) -> None:
+        """Put the generator back to where it was after that step.
+
+        Raises:
+            KeyError: the step is further back than was to be remembered.
+        """
+        set_generator_state(dict(self._states)[length], self._device)

@@ -1,20 +1,107 @@
-"""Stopping criteria whose verdict the host learns late, and without waiting for it."""
+"""Stopping criteria that do not make the host wait: decided on the host, or on the device and learned late."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from vllm_async_spec.generation.device_criteria import DeviceCriteria
-from vllm_async_spec.generation.finish_tracker import FinishTracker
-from vllm_async_spec.generation.flag_channel import FlagChannel, OpenChannel, open_channel
-from vllm_async_spec.generation.host_criteria import HostCriteria
-from vllm_async_spec.generation.rng_history import RngHistory
+from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of
+from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
+from vllm_async_spec.generation.rollback import RngHistory
 from vllm_async_spec.generation.stop_flags import StepFlags
-from vllm_async_spec.generation.warn_once import warn_once
+
+_said: set[str] = set()
+
+
+class SynchronousGenerationWarning(UserWarning):
+    """Asynchronous stopping was asked for, and generation is synchronous: the same tokens, nothing won."""
+
+
+def warn_once(reason: str) -> None:
+    """Warn that generation is synchronous because of `reason`; each reason is told once a process."""
+    if reason not in _said:
+        _said.add(reason)
+        message = f"stopping criteria are evaluated synchronously: {reason}"
+        warnings.warn(message, SynchronousGenerationWarning, stacklevel=2)
+
+
+_KINDS = (MaxLengthCriteria, MaxTimeCriteria)
+_ZERO = torch.zeros((1, 1), dtype=torch.long, device="cpu")
+
+
+class HostCriteria:
+    """Those of some stopping criteria that the host can decide.
+
+    Args:
+        criteria: any; the others are `rest`.
+    """
+
+    def __init__(self, criteria: Iterable[Any]) -> None:
+        every = list(criteria)
+        self._own = [each for each in every if type(each) in _KINDS]
+        self.rest = [each for each in every if type(each) not in _KINDS]
+
+    def stopped(self, length: int) -> bool:
+        """Whether the length or the clock stops all rows now. A criterion sees ids of that length, all zero."""
+        # No short cut: each is asked at each step, as in the synchronous loop.
+        verdicts = [bool(each(_ZERO.expand(1, length), None)) for each in self._own if not _is_silent(each, length)]
+        return any(verdicts)
+
+
+def _is_silent(criterion: Any, length: int) -> bool:
+    """Whether it neither stops nor warns at that length. To ask it would make a tensor, at each step."""
+    if type(criterion) is not MaxLengthCriteria or length >= criterion.max_length:
+        return False
+    return criterion.max_position_embeddings is None or length <= criterion.max_position_embeddings
+
+
+class DeviceCriteria:
+    """Criteria that the host can't decide.
+
+    Ends of sequence are compared with the newest token by one operation, for all `EosTokenCriteria` together. All else
+    is called, a criterion at a time, as transformers does.
+
+    Args:
+        criteria: any.
+        device: of the sequences.
+    """
+
+    def __init__(self, criteria: Iterable[Any], device: torch.device) -> None:
+        self._every = list(criteria)
+        self._others = [each for each in self._every if type(each) is not EosTokenCriteria]
+        self._ends = end_ids(self._every, device)
+        self.beside = bool(self._others)
+        """Whether they are worth a stream of their own: to change streams costs the host more than a comparison."""
+
+    def finished(
+        self, before: torch.Tensor | None, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Rows that have stopped at this step or before, on the current stream.
+
+        Args:
+            before: bool (batch,), rows that have stopped at an earlier step; None if there was none.
+            input_ids: int64 (batch, length), with the token of this step.
+            scores: handed to the criteria.
+            kwargs: handed to the criteria.
+
+        Returns:
+            bool (batch,).
+        """
+        finished, called = before, self._others
+        if kwargs:
+            called = self._every  # they may say how many tokens are new
+        elif self._ends is not None:
+            ended = ends_of(input_ids.select(1, -1), self._ends)
+            finished = ended if finished is None else finished | ended
+        if finished is None:
+            finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        for criterion in called:
+            finished = finished | criterion(input_ids, scores, **kwargs)
+        return finished
 
 
 class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here

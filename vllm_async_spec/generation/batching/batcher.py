@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import torch
 
+from vllm_async_spec.generation.batching.attention_backends import choose_backend, default_page_size
+from vllm_async_spec.generation.batching.config import BatcherConfig
 from vllm_async_spec.generation.batching.decoding import Decoding, SingleTokens
 from vllm_async_spec.generation.batching.drafting import DraftedTokens
 from vllm_async_spec.generation.batching.driver import Driver, Work
 from vllm_async_spec.generation.batching.intake import Intake, Prompt
-from vllm_async_spec.generation.batching.kernels import choose_kernels, default_page_size
 from vllm_async_spec.generation.batching.model_check import (
     drafts_of,
     ends_of_sequence,
@@ -32,10 +34,10 @@ from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import BatcherError, Request, RequestError
 from vllm_async_spec.generation.batching.runner import Runner
 from vllm_async_spec.generation.batching.scheduler import Scheduler
-from vllm_async_spec.generation.batching.step_slots import Sizes, decode_sizes_of
+from vllm_async_spec.generation.batching.step_slots import Sizes
 from vllm_async_spec.generation.batching.steps_in_flight import StepsInFlight
 from vllm_async_spec.generation.batching.streams import CudaStreams, OpenStreams, open_streams
-from vllm_async_spec.generation.compiling import Compile, compile_arguments, compiling_each
+from vllm_async_spec.generation.compiling import compiling_each
 
 
 class ContinuousBatcher:
@@ -47,83 +49,45 @@ class ContinuousBatcher:
     Args:
         model: a causal language model of transformers, in evaluation mode, on one device.
         tokenizer: encodes prompts that are strings; needed for those only.
-        max_batch: sequences that run at once.
+        config: the settings; required. An attribute `synchronous` may be changed while nothing runs.
         draft_model: another decoder of the same vocabulary, whose drafts the model verifies. The tokens are those
             without it, and greedy. It belongs to the batcher as the model does.
-        draft_tokens: drafts of each sequence and step; 4 if None and there is a draft model.
-        max_length: tokens of a sequence, prompt and generated; 2048, or as many positions as the models have, if None.
-        page_size: tokens in a page of the KV cache; what suits the attention kernels if None.
-        cache_tokens: tokens that the cache holds in all; enough for `max_batch` sequences of `max_length` if None.
-        max_prefill_tokens: prompt tokens in a step; a longer prompt takes several.
-        max_prefills: prompts in a step. With 1, and one decode size, what else is in the batch changes no bit of a
-            sequence's logits where a kernel's rows are independent of each other, as they are in those used here.
-        attention: `auto`, `FLASH_ATTN`, `FLASHINFER_TRTLLM` or `TORCH_REFERENCE`.
-        eos_token_id: tokens that end a sequence; those of the model's generation configuration if None.
-        decode_sizes: numbers of sequences that decodes are padded to; powers of two and `max_batch` if None.
-        cuda_graphs: whether decodes are captured, one graph for each size and slot; on a CUDA device if None.
-        torch_compile: whether the forward of decodes is compiled, for each size once, when the batcher is made; a name
-            chooses the backend, a dict has arguments of `torch.compile`. Its kernels round in their own way.
-        steps_ahead: steps launched before the tokens of one are read, at least 1; more than 1 learns later, and
-            seldom wins.
-        synchronous: wait for each step before the next is planned, as the specification of what must come out. An
-            attribute of this name may be changed while nothing runs.
         open_streams: where work is launched; streams on a CUDA device by default.
+        settings: deprecated; those of `BatcherConfig`, in place of `config`.
 
     Raises:
         ModelError: the model can't be batched.
         AttentionChoiceError: the attention can't be had for this model here.
         BatcherError: the KV cache does not fit into memory.
-        ValueError: another argument can't be; the message names it.
+        ValueError: a setting can't be for this model; the message names it.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any = None,
+        config: BatcherConfig | None = None,
         *,
-        max_batch: int,
         draft_model: Any = None,
-        draft_tokens: int | None = None,
-        max_length: int | None = None,
-        page_size: int | None = None,
-        cache_tokens: int | None = None,
-        max_prefill_tokens: int = 2048,
-        max_prefills: int = 8,
-        attention: str = "auto",
-        eos_token_id: int | Sequence[int] | None = None,
-        decode_sizes: Sequence[int] | None = None,
-        cuda_graphs: bool | None = None,
-        torch_compile: Compile = False,
-        steps_ahead: int = 1,
-        synchronous: bool = False,
         open_streams: OpenStreams = open_streams,
+        **settings: Any,
     ) -> None:
-        for name, value in {
-            "max_batch": max_batch,
-            "draft_tokens": 1 if draft_tokens is None else draft_tokens,
-            "max_length": 1 if max_length is None else max_length,
-            "page_size": 1 if page_size is None else page_size,
-            "cache_tokens": 1 if cache_tokens is None else cache_tokens,
-            "max_prefill_tokens": max_prefill_tokens,
-            "max_prefills": max_prefills,
-            "steps_ahead": steps_ahead,
-        }.items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        config = _config_of(config, settings)
         device: torch.device = model.device
-        if cuda_graphs and device.type != "cuda":
+        if config.cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
-        drafts = drafts_of(model, draft_model, draft_tokens)
-        compile_with = compile_arguments(torch_compile)
+        drafts = drafts_of(model, draft_model, config.draft_tokens)
+        compile_with = config.compile_with
         models = [model] if draft_model is None else [model, draft_model]
-        self._steps_ahead = steps_ahead
-        self._ahead = 0 if synchronous else steps_ahead
-        max_length = max_length_of(models, max_length)
-        page_size = default_page_size(attention, device) if page_size is None else page_size
+        slots = config.steps_ahead + 1
+        self._steps_ahead = config.steps_ahead
+        self._ahead = 0 if config.synchronous else config.steps_ahead
+        max_batch, max_length = config.max_batch, max_length_of(models, config.max_length)
+        page_size = default_page_size(config.attention, device) if config.page_size is None else config.page_size
         # The drafts behind the last token have places too; and with them padding is a sequence of two tokens.
         width = -(-(max_length + drafts + (drafts > 0)) // page_size)
-        cached = max_batch * width if cache_tokens is None else -(-cache_tokens // page_size)
-        sizes = Sizes(max_batch, max_prefills, max_prefill_tokens, width, drafts)
+        cached = max_batch * width if config.cache_tokens is None else -(-config.cache_tokens // page_size)
+        sizes = Sizes(max_batch, config.max_prefills, config.max_prefill_tokens, width, drafts)
 
         self._attention_before: list[tuple[Any, str]] = []
         try:
@@ -133,20 +97,20 @@ class ContinuousBatcher:
 
             def paged(each: Any, query_tokens: int) -> PagedModel:
                 layers = layers_of(each)
-                kernels = choose_kernels(
-                    attention,
+                backend = choose_backend(
+                    config.attention,
                     layers.values(),
                     page_size=page_size,
-                    slots=steps_ahead + 1,
+                    slots=slots,
                     device=device,
                     query_tokens=query_tokens,
                 )
                 cache = _cache(layers, pages.num_pages, page_size, device)
-                return PagedModel.of(each, cache, kernels, compile_with=compile_with)
+                return PagedModel.of(each, cache, backend, compile_with=compile_with)
 
-            eos_token_ids = ends_of_sequence(model, eos_token_id)
+            eos_token_ids = ends_of_sequence(model, config.eos_token_id)
             target = paged(model, 1 + drafts)
-            self.attention = target.kernels.name
+            self.attention = target.backend.name
             """The adapter that was chosen."""
             decoding: Decoding
             if draft_model is None:
@@ -161,17 +125,18 @@ class ContinuousBatcher:
                     eos_token_ids=eos_token_ids,
                     device=device,
                 )
-            self._streams = open_streams(device, steps_ahead + 1)
+            self._streams = open_streams(device, slots)
+            captures = isinstance(self._streams, CudaStreams) if config.cuda_graphs is None else config.cuda_graphs
             with compiling_each(f"the forward of {type(model).__name__}", compile_with):
                 runner = Runner(
                     target,
                     decoding=decoding,
                     streams=self._streams,
                     sizes=sizes,
-                    slots=steps_ahead + 1,
-                    decode_sizes=decode_sizes_of(max_batch, decode_sizes),
+                    slots=slots,
+                    decode_sizes=config.padded_sizes,
                     longest=max_length + drafts,
-                    cuda_graphs=isinstance(self._streams, CudaStreams) if cuda_graphs is None else cuda_graphs,
+                    cuda_graphs=captures,
                 )
         except BaseException:
             self._give_attention_back()
@@ -181,8 +146,8 @@ class ContinuousBatcher:
             page_size=page_size,
             max_batch=max_batch,
             max_length=max_length,
-            max_prefill_tokens=max_prefill_tokens,
-            max_prefills=max_prefills,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_prefills=config.max_prefills,
             drafts=drafts,
         )
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -384,6 +349,23 @@ class ContinuousBatcher:
             model, attention = self._attention_before[-1]
             model.set_attn_implementation(attention)
             self._attention_before.pop()
+
+
+def _config_of(config: BatcherConfig | None, settings: dict[str, Any]) -> BatcherConfig:
+    """The config, also of a caller who gives the settings one by one."""
+    if config is not None:
+        if settings:
+            raise TypeError(f"a config and {', '.join(settings)} were given; put all settings into the BatcherConfig")
+        return config
+    if not settings:
+        raise TypeError("ContinuousBatcher needs a config, such as BatcherConfig(max_batch=8)")
+    warnings.warn(
+        f"keyword arguments of ContinuousBatcher work in this release only: give {', '.join(settings)} in a config, "
+        "as in ContinuousBatcher(model, tokenizer, BatcherConfig(max_batch=8))",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return BatcherConfig(**settings)
 
 
 def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> PagedCache:

@@ -14,6 +14,7 @@ import torch
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.sampling import sample
 from vllm_async_spec.generation.batching.step_slots import STOPS, TOKEN, DecodeInputs, PrefillInputs
+from vllm_async_spec.generation.end_of_sequence import ends_of
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
@@ -112,8 +113,3 @@ class SingleTokens:
         results[:, TOKEN].copy_(tokens)
         results[:, STOPS].copy_(stops)
         self._last_tokens.index_copy_(0, request_slots, tokens)
-
-
-def ends_of(tokens: torch.Tensor, eos: torch.Tensor) -> torch.Tensor:
-    """Which of `tokens`, of any shape, end a sequence: bool, same shape. `eos` is (ids,) int64."""
-    return (tokens[..., None] == eos).any(-1)

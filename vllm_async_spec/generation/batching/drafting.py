@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_async_spec.generation.batching.decoding import ends_of
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.step_slots import COUNT, STOPS, TOKEN, DecodeInputs, PrefillInputs
+from vllm_async_spec.generation.end_of_sequence import ends_of
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.attention import IMPLEMENTATION, ModelError, Probe, at_work
+from vllm_async_spec.generation.batching.attention_function import IMPLEMENTATION, ModelError, Probe, at_work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 
 _DEFAULT_DRAFTS = 4

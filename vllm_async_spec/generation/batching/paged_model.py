@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.attention import Attend, Forward, at_work
-from vllm_async_spec.generation.batching.kernels import Kernels
+from vllm_async_spec.generation.batching.attention_backends import AttentionBackend
+from vllm_async_spec.generation.batching.attention_function import Attend, Forward, at_work
 from vllm_async_spec.generation.batching.model_check import takes_logits_to_keep
 from vllm_async_spec.generation.batching.paged_cache import PagedCache
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
@@ -18,11 +18,11 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class PagedModel:
-    """A causal language model of transformers that attends through our function, its cache and its kernels."""
+    """A causal language model of transformers that attends through our function, a cache and an attention backend."""
 
     model: Any
     cache: PagedCache
-    kernels: Kernels
+    backend: AttentionBackend
     keeps: bool
     """Whether it can be told which tokens' logits are wanted."""
     forward: Callable[..., Any]
@@ -30,11 +30,11 @@ class PagedModel:
 
     @classmethod
     def of(
-        cls, model: Any, cache: PagedCache, kernels: Kernels, *, compile_with: dict[str, Any] | None = None
+        cls, model: Any, cache: PagedCache, backend: AttentionBackend, *, compile_with: dict[str, Any] | None = None
     ) -> PagedModel:
         """The same, having asked the model what it can be told; with arguments of `torch.compile`, or None."""
         forward = model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
-        return cls(model, cache, kernels, takes_logits_to_keep(model), forward)
+        return cls(model, cache, backend, takes_logits_to_keep(model), forward)
 
     def decode(
         self,
@@ -54,7 +54,7 @@ class PagedModel:
         Returns:
             (rows, vocabulary), or (tokens, vocabulary).
         """
-        attend = self.kernels.decode(metadata)
+        attend = self.backend.decode(metadata)
         return self._logits(self.forward, metadata, attend, tokens, positions, wanted)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> torch.Tensor:
@@ -69,7 +69,7 @@ class PagedModel:
             (rows, vocabulary).
         """
         tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
-        attend = self.kernels.prefill(metadata, host, inputs)
+        attend = self.backend.prefill(metadata, host, inputs)
         return self._logits(
             self.model, metadata, attend, inputs.tokens[:tokens], inputs.positions[:tokens], inputs.last[:rows]
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.generation.batching.attention import ModelError
+from vllm_async_spec.generation.batching.attention_function import ModelError
 from vllm_async_spec.generation.batching.decoding import Decoding
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.scheduler import Row

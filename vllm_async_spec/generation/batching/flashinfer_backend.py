@@ -17,7 +17,7 @@ import torch
 from vllm_async_spec.attention import TrtllmAdapter, TrtllmShape, bmm_scales, decode_kernel
 from vllm_async_spec.attention.flashinfer import PlanBuffers
 from vllm_async_spec.attention.trtllm_shape import XQA
-from vllm_async_spec.generation.batching.attention import Attend
+from vllm_async_spec.generation.batching.attention_function import Attend
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
 from vllm_async_spec.metadata import CommonAttentionMetadata
@@ -27,7 +27,7 @@ _DECODE_WORKSPACE = 128 << 20
 _PREFILL_WORKSPACE = 384 << 20
 
 
-class FlashInferKernels:
+class FlashInferBackend:
     """XQA or trtllm-gen, and a wrapper for each shape of layers.
 
     Args:
@@ -83,7 +83,7 @@ class FlashInferKernels:
         self._plans = PlanBuffers(slots * len(shapes) + 1, nbytes, device)
 
     def decode(self, metadata: CommonAttentionMetadata) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
         function = xqa_batch_decode_with_kv_cache if self._kernel == XQA else trtllm_batch_decode_with_kv_cache
@@ -103,7 +103,7 @@ class FlashInferKernels:
         return attend
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         rows = metadata.num_reqs
         pages = int(host.page_indptr[rows])
         for layer, wrapper in self._wrappers.items():

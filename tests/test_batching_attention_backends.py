@@ -1,4 +1,4 @@
-"""The kernels of continuous batching on a CPU: stand-ins that hold each call to its contract, and compute it."""
+"""The attention backends of continuous batching on a CPU, on stand-ins that hold each call to its contract."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from test_batching_drafts import drafter
 
 from vllm_async_spec.attention import TrtllmShape
 from vllm_async_spec.generation.batching import batcher as batcher_module
-from vllm_async_spec.generation.batching.flashinfer_kernels import FlashInferKernels
-from vllm_async_spec.generation.batching.kernels import AttentionChoiceError, FlashAttentionKernels, choose_kernels
+from vllm_async_spec.generation.batching.attention_backends import (
+    AttentionChoiceError,
+    FlashAttentionBackend,
+    choose_backend,
+)
+from vllm_async_spec.generation.batching.flashinfer_backend import FlashInferBackend
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 
 
@@ -114,8 +118,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(
         batcher_module,
-        "choose_kernels",
-        lambda _, layers, *, page_size, slots, device, query_tokens: FlashInferKernels(
+        "choose_backend",
+        lambda _, layers, *, page_size, slots, device, query_tokens: FlashInferBackend(
             layers, page_size, slots, device, query_tokens
         ),
     )
@@ -139,10 +143,10 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
         setattr(module, name, scaled(getattr(kernel_contract, name)))
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
-    def choose(_: str, layers: Any, *, page_size: int, **__: Any) -> FlashAttentionKernels:
-        return FlashAttentionKernels([dataclasses.replace(each, dtype=torch.bfloat16) for each in layers], page_size)
+    def choose(_: str, layers: Any, *, page_size: int, **__: Any) -> FlashAttentionBackend:
+        return FlashAttentionBackend([dataclasses.replace(each, dtype=torch.bfloat16) for each in layers], page_size)
 
-    monkeypatch.setattr(batcher_module, "choose_kernels", choose)
+    monkeypatch.setattr(batcher_module, "choose_backend", choose)
 
 
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
@@ -188,16 +192,16 @@ SHAPE = LayerShape(num_heads=2, num_kv_heads=2, head_size=8, dtype=torch.float32
 )
 def test_what_flash_attn_does_not_take_is_refused(page_size: int, dtype: torch.dtype, message: str) -> None:
     with pytest.raises(AttentionChoiceError, match=message):
-        FlashAttentionKernels([dataclasses.replace(SHAPE, dtype=dtype)], page_size)
+        FlashAttentionBackend([dataclasses.replace(SHAPE, dtype=dtype)], page_size)
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     device = torch.device("cuda", 0)
     with pytest.raises(AttentionChoiceError, match="FLASH_ATTN needs flash_attn, which is not installed"):
-        choose_kernels("FLASH_ATTN", [SHAPE], page_size=256, slots=2, device=device)
+        choose_backend("FLASH_ATTN", [SHAPE], page_size=256, slots=2, device=device)
     with pytest.warns(UserWarning, match="attention is TORCH_REFERENCE, which is slow: FLASH_ATTN needs flash_attn"):
-        assert choose_kernels("auto", [SHAPE], page_size=64, slots=2, device=device).name == "TORCH_REFERENCE"
+        assert choose_backend("auto", [SHAPE], page_size=64, slots=2, device=device).name == "TORCH_REFERENCE"
 
 
 def test_a_batcher_on_a_cpu_attends_by_the_reference() -> None:

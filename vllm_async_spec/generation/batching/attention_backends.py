@@ -1,4 +1,4 @@
-"""The attention kernels of a batcher: an adapter each, and the function that takes its arguments.
+"""The attention backends of a batcher: an adapter each, and the kernels that take its arguments.
 
 A batch of decodes has as many tokens in each row, rows of padding included: one, or with drafts a few. A batch of
 prefills has no padding, and all its lengths are known on the host.
@@ -19,7 +19,7 @@ from vllm_async_spec.attention import (
     UnsupportedShapeError,
     paged_attention,
 )
-from vllm_async_spec.generation.batching.attention import Attend
+from vllm_async_spec.generation.batching.attention_function import Attend
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
 from vllm_async_spec.metadata import CommonAttentionMetadata
@@ -33,7 +33,7 @@ class SlowAttentionWarning(UserWarning):
     """A CUDA device attends by the reference in plain PyTorch: right, and slow."""
 
 
-class Kernels(Protocol):
+class AttentionBackend(Protocol):
     """One way to attend."""
 
     name: str
@@ -54,13 +54,13 @@ class Kernels(Protocol):
         ...
 
 
-class ReferenceKernels:
+class ReferenceBackend:
     """`paged_attention` in plain PyTorch, on any device."""
 
     name = ReferenceAdapter.name
 
     def decode(self, metadata: CommonAttentionMetadata) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         arguments = ReferenceAdapter().arguments(metadata)
 
         def attend(layer: LayerShape, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -71,11 +71,11 @@ class ReferenceKernels:
         return attend
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         return self.decode(metadata)
 
 
-class FlashAttentionKernels:
+class FlashAttentionBackend:
     """flash-attn's `flash_attn_with_kvcache` for decodes and `flash_attn_varlen_func` for prompts.
 
     Raises:
@@ -98,7 +98,7 @@ class FlashAttentionKernels:
         }
 
     def decode(self, metadata: CommonAttentionMetadata) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         from flash_attn import flash_attn_with_kvcache
 
         arguments = {window: adapter.arguments(metadata).with_kvcache() for window, adapter in self._adapters.items()}
@@ -112,7 +112,7 @@ class FlashAttentionKernels:
         return attend
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
-        """See `Kernels`."""
+        """See `AttentionBackend`."""
         from flash_attn import flash_attn_varlen_func
 
         arguments = {window: adapter.arguments(metadata).varlen() for window, adapter in self._adapters.items()}
@@ -126,15 +126,15 @@ class FlashAttentionKernels:
 
 
 def default_page_size(attention: str, device: torch.device) -> int:
-    """Tokens in a page where none is asked for: what the kernels that will be chosen take."""
-    if attention == FlashAttentionKernels.name or (
+    """Tokens in a page where none is asked for: what the backend that will be chosen takes."""
+    if attention == FlashAttentionBackend.name or (
         attention == "auto" and device.type == "cuda" and _has("flash_attn")
     ):
         return 256
     return 16 if device.type == "cpu" else 64
 
 
-def choose_kernels(
+def choose_backend(
     attention: str,
     layers: Collection[LayerShape],
     *,
@@ -142,8 +142,8 @@ def choose_kernels(
     slots: int,
     device: torch.device,
     query_tokens: int = 1,
-) -> Kernels:
-    """The kernels of that name; of `auto`, the fastest that this machine has and this model's shape is taken by.
+) -> AttentionBackend:
+    """The backend of that name; of `auto`, the fastest that this machine has and that takes this model's shape.
 
     Args:
         attention: the name.
@@ -154,18 +154,18 @@ def choose_kernels(
         query_tokens: tokens of a row that is decoded, at most.
 
     Raises:
-        AttentionChoiceError: there is no such name, or the kernels can't be had for this machine or shape.
+        AttentionChoiceError: there is no such name, or the backend can't be had for this machine or shape.
     """
 
-    def flashinfer() -> Kernels:
-        from vllm_async_spec.generation.batching.flashinfer_kernels import FlashInferKernels
+    def flashinfer() -> AttentionBackend:
+        from vllm_async_spec.generation.batching.flashinfer_backend import FlashInferBackend
 
-        return FlashInferKernels(layers, page_size, slots, device, query_tokens)
+        return FlashInferBackend(layers, page_size, slots, device, query_tokens)
 
-    makers: dict[str, tuple[str | None, Callable[[], Kernels]]] = {
-        "FLASH_ATTN": ("flash_attn", lambda: FlashAttentionKernels(layers, page_size)),
+    makers: dict[str, tuple[str | None, Callable[[], AttentionBackend]]] = {
+        "FLASH_ATTN": ("flash_attn", lambda: FlashAttentionBackend(layers, page_size)),
         "FLASHINFER_TRTLLM": ("flashinfer", flashinfer),
-        "TORCH_REFERENCE": (None, ReferenceKernels),
+        "TORCH_REFERENCE": (None, ReferenceBackend),
     }
     if attention != "auto":
         if attention not in makers:
@@ -178,21 +178,21 @@ def choose_kernels(
                 return _made(name, *makers[name], device=device)
             except AttentionChoiceError as error:
                 reasons.append(str(error))
-        message = f"attention is {ReferenceKernels.name}, which is slow: {'; '.join(reasons)}"
+        message = f"attention is {ReferenceBackend.name}, which is slow: {'; '.join(reasons)}"
         warnings.warn(message, SlowAttentionWarning, stacklevel=4)
-    return ReferenceKernels()
+    return ReferenceBackend()
 
 
-def _made(name: str, module: str | None, make: Callable[[], Any], *, device: torch.device) -> Kernels:
+def _made(name: str, module: str | None, make: Callable[[], Any], *, device: torch.device) -> AttentionBackend:
     if module is not None and device.type != "cuda":
         raise AttentionChoiceError(f"{name} needs a CUDA device, and the model is on {device.type}")
     if module is not None and not _has(module):
         raise AttentionChoiceError(f"{name} needs {module}, which is not installed")
     try:
-        kernels: Kernels = make()
+        backend: AttentionBackend = make()
     except UnsupportedShapeError as error:
         raise AttentionChoiceError(f"{name} does not take this model: {error}") from error
-    return kernels
+    return backend
 
 
 def _has(module: str) -> bool:
