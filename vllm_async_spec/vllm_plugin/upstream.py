@@ -16,6 +16,7 @@ import torch
 
 __all__ = [
     "BatchMetadata",
+    "BuilderBase",
     "CachedRequestData",
     "CpuGpuBuffer",
     "FlashInferBuilderBase",
@@ -217,15 +218,10 @@ if TYPE_CHECKING:  # where a body may be left out
         def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any: ...
         def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, BatchMetadata | None]: ...
 
-    class FlashInferBuilderBase:
-        """`FlashInferMetadataBuilder`, from 0.20 on."""
+    class BuilderBase:
+        """`AttentionMetadataBuilder`: one backend's metadata of a batch."""
 
         device: torch.device
-        vllm_config: Any
-        enable_cuda_graph: bool
-        page_size: int
-        reorder_batch_threshold: int
-        """Query tokens of a request at most, for it to be a decode."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         @classmethod
@@ -233,7 +229,16 @@ if TYPE_CHECKING:  # where a body may be left out
             """The batches that CUDA graphs may hold: an `AttentionCGSupport`."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
-            """A `FlashInferMetadata`."""
+            """The metadata that the backend's layers are given."""
+
+    class FlashInferBuilderBase(BuilderBase):
+        """`FlashInferMetadataBuilder`, from 0.20 on."""
+
+        vllm_config: Any
+        enable_cuda_graph: bool
+        page_size: int
+        reorder_batch_threshold: int
+        """Query tokens of a request at most, for it to be a decode."""
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -247,4 +252,4 @@ if TYPE_CHECKING:  # where a body may be left out
         ) -> torch.Tensor | None: ...
 
 else:
-    RunnerBase = FlashInferBuilderBase = object
+    RunnerBase = BuilderBase = FlashInferBuilderBase = object
