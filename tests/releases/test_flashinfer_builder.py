@@ -618,9 +618,10 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
         with pytest.raises(RuntimeError, match="a failing build"):
             builder.build(0, metadata(*BATCHES[batch], DRAFTS))
     assert seen == [0 if batch in ("drafts", "mixed") else threshold]
-    assert builder.reorder_batch_threshold == threshold
+    left = (threshold, None, None)
+    assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
     builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-    assert builder.reorder_batch_threshold == threshold
+    assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER])
