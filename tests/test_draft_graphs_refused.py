@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -154,3 +155,14 @@ def test_the_largest_batch_fits_into_what_vllm_captures_and_into_the_drafters_bu
     assert draft_graphs._most_rows(runner) == 9
     runner.drafter.net_num_new_slots_per_request = 1
     assert draft_graphs._most_rows(runner) == 7
+
+
+@pytest.mark.parametrize("has", [(), ("use_cuda_graph",), ("use_cuda_graph", "cudagraph_dispatcher")])
+def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str, ...]) -> None:
+    kept = {name: object() for name in has}
+    drafter = SimpleNamespace(**kept)
+    with contextlib.suppress(RuntimeError), draft_graphs._launched_plainly(drafter):
+        assert vars(drafter).keys() == kept.keys()
+        assert not any(value is kept[name] for name, value in vars(drafter).items())
+        raise RuntimeError("a failing capture")
+    assert vars(drafter) == kept

@@ -24,7 +24,13 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.builder_inputs import HOPPER, stand_on
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.log import logger
-from vllm_async_spec.vllm_plugin.patches import flashinfer_builder, flashinfer_graphs, flashinfer_mixed, flashinfer_xqa
+from vllm_async_spec.vllm_plugin.patches import (
+    flashinfer_builder,
+    flashinfer_graphs,
+    flashinfer_mixed,
+    flashinfer_xqa,
+    flashinfer_xqa_shapes,
+)
 
 PAGE, DRAFTS, LONGEST = 16, 3, 8192
 BATCHES = {
@@ -482,7 +488,7 @@ def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
     told: list[str] = []
     monkeypatch.setattr(flashinfer_builder, "inform", told.append)
     flashinfer_builder._say.cache_clear()
-    upstream = module.FlashInferBackend.get_builder_cls().__bases__[0]
+    upstream = module.FlashInferBackend.get_builder_cls().__bases__[-1]
     made = upstream.__init__
 
     def with_groups(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -563,7 +569,7 @@ def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, 
 @pytest.mark.parametrize("requests", [1, 4])
 def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: Any, requests: int, kind: str) -> None:
     assert kernel(builder, [2 + DRAFTS] * requests) == kind
-    xqa = flashinfer_builder._decodes_with_xqa(builder)
+    xqa = flashinfer_xqa_shapes.decodes_with_xqa(builder)
     assert kernel(builder, [1] * requests) == ("xqa" if xqa else f"{kind} in a graph")
 
 
@@ -573,13 +579,13 @@ def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
 ) -> None:
     ours = module.FlashInferBackend.get_builder_cls()
     if isinstance(changed, torch.dtype):
-        made = ours.__bases__[0].__init__
+        made = ours.__bases__[-1].__init__
 
         def with_cache(self: Any, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
             self.kv_cache_dtype = changed
 
-        monkeypatch.setattr(ours.__bases__[0], "__init__", with_cache)
+        monkeypatch.setattr(ours.__bases__[-1], "__init__", with_cache)
         builder = ours(*setting)
     else:
         kind = "fa2"
@@ -608,13 +614,14 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
         raise RuntimeError("a failing build")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(builder).__bases__[0], "build", build)
+        patch.setattr(type(builder).__bases__[-1], "build", build)
         with pytest.raises(RuntimeError, match="a failing build"):
             builder.build(0, metadata(*BATCHES[batch], DRAFTS))
     assert seen == [0 if batch in ("drafts", "mixed") else threshold]
-    assert builder.reorder_batch_threshold == threshold
+    left = (threshold, None, None)
+    assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
     builder.build(0, metadata(*BATCHES[batch], DRAFTS))
-    assert builder.reorder_batch_threshold == threshold
+    assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER])
@@ -720,7 +727,7 @@ def test_without_room_for_split_keys_vllm_plans_as_it_would(builder: Any, kind: 
 def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
     spec, _, config, _ = setting
     support = module.AttentionCGSupport
-    ours, upstream = type(builder), type(builder).__bases__[0]
+    ours, upstream = type(builder), type(builder).__bases__[-1]
     assert ours.get_cudagraph_support(config, spec) is support.UNIFORM_BATCH
     if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
         asked = ours.get_varlen_cudagraph_max_query_len(config, spec)
@@ -745,7 +752,7 @@ def test_what_is_not_captured(
         monkeypatch.setitem(config.compilation_config.static_forward_context, "layer", layer)
     else:
         monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
-    ours, upstream = type(builder), type(builder).__bases__[0]
+    ours, upstream = type(builder), type(builder).__bases__[-1]
     assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
     if what in ("not causal", "sinks"):
         assert not ours(*setting)._planners
@@ -766,7 +773,7 @@ def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
         inspect.unwrap(supports, stop=lambda each: hasattr(each, "cache_clear") and each is not supports).cache_clear()
         monkeypatch.setattr(flashinfer_xqa, "xqa_source", lambda source=source: source)
         made = module.FlashInferBackend.get_builder_cls()(*setting)
-        found.append((flashinfer_builder._decodes_with_xqa(made), bool(asked)))
+        found.append((flashinfer_xqa_shapes.decodes_with_xqa(made), bool(asked)))
     supports.cache_clear()
     xqa = setting[2].attention_config.use_trtllm_attention is None
     assert found == [(xqa, False), (False, xqa)]
@@ -776,9 +783,9 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
     fake_flashinfer.compiled.clear()
     rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
     tokens = [shape[7:] for shape in fake_flashinfer.compiled]
-    if not flashinfer_builder._decodes_with_xqa(rebuilt):
+    if not flashinfer_xqa_shapes.decodes_with_xqa(rebuilt):
         assert tokens == []
-    elif flashinfer_builder._takes_ragged(rebuilt):
+    elif flashinfer_xqa_shapes.gives_ragged(rebuilt):
         assert sorted(tokens) == [(1,), (4,), (4, True)]
         asked = set()
         for query, exact in BATCHES.values():
@@ -809,7 +816,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    upstream = type(builder).__bases__[0]
+    upstream = type(builder).__bases__[-1]
     made = upstream.__init__
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -818,7 +825,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
 
     monkeypatch.setattr(upstream, "__init__", changed)
     fake_flashinfer.compiled.clear()
-    if message is None or not flashinfer_builder._decodes_with_xqa(builder):
+    if message is None or not flashinfer_xqa_shapes.decodes_with_xqa(builder):
         type(builder)(*setting)
         return
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
@@ -826,9 +833,9 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     rebuilt = type(builder)(*setting)
     assert re.search(f"by its planned wrappers, without XQA: .*{message}", caplog.text)
     assert fake_flashinfer.compiled == []
-    assert not flashinfer_builder._decodes_with_xqa(rebuilt)
+    assert not flashinfer_xqa_shapes.decodes_with_xqa(rebuilt)
     assert rebuilt.reorder_batch_threshold == 1
-    assert flashinfer_builder._decodes_with_xqa(type(builder)(*setting)) is False, "not only the first"
+    assert flashinfer_xqa_shapes.decodes_with_xqa(type(builder)(*setting)) is False, "not only the first"
     assert importlib.import_module("vllm.utils.flashinfer").supports_trtllm_attention() is True, "for other shapes"
 
 
@@ -837,7 +844,7 @@ def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
 ) -> None:
     """Stock vLLM serves such a cache on a Hopper that reaches no artifact server: by wrappers."""
     spec, _, config, _ = setting
-    ours, upstream = type(builder), type(builder).__bases__[0]
+    ours, upstream = type(builder), type(builder).__bases__[-1]
     asked = []
 
     def support(cls: Any, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -849,7 +856,7 @@ def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
     for cache in ("auto", "fp8_e5m2", "fp8"):
         monkeypatch.setattr(config.cache_config, "cache_dtype", cache)
         ours.get_cudagraph_support(config, spec)
-    xqa = flashinfer_builder._decodes_with_xqa(builder)
+    xqa = flashinfer_xqa_shapes.decodes_with_xqa(builder)
     assert asked == ([True, False, True] if xqa else asked)
 
 
@@ -902,7 +909,7 @@ def test_so_is_what_vllm_builds_from_exact_lengths(
         given_to_vllm.append(common_attn_metadata)
         return types.SimpleNamespace(num_decodes=0, decode=None, prefill=None)
 
-    monkeypatch.setattr(type(builder).__bases__[0], "build", build)
+    monkeypatch.setattr(type(builder).__bases__[-1], "build", build)
     monkeypatch.setattr(builder, "use_dcp", context_parallel)
     given = metadata(*BATCHES["mixed"], DRAFTS)
     reset_sync_report()

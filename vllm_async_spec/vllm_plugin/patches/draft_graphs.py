@@ -102,17 +102,15 @@ class _Plainly:
 @contextlib.contextmanager
 def _launched_plainly(drafter: Any) -> Iterator[None]:
     """Within, the drafter launches its kernels one by one, without padding and without pieces of graphs."""
-    other: dict[str, Any] = {"use_cuda_graph": False} if hasattr(drafter, "use_cuda_graph") else {}
-    if hasattr(drafter, "cudagraph_dispatcher"):
-        other["cudagraph_dispatcher"] = _Plainly(drafter.cudagraph_dispatcher)
-    kept = {name: getattr(drafter, name) for name in other}
+    changed = Transaction()
     try:
-        for name, value in other.items():
-            setattr(drafter, name, value)
+        if hasattr(drafter, "use_cuda_graph"):
+            changed.set(drafter, "use_cuda_graph", False)
+        if hasattr(drafter, "cudagraph_dispatcher"):
+            changed.set(drafter, "cudagraph_dispatcher", _Plainly(drafter.cudagraph_dispatcher))
         yield
     finally:
-        for name, value in kept.items():
-            setattr(drafter, name, value)
+        changed.roll_back()
 
 
 @contextlib.contextmanager

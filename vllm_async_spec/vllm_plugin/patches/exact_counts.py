@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_async_spec.vllm_plugin.upstream import InputBatch, RunnerBase
+
 DEVICE_LENGTHS = frozenset(
     {
         "FLASH_ATTN",
@@ -21,7 +23,7 @@ _PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentio
 """Names of the KV cache specifications whose builders are given the batch as it is."""
 
 
-def always_needed(runner: Any) -> str | None:
+def always_needed(runner: RunnerBase) -> str | None:
     """Why each batch of this runner needs exact counts, or None: then it depends on the batch.
 
     Args:
@@ -43,7 +45,7 @@ def always_needed(runner: Any) -> str | None:
     return found or _backend(runner)
 
 
-def _backend(runner: Any) -> str | None:
+def _backend(runner: RunnerBase) -> str | None:
     """The first attention backend that is not known to do without exact lengths on the host."""
     for groups in runner.attn_groups:
         for group in groups:
@@ -62,7 +64,7 @@ def _is_known(builder: type[Any]) -> bool:
     return builder.__module__.partition(".")[0] in ("vllm", "vllm_async_spec")
 
 
-def needed_by(input_batch: Any) -> str | None:
+def needed_by(input_batch: InputBatch) -> str | None:
     """Why the next step of this batch's requests needs the counts of this one, or None."""
     if not input_batch.no_penalties:
         return "penalties"

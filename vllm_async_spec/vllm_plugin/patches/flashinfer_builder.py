@@ -14,20 +14,11 @@ import functools
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import PlanBuffers, write_exact_lengths
-from vllm_async_spec.attention.trtllm import causal_draft_masks
-from vllm_async_spec.attention.trtllm_shape import (
-    XQA,
-    FlashInferFeatures,
-    TrtllmShape,
-    UnsupportedShapeError,
-    takes_ragged,
-)
 from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.kernels import compile_kernels
 from vllm_async_spec.patching import Transaction
@@ -37,6 +28,14 @@ from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS, GraphWrappers, drafts_in_graphs
 from vllm_async_spec.vllm_plugin.patches.flashinfer_mixed import MixedWrapper, load_flash_attention_2
 from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa import compile_xqa, no_flashinfer, without_xqa
+from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa_shapes import (
+    RaggedXqa,
+    decodes_with_xqa,
+    xqa_refuses,
+    xqa_shapes,
+    xqa_takes,
+)
+from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, FlashInferBuilderBase
 
 _PLANS_IN_FLIGHT = 8
 """A step plans once for the target and at most once for each draft, and two steps are in flight; more wait, counted."""
@@ -44,10 +43,7 @@ _PLANS_IN_FLIGHT = 8
 _PLAN_BYTES = 8 << 20
 """What flashinfer-python gives each wrapper to plan in."""
 
-_WORDS = 2
-"""uint16 words of a row of XQA's draft mask, for up to 32 query tokens."""
-
-_DRAFT_MASKS = causal_draft_masks(torch.arange(16 * _WORDS, device="cpu"), 16 * _WORDS).numpy()
+Planner: TypeAlias = GraphWrappers | MixedWrapper
 
 
 def _unneeded(builder: Any) -> str | None:
@@ -58,121 +54,148 @@ def _unneeded(builder: Any) -> str | None:
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
-    builder = _device_lengths(module.FlashInferMetadataBuilder, module.AttentionCGSupport)
+    builder = _subclass(module)
     transaction.set(module.FlashInferBackend, "get_builder_cls", staticmethod(lambda: builder))
 
 
-def _device_lengths(upstream: type[Any], support: Any) -> type[Any]:
-    """The subclass of vLLM's builder that plans from the upper bound."""
+class _UpstreamBuild:
+    """What is changed while vLLM's `build` runs, and put back when it ends.
 
-    class FlashInferMetadataBuilder(upstream):  # type: ignore[misc]
-        """As vLLM's; see this module."""
+    Each builder has one, and enters it for each build: 0.5 µs beside plain assignments. A generator takes the host 3 µs
+    and a `Transaction` 4, in each step.
 
-        reorder_batch_threshold: int
+    Attributes:
+        batch: the batch that is being built; None while there is none.
+        planner: who has the wrapper for it; None where that is vLLM.
+    """
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            platform = sys.modules[upstream.__module__].current_platform
-            if _decodes_with_xqa(self) and (reason := _xqa_refuses(self, platform)) is not None:
-                inform("vllm-async-spec: FlashInfer decodes by its planned wrappers, without XQA: %s", reason)
-                with without_xqa():
-                    super().__init__(*args, **kwargs)
-            self._drafts = self.vllm_config.speculative_config is not None
-            self._batch: Any = None
-            # Who may plan a whole batch, drafts and prompts alike, and who has the one that is being built.
-            self._planners: list[GraphWrappers | MixedWrapper] = []
-            self._planner: GraphWrappers | MixedWrapper | None = None
-            if self._drafts:
-                self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
-                _unpin(self)
-                compile_kernels(self.device)
-            if _may_plan(self.vllm_config):
-                backend = _backend_of_wrappers(self, platform)
-                if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
-                    # Elsewhere FlashInfer has no other kernels to choose.
-                    flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
-                    self._planners.append(GraphWrappers(self, backend, flash_attention_2))
-                    if self.reorder_batch_threshold > 1:
-                        _say()
-                if backend == "fa2":
-                    self._planners.append(MixedWrapper(self))
-                    load_flash_attention_2(self)
-            if _decodes_with_xqa(self):
-                compile_xqa(_xqa_shapes(self))
+    __slots__ = ("_builder", "_threshold", "batch", "planner")
 
-        @classmethod
-        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-            module = sys.modules[upstream.__module__]
-            taken = _xqa_takes(vllm_config, kv_cache_spec, module.FlashInferBackend, module.current_platform)
-            with contextlib.nullcontext() if taken else without_xqa():
-                found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-            wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_plan(vllm_config)
-            return support.UNIFORM_BATCH if wider else found
+    def __init__(self, builder: PlansFromBound) -> None:
+        self._builder, self._threshold = builder, 0
+        self.batch: BatchMetadata | None = None
+        self.planner: Planner | None = None
 
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            if not self._drafts:
-                return super().build(common_prefix_len, common_attn_metadata, fast_build)
-            metadata = common_attn_metadata
-            planner = next((each for each in self._planners if each.takes(metadata)), None)
-            reason = _needs_exact(self, common_prefix_len)
-            if reason is not None:
-                record_fallback(reason)
-                return self._build_from(metadata, planner, common_prefix_len, metadata, fast_build)
-            graphs = planner if isinstance(planner, GraphWrappers) else None
-            bound, block_table = _bound_of(metadata), None
-            built = None if graphs is None else graphs.again(metadata, bound)
-            if built is not None:
-                block_table = metadata.block_table_tensor
-            else:
-                bound = bound if graphs is None else graphs.ahead(metadata, bound)
-                given = _bounded(metadata, bound)
-                built = self._build_from(given, planner, common_prefix_len, metadata, fast_build)
-                if not hasattr(built.prefill, "wrapper"):
-                    graphs = None  # upstream has chosen kernels that are not planned
-                if graphs is not None:
-                    graphs.keep(metadata, bound, built)
-            if graphs is not None:
-                # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
-                built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
-            lengths, decodes = metadata.seq_lens, built.num_decodes
-            for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
-                if hasattr(part, "wrapper"):
-                    write_exact_lengths(part.wrapper, rows, self.page_size, block_table)
-            return built
+    def of(self, batch: BatchMetadata, planner: Planner | None) -> _UpstreamBuild:
+        """This, to be entered for `batch`."""
+        self.batch, self.planner = batch, planner
+        return self
 
-        def _build_from(self, given: Any, planner: Any, common_prefix_len: int, metadata: Any, fast_build: bool) -> Any:
-            """Upstream's `build` of `given`, which stands for `metadata`, with a wrapper of `planner`, if given."""
-            threshold, self._batch, self._planner = self.reorder_batch_threshold, metadata, planner
-            if planner is not None:
-                # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
-                self.reorder_batch_threshold = 0
-            try:
+    def __enter__(self) -> None:
+        if self.planner is not None:
+            # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
+            self._threshold, self._builder.reorder_batch_threshold = self._builder.reorder_batch_threshold, 0
+
+    def __exit__(self, *raised: object) -> None:
+        self.batch = None
+        if self.planner is not None:
+            self.planner, self._builder.reorder_batch_threshold = None, self._threshold
+        self._builder._plan_buffers.planned()
+
+
+class PlansFromBound(FlashInferBuilderBase):
+    """What the subclass has before vLLM's builder: each method that replaces one of vLLM's calls it."""
+
+    _vllm: ModuleType
+    """Where vLLM defines its builder."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        platform = self._vllm.current_platform
+        if decodes_with_xqa(self) and (reason := xqa_refuses(self, platform)) is not None:
+            inform("vllm-async-spec: FlashInfer decodes by its planned wrappers, without XQA: %s", reason)
+            with without_xqa():
+                super().__init__(*args, **kwargs)
+        self._drafts = self.vllm_config.speculative_config is not None
+        self._building = _UpstreamBuild(self)
+        # Who may plan a whole batch, drafts and prompts alike.
+        self._planners: list[Planner] = []
+        if self._drafts:
+            self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
+            _unpin(self)
+            compile_kernels(self.device)
+        if _may_plan(self.vllm_config):
+            backend = _backend_of_wrappers(self, platform)
+            if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
+                # Elsewhere FlashInfer has no other kernels to choose.
+                flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
+                self._planners.append(GraphWrappers(self, backend, flash_attention_2))
+                if self.reorder_batch_threshold > 1:
+                    _say()
+            if backend == "fa2":
+                self._planners.append(MixedWrapper(self))
+                load_flash_attention_2(self)
+        if decodes_with_xqa(self):
+            compile_xqa(xqa_shapes(self))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """As vLLM's, for the kernels that this builder takes; with drafts where their plans may be captured."""
+        vllm, support = cls._vllm, cls._vllm.AttentionCGSupport
+        taken = xqa_takes(vllm_config, kv_cache_spec, vllm.FlashInferBackend, vllm.current_platform)
+        with contextlib.nullcontext() if taken else without_xqa():
+            found = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_plan(vllm_config)
+        return support.UNIFORM_BATCH if wider else found
+
+    def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
+        """As vLLM's, planned from the upper bound and corrected on the device."""
+        if not self._drafts:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = common_attn_metadata
+        planner = next((each for each in self._planners if each.takes(metadata)), None)
+        reason = _needs_exact(self, common_prefix_len)
+        if reason is not None:
+            record_fallback(reason)
+            with self._building.of(metadata, planner):
+                return super().build(common_prefix_len, metadata, fast_build)
+        graphs = planner if isinstance(planner, GraphWrappers) else None
+        bound, block_table = _bound_of(metadata), None
+        built = None if graphs is None else graphs.again(metadata, bound)
+        if built is not None:
+            block_table = metadata.block_table_tensor
+        else:
+            bound = bound if graphs is None else graphs.ahead(metadata, bound)
+            given = _bounded(metadata, bound)
+            with self._building.of(metadata, planner):
                 built = super().build(common_prefix_len, given, fast_build)
-            finally:
-                self._batch, self._planner, self.reorder_batch_threshold = None, None, threshold
-                self._plan_buffers.planned()
-            return built
+            if not hasattr(built.prefill, "wrapper"):
+                graphs = None  # upstream has chosen kernels that are not planned
+            if graphs is not None:
+                graphs.keep(metadata, bound, built)
+        if graphs is not None:
+            # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
+            built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
+        lengths, decodes = metadata.seq_lens, built.num_decodes
+        for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
+            if hasattr(part, "wrapper"):
+                write_exact_lengths(part.wrapper, rows, self.page_size, block_table)
+        return built
 
-        def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
-            make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
-            return self._with_plan_buffer(make() if self._planner is None else self._planner.of(self._batch, make))
+    def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+        make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
+        batch, planner = self._building.batch, self._building.planner
+        return self._with_plan_buffer(make() if planner is None else planner.of(batch, make))
 
-        def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
-            return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
+    def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
 
-        def _with_plan_buffer(self, wrapper: Any) -> Any:
-            # That of decode context parallelism holds two others, and waits.
-            if self._batch is not None and hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
-                self._plan_buffers.lend(wrapper)
-            return wrapper
+    def _with_plan_buffer(self, wrapper: Any) -> Any:
+        # That of decode context parallelism holds two others, and waits.
+        if self._building.batch is not None and hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
+            self._plan_buffers.lend(wrapper)
+        return wrapper
 
-    if hasattr(upstream, "_compute_decode_query_lens"):
-        _add_ragged_xqa(FlashInferMetadataBuilder, upstream)
+
+def _subclass(module: ModuleType) -> type[Any]:
+    """The subclass of vLLM's builder, under the same name."""
+    upstream = module.FlashInferMetadataBuilder
+    ragged = (RaggedXqa,) if hasattr(upstream, "_compute_decode_query_lens") else ()
+    members = {"__module__": __name__, "__qualname__": upstream.__qualname__, "_vllm": module}
     if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
-        # Upstream's own answer: ours to the question above would lead it to kernels that this machine has not.
-        FlashInferMetadataBuilder.get_varlen_cudagraph_max_query_len = upstream.get_varlen_cudagraph_max_query_len
-    FlashInferMetadataBuilder.__qualname__ = upstream.__qualname__
-    return FlashInferMetadataBuilder
+        # Upstream's own answer: ours to `get_cudagraph_support` would lead it to kernels that this machine has not.
+        members["get_varlen_cudagraph_max_query_len"] = upstream.get_varlen_cudagraph_max_query_len
+    return type(upstream.__name__, (PlansFromBound, *ragged, upstream), members)
 
 
 def _may_plan(config: Any) -> bool:
@@ -195,7 +218,7 @@ def _takes_over(builder: Any, backend: str) -> bool:
     """Whether drafts that XQA takes are planned for instead."""
     drafts = builder.vllm_config.speculative_config.num_speculative_tokens
     rows = (1 + drafts) * builder.num_qo_heads // builder.num_kv_heads
-    return _decodes_with_xqa(builder) and backend == "fa2" and rows <= MOST_ROWS
+    return decodes_with_xqa(builder) and backend == "fa2" and rows <= MOST_ROWS
 
 
 @functools.cache
@@ -225,13 +248,13 @@ class _BoundedLengths(torch.Tensor):
         return self.bound
 
 
-def _bound_of(metadata: Any) -> torch.Tensor:
+def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
     """The host's upper bound of each length. Up to 0.26 the V2 runner gives draft steps that of the longest alone."""
-    bound: torch.Tensor | None = metadata.seq_lens_cpu_upper_bound
+    bound = metadata.seq_lens_cpu_upper_bound
     return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32) if bound is None else bound
 
 
-def _bounded(metadata: Any, bound: torch.Tensor) -> Any:
+def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:
     """A copy whose host lengths are `bound`. Releases up to 0.29 read `seq_lens_cpu`, later ones copy `seq_lens`."""
     bounded = with_host_values(metadata, bound)
     bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
@@ -254,119 +277,6 @@ def _unpin(builder: Any) -> None:
             elif isinstance(host := getattr(value, "cpu", None), torch.Tensor) and host.is_pinned():
                 value.cpu = torch.zeros_like(host)
                 value.np = value.cpu.numpy()
-
-
-def _decodes_with_xqa(builder: Any) -> bool:
-    kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
-    return kernel is not None and kernel.value == "xqa"
-
-
-def _takes_ragged(builder: Any) -> bool:
-    """Whether XQA decodes, and may be given requests with different numbers of query tokens."""
-    return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
-
-
-def _xqa_refuses(builder: Any, platform: Any) -> str | None:
-    """What of this builder's shape XQA does not take, or takes for something else; None if it takes it."""
-    if getattr(builder, "is_kvcache_nvfp4", False):
-        return None  # SM12x takes it, and the rules here are for other caches.
-    return _refusal(
-        capability=tuple(platform.get_device_capability()),
-        page_size=builder.page_size,
-        head_size=builder.head_dim,
-        num_heads=builder.num_qo_heads,
-        num_kv_heads=builder.num_kv_heads,
-        query_dtype=builder.q_data_type_decode,
-        kv_dtype=builder.kv_cache_dtype,
-        query_tokens=builder.reorder_batch_threshold,
-        sliding_window=None if builder.window_left < 0 else builder.window_left + 1,
-    )
-
-
-def _xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> bool:
-    """Whether XQA takes the shapes of this KV cache, as far as they are known before there is a builder."""
-    cache: str = config.cache_config.cache_dtype
-    capability = platform.get_device_capability()
-    if capability is None or capability[0] not in (9, 12) or cache.startswith("nvfp4"):
-        return True  # it is not XQA that is asked about, or the rules here are for other caches
-    parts = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()
-    return not any(
-        _refusal(
-            capability=tuple(capability),
-            page_size=spec.block_size,
-            head_size=spec.head_size,
-            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
-            num_kv_heads=spec.num_kv_heads,
-            query_dtype=config.model_config.dtype,
-            kv_dtype=_eight_bits(backend, cache) if cache.startswith("fp8") else spec.dtype,
-            query_tokens=1 + getattr(config.speculative_config, "num_speculative_tokens", 0),
-            sliding_window=getattr(spec, "sliding_window", None),
-        )
-        for spec in parts
-        if hasattr(spec, "num_kv_heads")  # of attention; other layers have caches too
-    )
-
-
-def _eight_bits(backend: Any, cache: str) -> Any:
-    """The dtype of a cache of 8 bits, by vLLM's own function, which has another name in 0.20."""
-    known = hasattr(backend, "get_dtype_for_flashinfer")
-    return (backend.get_dtype_for_flashinfer if known else backend.get_fp8_dtype_for_flashinfer)(cache)
-
-
-def _refusal(**shape: Any) -> str | None:
-    from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-    features = FlashInferFeatures(ragged_xqa=takes_ragged(xqa_batch_decode_with_kv_cache), large_pages=False)
-    try:
-        TrtllmShape(kernel=XQA, features=features, **shape)
-    except UnsupportedShapeError as error:
-        return str(error)
-    return None
-
-
-def _xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
-    """Arguments of `gen_xqa_module` for every kernel that decoding may ask for."""
-    shape = (
-        builder.q_data_type_decode,
-        builder.kv_cache_dtype,
-        builder.page_size,
-        builder.head_dim,
-        builder.num_qo_heads // builder.num_kv_heads,
-        builder.window_left >= 0,
-        builder.model_config.dtype,
-    )
-    most = builder.reorder_batch_threshold
-    if not _takes_ragged(builder):
-        return [(*shape, tokens) for tokens in range(1, most + 1)]
-    shapes = [(*shape, 1)]
-    return shapes if most == 1 else [*shapes, (*shape, most), (*shape, most, True)]
-
-
-def _add_ragged_xqa(builder: type[Any], upstream: type[Any]) -> None:
-    """Ragged batches always as wide as all drafts, which has one kernel, and their mask without a wait."""
-
-    @functools.wraps(upstream._compute_decode_query_lens)
-    def _compute_decode_query_lens(
-        self: Any, qo_indptr: torch.Tensor, qo_indptr_cpu: torch.Tensor, num_decodes: int, num_decode_tokens: int
-    ) -> Any:
-        original = upstream._compute_decode_query_lens
-        tokens, offsets, ragged = original(self, qo_indptr, qo_indptr_cpu, num_decodes, num_decode_tokens)
-        most = self.reorder_batch_threshold
-        if not _takes_ragged(self) or (tokens in (1, most) and ragged is None):
-            return tokens, offsets, ragged
-        return most, qo_indptr[: num_decodes + 1], np.diff(qo_indptr_cpu[: num_decodes + 1].numpy())
-
-    @functools.wraps(upstream._get_decode_mask)
-    def _get_decode_mask(self: Any, q_len_per_req: int, ragged_q_lens: Any, num_decodes: int, causal: bool) -> Any:
-        if ragged_q_lens is None or not causal or q_len_per_req > 16 * _WORDS:
-            return upstream._get_decode_mask(self, q_len_per_req, ragged_q_lens, num_decodes, causal)
-        starts = np.cumsum(ragged_q_lens) - ragged_q_lens
-        within = np.arange(ragged_q_lens.sum()) - np.repeat(starts, ragged_q_lens)
-        mask = torch.from_numpy(_DRAFT_MASKS[within])
-        return mask.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else mask
-
-    builder._compute_decode_query_lens = _compute_decode_query_lens
-    builder._get_decode_mask = _get_decode_mask
 
 
 IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}

@@ -23,6 +23,7 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
+from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, BuilderBase
 
 _CUT = "make_local_attention_virtual_batches"
 _CREATE = "create_chunked_local_attention_backend"
@@ -40,7 +41,7 @@ def _unneeded(cut: Any) -> str | None:
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = getattr(module, _CUT)
-    lazy = _with_lazy_host_views(without_host_lengths(module.CommonAttentionMetadata))
+    lazy = _before(_LazyHostViews, without_host_lengths(module.CommonAttentionMetadata))
     # Until 0.13 the metadata alone is returned; later also what gathers another block table the same way.
     returns_both = typing.get_origin(original.__annotations__["return"]) is tuple
 
@@ -59,7 +60,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
 
 def _cut_on_device(
-    metadata_class: type[Any], chunk: int, metadata: Any, block_size: int
+    metadata_class: type[Any], chunk: int, metadata: BatchMetadata, block_size: int
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
     """The virtual batches of a batch, and what gathers their pages from a block table."""
     if chunk % block_size:
@@ -91,36 +92,30 @@ def _cut_on_device(
     return virtual, make_block_table
 
 
-def _with_lazy_host_views(upstream: type[Any]) -> type[Any]:
-    """Metadata that copies its query offsets and lengths to the host when they are read, and not before."""
+class _LazyHostViews:
+    """Copies query offsets and lengths to the host when they are read, and not before; exact and counted."""
 
-    class CommonAttentionMetadata(upstream):  # type: ignore[misc]
-        """As vLLM's; `query_start_loc_cpu` and `seq_lens_cpu_upper_bound` are exact, lazy and counted."""
+    @property
+    def query_start_loc_cpu(self) -> torch.Tensor:
+        return self._host_view("query_start_loc")
 
-        @property
-        def query_start_loc_cpu(self) -> torch.Tensor:
-            return self._host_view("query_start_loc")
+    @query_start_loc_cpu.setter
+    def query_start_loc_cpu(self, value: torch.Tensor | None) -> None:
+        self.__dict__["_host_query_start_loc"] = value
 
-        @query_start_loc_cpu.setter
-        def query_start_loc_cpu(self, value: torch.Tensor | None) -> None:
-            self.__dict__["_host_query_start_loc"] = value
+    @property
+    def seq_lens_cpu_upper_bound(self) -> torch.Tensor:
+        return self._host_view("seq_lens")
 
-        @property
-        def seq_lens_cpu_upper_bound(self) -> torch.Tensor:
-            return self._host_view("seq_lens")
+    @seq_lens_cpu_upper_bound.setter
+    def seq_lens_cpu_upper_bound(self, value: torch.Tensor | None) -> None:
+        self.__dict__["_host_seq_lens"] = value
 
-        @seq_lens_cpu_upper_bound.setter
-        def seq_lens_cpu_upper_bound(self, value: torch.Tensor | None) -> None:
-            self.__dict__["_host_seq_lens"] = value
-
-        def _host_view(self, name: str) -> torch.Tensor:
-            known: torch.Tensor | None = self.__dict__.get(f"_host_{name}")
-            if known is None:
-                known = self.__dict__[f"_host_{name}"] = HostCopy(getattr(self, name), name).read()
-            return known
-
-    CommonAttentionMetadata.__qualname__ = upstream.__qualname__
-    return CommonAttentionMetadata
+    def _host_view(self, name: str) -> torch.Tensor:
+        known: torch.Tensor | None = self.__dict__.get(f"_host_{name}")
+        if known is None:
+            known = self.__dict__[f"_host_{name}"] = HostCopy(getattr(self, name), name).read()
+        return known
 
 
 def _unneeded_marks(create: Any) -> str | None:
@@ -138,27 +133,26 @@ def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
         backend = original(underlying_attn_backend, *sizes)
         if underlying_attn_backend.get_name() not in _DEVICE_BACKENDS:
             return backend
-        builder = _marking(backend.get_builder_cls())
+        builder = _before(_CutOnDevice, backend.get_builder_cls())
         return type(backend.__name__, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})
 
     transaction.set_function(module, _CREATE, create_chunked_local_attention_backend)
 
 
-def _marking(upstream: type[Any]) -> type[Any]:
-    """The subclass of vLLM's builder whose batches are cut on the device."""
+class _CutOnDevice(BuilderBase):
+    """What a builder has before vLLM's where its batches are cut on the device."""
 
-    class ChunkedLocalAttentionBuilder(upstream):  # type: ignore[misc]
-        """As vLLM's; see this module."""
+    cuts_on_device = True
 
-        cuts_on_device = True
+    def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
+        marked: Any = copy.copy(common_attn_metadata)
+        marked.cut_on_device = True
+        return super().build(common_prefix_len, marked, fast_build)
 
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-            marked = copy.copy(common_attn_metadata)
-            marked.cut_on_device = True
-            return super().build(common_prefix_len, marked, fast_build)
 
-    ChunkedLocalAttentionBuilder.__qualname__ = upstream.__qualname__
-    return ChunkedLocalAttentionBuilder
+def _before(first: type[Any], upstream: type[Any]) -> type[Any]:
+    """A subclass of vLLM's class, under the same name, that looks into `first` before it."""
+    return type(upstream.__name__, (first, upstream), {"__module__": __name__, "__qualname__": upstream.__qualname__})
 
 
 IMPLEMENTATIONS = {
