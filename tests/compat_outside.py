@@ -6,10 +6,10 @@ from typing import Any
 
 import compat_planted
 
-from vllm_async_spec.attention import get_adapter
+from vllm_async_spec.attention import FlashAttentionAdapter
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 
-adapter = get_adapter("FLASH_ATTN")
+adapter = FlashAttentionAdapter()
 number = 3
 
 

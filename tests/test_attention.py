@@ -12,13 +12,8 @@ from batches import Batch
 from vllm_async_spec import CommonAttentionMetadata, sync_policy
 from vllm_async_spec.attention import (
     FlashAttentionAdapter,
-    HostNeed,
     ReferenceAdapter,
-    UnknownAdapterError,
-    adapters,
-    get_adapter,
     paged_attention,
-    register_adapter,
 )
 
 PAGE = 16
@@ -115,21 +110,6 @@ def test_a_bound_below_the_truth_is_what_the_contract_kernel_catches():
     arguments = replace(FlashAttentionAdapter().arguments(case.metadata), max_seqlen_k=40)
     with pytest.raises(AssertionError, match="would not reach"):
         kernel_contract.flash_attn_varlen_func(case.query, case.keys, case.values, **arguments.vllm_varlen())
-
-
-def test_registry():
-    assert {a.name: a.host_need for a in adapters()} == {
-        "FLASHINFER_TRTLLM": HostNeed.NONE,
-        "FLASH_ATTN": HostNeed.NONE,
-        "TORCH_REFERENCE": HostNeed.NONE,
-    }
-    assert get_adapter("FLASH_ATTN").name == "FLASH_ATTN"
-    with pytest.raises(
-        UnknownAdapterError, match="there is no adapter 'FLASH'; there are FLASHINFER_TRTLLM, FLASH_ATTN"
-    ):
-        get_adapter("FLASH")
-    with pytest.raises(ValueError, match="an adapter named 'FLASH_ATTN' exists already"):
-        register_adapter(FlashAttentionAdapter())
 
 
 @pytest.mark.parametrize(

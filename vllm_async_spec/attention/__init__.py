@@ -1,13 +1,6 @@
 """Adapters from `CommonAttentionMetadata` to the arguments of attention kernels; one file a backend."""
 
-from vllm_async_spec.attention.base import (
-    Adapter,
-    HostNeed,
-    UnknownAdapterError,
-    adapters,
-    get_adapter,
-    register_adapter,
-)
+from vllm_async_spec.attention.base import Adapter, HostNeed
 from vllm_async_spec.attention.flash_attn import FlashAttentionAdapter, FlashAttentionArguments
 from vllm_async_spec.attention.reference import ReferenceAdapter, ReferenceArguments, paged_attention
 from vllm_async_spec.attention.trtllm import (
@@ -39,14 +32,10 @@ __all__ = [
     "TrtllmContextArguments",
     "TrtllmDecodeArguments",
     "TrtllmShape",
-    "UnknownAdapterError",
     "UnsupportedShapeError",
-    "adapters",
     "bmm_scales",
     "causal_draft_masks",
     "decode_kernel",
-    "get_adapter",
     "paged_attention",
-    "register_adapter",
     "takes_ragged",
 ]

@@ -1,4 +1,4 @@
-"""What an adapter is, and the registry of those that exist."""
+"""What an adapter is."""
 
 from __future__ import annotations
 
@@ -34,39 +34,3 @@ class Adapter(Protocol[ArgumentsT]):
     def arguments(self, metadata: CommonAttentionMetadata) -> ArgumentsT:
         """The kernel's arguments for this batch; waits for the device only if `host_need` is `EXACT`."""
         ...
-
-
-class UnknownAdapterError(KeyError):
-    """No adapter has this name; the message lists those that exist."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-_registry: dict[str, Adapter[object]] = {}
-
-
-def register_adapter(adapter: Adapter[object]) -> None:
-    """Make `adapter` known under its name.
-
-    Raises:
-        ValueError: another adapter has that name already.
-    """
-    if _registry.setdefault(adapter.name, adapter) is not adapter:
-        raise ValueError(f"an adapter named {adapter.name!r} exists already; choose another name")
-
-
-def get_adapter(name: str) -> Adapter[object]:
-    """The adapter of that name.
-
-    Raises:
-        UnknownAdapterError: there is none.
-    """
-    if name not in _registry:
-        raise UnknownAdapterError(f"there is no adapter {name!r}; there are {', '.join(sorted(_registry))}")
-    return _registry[name]
-
-
-def adapters() -> tuple[Adapter[object], ...]:
-    """All adapters, by name."""
-    return tuple(_registry[name] for name in sorted(_registry))

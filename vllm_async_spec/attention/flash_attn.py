@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.attention.base import HostNeed, register_adapter
+from vllm_async_spec.attention.base import HostNeed
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
@@ -138,6 +138,3 @@ class FlashAttentionAdapter:
             window_size=(back, 0 if metadata.causal and back >= 0 else back),
             num_splits=self.num_splits,
         )
-
-
-register_adapter(FlashAttentionAdapter())

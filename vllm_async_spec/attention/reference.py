@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_async_spec.attention.base import HostNeed, register_adapter
+from vllm_async_spec.attention.base import HostNeed
 from vllm_async_spec.host_lengths import query_lens
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
@@ -108,6 +108,3 @@ def paged_attention(
     out = query.new_zeros(query.shape[0] + 1, *query.shape[1:])
     target = torch.where(is_query, token, query.shape[0])
     return out.index_copy_(0, target.flatten(), attended.flatten(0, 1))[:-1]
-
-
-register_adapter(ReferenceAdapter())

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from vllm_async_spec.attention.base import HostNeed, register_adapter
-from vllm_async_spec.attention.trtllm_shape import TRTLLM_GEN, XQA, FlashInferFeatures, TrtllmShape
+from vllm_async_spec.attention.base import HostNeed
+from vllm_async_spec.attention.trtllm_shape import TRTLLM_GEN, XQA, TrtllmShape
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
@@ -328,20 +328,3 @@ def _positions(cumulative: torch.Tensor, tokens: int) -> torch.Tensor:
     token = torch.arange(tokens, dtype=torch.int32, device=cumulative.device)
     request = torch.searchsorted(cumulative[1:], token, right=True, out_int32=True)
     return token - cumulative.index_select(0, request)
-
-
-register_adapter(
-    TrtllmAdapter(
-        TrtllmShape(
-            kernel=TRTLLM_GEN,
-            capability=(10, 0),
-            page_size=16,
-            head_size=128,
-            num_heads=32,
-            num_kv_heads=8,
-            query_dtype=torch.bfloat16,
-            kv_dtype=torch.bfloat16,
-            features=FlashInferFeatures(ragged_xqa=False, large_pages=False),
-        )
-    )
-)
