@@ -63,14 +63,14 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 
 test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
 	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
-	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/test_async_stopping*.py tests/test_interleaving*.py tests/test_batching.py tests/test_batching_drafts.py tests/test_batching_attention_backends.py tests/test_end_of_sequence.py
+	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/generation/test_*.py $(addprefix tests/generation/batching/test_batching,.py _drafts.py _attention_backends.py)
 
 test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own planner, compiled for the host; fetched once, half a gigabyte
 	test -d $(CACHE)/planner/cuda || $(UV) --target $(CACHE)/planner/cuda $(NVCC)
 	@for release in $(FLASHINFER); do \
 		test -d $(CACHE)/planner/$$release || $(UV) --no-deps --target $(CACHE)/planner/$$release flashinfer-python==$$release || exit 1; \
 	done
-	PLANNER=$(CACHE)/planner $(PYTHON) -m pytest -m slow tests/test_flashinfer_planner.py
+	PLANNER=$(CACHE)/planner $(PYTHON) -m pytest -m slow tests/attention/test_flashinfer_planner.py
 
 test-upstream: $(VENV)/.ready  ## vLLM's own tests that need no GPU, with the plugin and without; UPSTREAM="v1/core" runs a part
 	test -d $(CACHE)/upstream/packages || $(UV) $(FIND_LINKS) --no-deps --target $(CACHE)/upstream/packages tblib==3.2.2 pytest-asyncio==1.5.0

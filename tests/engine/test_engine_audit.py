@@ -16,7 +16,7 @@ from vllm_async_spec.demo.train import DemoModels
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-PLANTED = Path(__file__).parents[1] / "audit_planted"
+PLANTED = Path(__file__).parents[1] / "support" / "audit_planted"
 COMMAND = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
 KINDS = ("read", "copy to host", "event")
 """What can be told without a GPU; whether memory is pinned can't."""

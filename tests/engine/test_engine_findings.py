@@ -1,21 +1,18 @@
 """Three findings that upstream has mended since, with vLLM's CPU build: it is right, and a planted mistake is seen.
 
-So what tests/test_findings.py says of older releases on a GPU is not what any engine would be said to do.
+So what tests/docs/test_findings_commands.py says of older releases on a GPU is not what any engine would be said to do.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from findings_engine import found, sliding
 from scenario import environment
 
 from vllm_async_spec.demo.train import DemoModels
-
-sys.path.append(str(Path(__file__).parents[1]))
-from findings_engine import found, sliding
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 

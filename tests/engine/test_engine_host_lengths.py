@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 LOAD = Load("decode", requests=6, running=4, prompt=(8, 40), output=(12, 24))
-READER = Path(__file__).parents[1] / "host_reader"
+READER = Path(__file__).parents[1] / "support" / "host_reader"
 ON_GPU = torch.cuda.is_available()
 RUNNERS = ("V1", "V2") if ON_GPU else ("V1",)
 """vLLM's V2 runner needs a GPU."""

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from findings import BOUND, EXACT, context_parallel_lengths, lengths_of_a_late_device
 from scheduled import Scheduled
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.vllm_source import VllmSource
-
-sys.path.append(str(Path(__file__).parents[1]))
-from findings import BOUND, EXACT, context_parallel_lengths, lengths_of_a_late_device
 
 HAS_BOUND = ("0.26.0", "0.32.0")
 KEEPS_REJECTED = ("0.12.0", "0.13.0")

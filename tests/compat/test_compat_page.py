@@ -57,7 +57,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> str:
     """As the site makes it."""
-    runs = read_runs((Path(__file__).parents[1] / "docs" / "compat").glob("*.json"))
+    runs = read_runs((Path(__file__).parents[2] / "docs" / "compat").glob("*.json"))
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
     path.write_text(documents(runs)["assets/compatibility.html"], encoding="utf-8")
     return path.as_uri()

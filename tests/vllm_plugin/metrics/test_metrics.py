@@ -231,7 +231,7 @@ def test_names_and_labels_are_those_of_the_documentation() -> None:
         f'vllm:async_spec_info{{mode="strict",sync="allow",version="{_version()}"}}': 1,
     }
     documented = re.findall(
-        r"^\| `(vllm:\w+)` \|", (Path(__file__).parents[1] / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `(vllm:\w+)` \|", (Path(__file__).parents[3] / "docs/metrics.md").read_text(), re.MULTILINE
     )
     families = Collector(lambda: found, Settings.read({})).collect()
     assert documented == [family.name + "_total" * (family.type == "counter") for family in families]

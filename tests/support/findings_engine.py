@@ -1,6 +1,6 @@
 """A stock engine in this process, and what docs/findings.md says of it: one line of JSON for the test that starts it.
 
-    python tests/findings_engine.py pause TARGET DRAFT async
+    python tests/support/findings_engine.py pause TARGET DRAFT async
 
 Of a device it asks as little as the finding does. So all but `late` also run with vLLM's CPU build.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 DRAFTS = 3
 TOKENS = 48
 WINDOW = 32

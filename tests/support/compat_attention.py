@@ -215,7 +215,7 @@ class Uploads(Right):
 
 
 class Fails(Right):
-    reason = "its forward fails: ValueError: no such head at tests/compat_attention.py:"
+    reason = "its forward fails: ValueError: no such head at support/compat_attention.py:"
 
     class impl(Impl):
         def forward(self, *arguments: Any, output: Any) -> Any:

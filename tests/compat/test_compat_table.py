@@ -13,7 +13,7 @@ from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.publish import WANTED, documents
 from vllm_async_spec.compat.report import read_runs
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 RUNS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "compat").glob("*.json")}
 
 

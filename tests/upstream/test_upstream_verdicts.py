@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parent / "upstream"
+FOLDER = Path(__file__).parent
 FILE = "tests/v1/core/test_a.py"
 APPLIED = {"min-tokens": "applied", "top-k-bound": "not needed"}
 

@@ -70,7 +70,7 @@ def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, compiled: 
     options = {} if compiled else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     environment = os.environ | {"VLLM_ASYNC_SPEC": "auto", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     command = [
         sys.executable,

@@ -16,13 +16,13 @@ from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(HERE)
+    monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("COLUMNS", "200")
     # The command sets these for its process, which is this one.
     monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
@@ -46,7 +46,7 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     result = compat("--backend", "compat_planted:Clean", "--backend", "compat_planted:OnlyDrafting", *options)
     assert result.exit_code == 1, result.output
     assert "1 of 2 builders run without a wait" in result.output
-    assert "draft step 2: told upper bound, it waits: read (item) at tests/compat_planted.py:" in result.output
+    assert "draft step 2: told upper bound, it waits: read (item) at support/compat_planted.py:" in result.output
     data = json.loads(files["json"].read_text())
     assert (data["schema"], data["vllm"], data["plugin"], data["device"]) == (1, data["vllm"], None, "cpu")
     assert [(each["backend"], each["verdict"]) for each in data["backends"]] == [
@@ -55,7 +55,7 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     ]
     page = files["markdown"].read_text()
     assert "| compat_planted:Clean | none | 18 of 18 |  | not run | not run: only its builder is known; name " in page
-    assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `tests/comp" in page
+    assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `support/comp" in page
     assert re.search(
         r"^- told upper bound, it waits: read \(item\) .*\(draft step 2; draft step 3\)$", page, re.MULTILINE
     )
@@ -89,7 +89,7 @@ def test_what_may_be_named(name: str):
         (["--backend", "compat_outside:number"], "it is int, which makes no builder; name a class or a factory"),
         (
             ["--backend", "compat_outside:broken_factory"],
-            "the factory fails: KeyError: 'heads' at tests/compat_outsi",
+            "the factory fails: KeyError: 'heads' at support/compat_outs",
         ),
         (["--backend", "compat_outside:empty_factory"], "the factory returned NoneType, which has no build()"),
         (["--device", "tpu", "--backend", "compat_outside:factory"], "--device is 'tpu'; it must be cpu or cuda"),
@@ -113,7 +113,7 @@ def test_a_file_in_a_directory_that_is_not_there():
     [
         ("WantsMore", "its constructor also wants metadata_cls, table_width, which vLLM does not give; name a factory"),
         ("AsksForMore", "its constructor asked device for 'number_of_heads', which it does not have (AttributeError"),
-        ("Breaks", "its constructor fails: ValueError: no heads at tests/compat_outside.py:"),
+        ("Breaks", "its constructor fails: ValueError: no heads at support/compat_outside.py:"),
     ],
 )
 def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence: str):

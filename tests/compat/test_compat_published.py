@@ -21,7 +21,7 @@ from vllm_async_spec.compat.report import CLASSES, PublishedError, Report, Run, 
 from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PUBLISHED = sorted((DOCS / "compat").glob("*.json"))
 
 
@@ -64,12 +64,12 @@ def test_a_row_says_what_was_found(full: Report):
     assert (clean.verdict, clean.passed, clean.ran, clean.evidence) == ("none", True, len(CASES), [])
     assert (drafting.verdict, drafting.passed) == ("blocks", False)
     assert list(drafting.faults.values()) == [["draft step 2", "draft step 3"]]
-    assert re.fullmatch(r"tests/compat_planted.py:\d+", drafting.sites[0])
+    assert re.fullmatch(r"support/compat_planted.py:\d+", drafting.sites[0])
     assert (capture.verdict, capture.faults, capture.sites) == ("none", {}, [])
     assert list(capture.at_capture.values()) == [["capture, one token", "capture, K + 1"]]
     assert (clean.at_capture, drafting.at_capture) == ({}, {})
     assert (failing.verdict, len(failing.sites)) == ("exact", 1)
-    assert re.fullmatch(r"tests/compat_planted.py:\d+", failing.sites[0])
+    assert re.fullmatch(r"support/compat_planted.py:\d+", failing.sites[0])
 
 
 def test_its_name_says_release_way_and_machine(full: Report):

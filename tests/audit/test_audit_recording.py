@@ -161,7 +161,7 @@ def test_a_copy_is_waited_for_at_its_event(waits):
     assert sites(waits) == [("event", False), ("tolist", False)]
     first = readable(plain(waits.found[0].stack))[0]
     assert first.source == "event.synchronize()"
-    assert first.file == "tests/test_audit_recording.py"
+    assert first.file == "audit/test_audit_recording.py"
 
 
 def test_an_event_covers_only_what_was_copied_before_it_was_recorded(waits):
@@ -334,5 +334,5 @@ def test_a_stack_is_read_without_the_machinery():
     assert [frame.file for frame in frames] == [
         "flashinfer/decode.py",
         "vllm/v1/worker.py",
-        "tests/test_audit_recording.py",
+        "audit/test_audit_recording.py",
     ]

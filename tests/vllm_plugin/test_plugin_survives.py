@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REGISTER = "from vllm_async_spec.vllm_plugin import register; register(); print('served')"
 
 

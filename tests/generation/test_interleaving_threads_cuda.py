@@ -75,7 +75,7 @@ def test_two_threads_generate_what_one_does(ways: tuple[str, str], own_stream: b
 
 def test_without_turns_one_thread_s_capture_takes_in_what_the_other_launches():
     """The control. In a process of its own, whose device may not be of use afterwards."""
-    command = [sys.executable, Path(__file__).parent / "interleaving_threads.py"]
+    command = [sys.executable, Path(__file__).parents[1] / "support" / "interleaving_threads.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "right with turns" in done.stdout, done.stdout + done.stderr
     broke = done.returncode != 0 and "CUDA error" in done.stderr

@@ -407,7 +407,7 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
     before = torch.Event
     found = check(subject(Waits), PassesForCuda(), cases=[NAMED["decode"]])
     assert torch.Event is before
-    assert "it waits: event (event) at tests/test_compat_check.py:" in found.explain()
+    assert "it waits: event (event) at compat/test_compat_check.py:" in found.explain()
 
 
 @pytest.mark.gpu

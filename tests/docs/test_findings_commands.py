@@ -1,4 +1,4 @@
-"""What docs/findings.md says of stock vLLM, on a GPU: `pytest tests/test_findings.py -m gpu`, with vLLM installed.
+"""What docs/findings.md says of stock vLLM, on a GPU with vLLM: `pytest tests/docs/test_findings_commands.py -m gpu`.
 
 A test passes where stock vLLM is wrong. Where one fails, the finding is refuted for that release, or upstream has
 mended it.

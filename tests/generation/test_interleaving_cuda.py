@@ -115,7 +115,7 @@ def test_a_second_generation_reads_nothing_that_went_with_the_first(model: Any):
 @pytest.mark.parametrize("taken", list(CONTROLS))
 def test_without_one_wait_the_tokens_go_wrong(taken: str):
     """The control of the tests above. In a process of its own: wrong steps may break the device's context."""
-    command = [sys.executable, Path(__file__).parent / "interleaving_controls.py", taken]
+    command = [sys.executable, Path(__file__).parents[1] / "support" / "interleaving_controls.py", taken]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "right with every wait" in done.stdout, done.stdout + done.stderr
     broke = done.returncode != 0 and "CUDA error" in done.stderr

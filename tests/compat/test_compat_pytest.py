@@ -13,14 +13,17 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "backend"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, where the plugin is loaded by its name, as its entry point loads it."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "COLUMNS": "200"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
+        "COLUMNS": "200",
+    }
     command = [sys.executable, "-m", "pytest", "-p", "pytest_async_spec", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 

@@ -9,7 +9,7 @@ import torch
 from vllm_async_spec.audit.cuda_waits import _WARNING, AuditedEvent, CudaWaits
 from vllm_async_spec.audit.stack import plain, readable
 
-HERE = "tests/test_cuda_waits.py"
+HERE = "audit/test_cuda_waits.py"
 
 
 @pytest.fixture

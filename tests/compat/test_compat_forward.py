@@ -31,6 +31,7 @@ from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
 
+SUPPORT = Path(__file__).parents[1] / "support"
 NAMED = {case.name: case for case in CASES}
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -384,7 +385,7 @@ found = run(["compat_attention:Astray", "compat_attention:Right"], open_device("
 for each in found.results:
     print(each.passed, each.not_attended)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, capture_output=True, text=True)
     astray, right = done.stdout.splitlines()[-2:]
     assert "the GPU does nothing more" in astray, done.stderr[-2000:]
     assert right == "True the GPU failed in the forward of a builder before it, and does nothing more"
@@ -396,7 +397,7 @@ def test_the_command_attends_with_the_rest_in_a_new_process(tmp_path: Path):
     code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
     named = [f"--backend=compat_attention:{name}" for name in ("Astray", "Right")]
     command = [sys.executable, "-c", code, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
     assert (tmp_path / "found.json").is_file(), done.stderr[-2000:]
     astray, right = json.loads((tmp_path / "found.json").read_text())["backends"]
     assert "the GPU does nothing more" in astray["not_attended"]
