@@ -11,8 +11,8 @@ from pathlib import Path
 def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
     """The fingerprints of classes and functions in a module's source text.
 
-    They are the same under every supported Python. They depend only on the syntax tree's fields that are not empty, and
-    newer Pythons only add empty fields.
+    They are the same under every supported Python: newer ones only add fields that are empty, and empty fields are
+    skipped.
 
     Args:
         source: text of the module.

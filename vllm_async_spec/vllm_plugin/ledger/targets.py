@@ -91,7 +91,7 @@ def _own(module: ModuleType, qualname: str) -> Any:
 def _layers(value: Any) -> Iterator[Any]:
     """Yield the functions of a target, from the outermost decorator to the function that vLLM wrote.
 
-    An object that is neither a function nor one of Python's own wrappers is yielded unchanged, and ends the sequence.
+    Any object other than a function or one of Python's own wrappers is yielded unchanged and ends the sequence.
     """
     while True:
         if isinstance(value, staticmethod | classmethod):

@@ -1,8 +1,8 @@
 """Directories that this plugin made for one user. A marker file identifies them, never a name.
 
-A directory is private if it is a real directory, belongs to this user, no other user can write to it, and its marker
-has its name. The plugin uses, changes and removes no other directory, and removes a private one file by file. It reads
-directories through an open descriptor, so that a directory swapped in meanwhile is not mistaken for the first.
+A private directory is no link, belongs to this user, only this user can write to it, and its marker has its name. The
+plugin uses, changes and removes no other directory, and removes a private one file by file. Reads go through an open
+descriptor, so that a directory swapped in meanwhile is not mistaken for the first.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from vllm_async_spec.sync_policy import CallSite, SyncReport
 from vllm_async_spec.vllm_plugin.ledger import Outcome, State
 
 _TELLING = (State.WAITING, State.NOT_NEEDED, State.APPLIED, State.REFUSED)
-"""States by precedence, lowest first: a patch is refused if any process refused it, else applied if any applied it."""
+"""States by precedence, lowest first: a server's patch is refused if any process refused it, and so on."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Snapshot:
 
 
 def _importable(site: CallSite) -> str:
-    """The call site, with its file relative to the import path, so that it does not depend on the installation."""
+    """The call site, with its file relative to `sys.path`, the same in every installation."""
     roots = [root + os.sep for root in sys.path if root and site.file.startswith(root + os.sep)]
     file = site.file.removeprefix(max(roots, key=len)) if roots else os.path.basename(site.file)
     return f"{file}:{site.line} {site.function}"

@@ -172,7 +172,7 @@ def _unset_the_one_being_made(cls: Any) -> None:
 
 
 _KEPT = "_async_spec_kept"
-"""Marks a SchedulerConfig whose asynchronous scheduling was kept on. The other processes receive the mark with it."""
+"""Marks a SchedulerConfig whose asynchronous scheduling was kept on, also in the other processes."""
 
 
 def _unneeded_cpu(check_and_update_config: Any) -> str | None:

@@ -27,7 +27,7 @@ _MAKE = "make_kv_sharing_fast_prefill_common_attn_metadata"
 _PREPARE = "_prepare_kv_sharing_fast_prefill"
 _CALCULATE = "_calc_spec_decode_metadata"
 _NOTED = "tokens_per_request"
-"""An attribute of the indices tensor: (requests,) NumPy integers, the sampled tokens of each request."""
+"""An attribute of the indices tensor: (requests,) NumPy integers, the number of indices per request."""
 
 _HOST_LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "_num_computed_tokens_cpu")
 

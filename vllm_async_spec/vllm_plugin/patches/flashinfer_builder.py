@@ -37,7 +37,7 @@ from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa_shapes import (
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, FlashInferBuilderBase
 
 _PLANS_IN_FLIGHT = 8
-"""Pinned plan buffers: two steps are in flight, each with one plan and at most one per draft. More wait, counted."""
+"""Pinned plan buffers. Each of two steps in flight plans for the target and at most once per draft. More plans wait."""
 
 _PLAN_BYTES = 8 << 20
 """Bytes of the pinned buffer in which a wrapper of flashinfer-python plans."""

@@ -189,7 +189,7 @@ class GraphWrappers:
         )
 
     def _roomy(self, needed: int, given: torch.Tensor) -> torch.Tensor:
-        """The workspace of vLLM, or a larger one of our own. The first batch that vLLM captures is the largest."""
+        """The workspace of vLLM, or our own for sizes that may need more; vLLM captures the largest sizes first."""
         if needed <= given.nbytes:
             return given
         if self._workspace is None or self._workspace.nbytes < needed:

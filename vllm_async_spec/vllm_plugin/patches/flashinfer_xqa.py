@@ -44,7 +44,7 @@ def no_flashinfer() -> str | None:
 
 
 def xqa_source() -> str | None:
-    """The source of this machine's XQA kernels, in words: a package or nvcc's path. None if there is none."""
+    """Where this machine gets XQA kernels: a package or nvcc's path. None if it can't."""
     if no_flashinfer() is not None:
         return None
     if find_spec("flashinfer_jit_cache") is not None:

@@ -162,8 +162,7 @@ class OptimisticRunner(RunnerBase):
         if self._progress is None or batch.prev_sampled_token_ids is None:
             super()._prepare_input_ids(scheduler_output, total_num_scheduled_tokens, cu_num_tokens)
             return
-        # The correction writes the tokens that the last step sampled and drafted. Copy the host's tokens only if there
-        # are others.
+        # The correction writes the last step's sampled and drafted tokens. Copy the host's only if there are others.
         carried = sum(map(batch.prev_req_id_to_index.__contains__, batch.req_ids))
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if carried + drafts < total_num_scheduled_tokens:

@@ -62,11 +62,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 def _cut_on_device(
     metadata_class: type[Any], chunk: int, metadata: BatchMetadata, block_size: int
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """The virtual batches of a batch, and a function that gathers their pages from a block table.
-
-    Raises:
-        ValueError: a chunk is not a whole number of KV cache blocks.
-    """
+    """The virtual batches of a batch, and a function that gathers their pages from a block table."""
     if chunk % block_size:
         raise ValueError(
             f"the attention chunk is {chunk} tokens and a KV cache block {block_size}; a chunk must be whole blocks, "
