@@ -42,7 +42,7 @@ def _unneeded(cut: Any) -> str | None:
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = getattr(module, _CUT)
     lazy = _before(_LazyHostViews, without_host_lengths(module.CommonAttentionMetadata))
-    # Up to 0.13 the function returns the metadata; later also a function that gathers another block table's pages.
+    # Until 0.13 this returns only the metadata; later also a function that gathers another block table's pages.
     returns_both = typing.get_origin(original.__annotations__["return"]) is tuple
 
     @functools.wraps(original)
