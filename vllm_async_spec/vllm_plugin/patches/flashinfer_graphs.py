@@ -21,9 +21,9 @@ from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, sp
 
 MOST_ROWS = 64
 """Most rows of a request (query tokens times GQA group size) for FlashAttention 2 to replace XQA. Beyond 64 rows its
-tiles have 128 rows anyway. Times in a layer on an H200, FlashAttention 2 against XQA: up to 16 rows it wins every
-batch, 15 µs against 29 for one short request, 497 against 605 for 32 requests of 16,384 keys. With more rows XQA wins
-the largest: for 32 requests 26 µs against 25 with 264 keys, 99 against 97 with 4,096, 363 against 317 with 16,384.
+tiles have 128 rows anyway. Times in a layer on an H200, FlashAttention 2 against XQA. Up to 16 rows it wins every
+batch: one short request takes 15 µs against 29, 32 requests of 16,384 keys 497 against 605. With more rows XQA wins
+large batches. 32 requests take 26 µs against 25 with 264 keys, 99 against 97 with 4,096, 363 against 317 with 16,384.
 XQA takes some 15 µs more in a layer than alone, probably because its code left the caches; FlashAttention 2 takes 3."""
 
 
