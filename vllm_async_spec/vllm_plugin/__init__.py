@@ -1,11 +1,11 @@
-"""Everything that imports vllm: entry point, settings, patch ledger, and the patches themselves."""
+"""All code that imports vLLM: entry point, settings, patch ledger and patches."""
 
 
 def register() -> None:
-    """The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes.
+    """The entry point of `vllm.general_plugins`, which vLLM calls in each of its processes.
 
-    vLLM logs an exception from importing an entry point and serves on without it, while one from calling it ends the
-    process; so importing this module does next to nothing, and all that can fail fails in here.
+    If importing an entry point fails, vLLM logs the exception and runs without the plugin. If calling it fails, the
+    process ends. So importing this module does almost nothing, and errors occur in this call.
     """
     try:
         from vllm_async_spec.vllm_plugin.plugin import entry_point

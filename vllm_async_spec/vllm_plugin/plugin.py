@@ -1,4 +1,4 @@
-"""What `vllm.general_plugins` calls: settle the patches of this process, once, and say in a line what came of it."""
+"""Loads the plugin: settles the patches of this process once, and logs a one-line summary."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
 
 
 def load(*, report: bool = True) -> Plugin:
-    """Read the settings and settle every patch whose module exists; the others as soon as theirs does.
+    """Read the settings and settle every patch, now or as soon as its module is imported.
 
-    Loading twice is the same as once, and a forked child is already loaded. Whatever else fails in the mode `auto`
-    leaves stock vLLM.
+    A second call changes nothing, and a forked child is already loaded. In the mode `auto`, any other failure leaves
+    stock vLLM.
 
     Args:
-        report: whether to log what came of it.
+        report: whether to log the result.
 
     Raises:
         SettingError: an environment variable has a value that does not exist.
@@ -44,11 +44,11 @@ def load(*, report: bool = True) -> Plugin:
 
 
 def entry_point() -> None:
-    """`load`, for vLLM: a mistake of the operator's ends its command line with one sentence and no traceback.
+    """Call `load` for vLLM. A wrong setting ends vLLM's command line with one sentence and no traceback.
 
     Raises:
-        SettingError: as `load`, where vLLM is used as a library.
-        StrictError: likewise.
+        SettingError: as in `load`, if vLLM is used as a library.
+        StrictError: as in `load`.
     """
     try:
         load()
@@ -89,7 +89,7 @@ def _install(plugin: Plugin, report: bool) -> None:
 
 
 def _run_stock(plugin: Plugin, error: Exception) -> None:
-    """Put back what was patched, and say why."""
+    """Undo all patches and log why; in the mode `strict`, raise StrictError."""
     plugin.failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if plugin.settings.mode is Mode.STRICT:
         raise StrictError(f"the plugin failed: {plugin.failure}")
@@ -103,14 +103,14 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
     patches = {} if settings.mode is Mode.OFF else IMPLEMENTATIONS
     if settings.audit is Audit.OFF:
         return patches
-    # The tool costs nothing until it is asked for, not even its import.
+    # Import the agent only if audits are on, so that otherwise it costs nothing.
     from vllm_async_spec.vllm_plugin.audit_agent.agent import IMPLEMENTATIONS as AUDIT
 
     return patches | AUDIT
 
 
 def _release() -> str | None:
-    """The release of the vLLM that loads us, without its local part; None where it does not say."""
+    """The release of the vLLM that loads the plugin, without its local part; None if vLLM has no version."""
     version = getattr(sys.modules.get("vllm"), "__version__", None)
     return version.partition("+")[0] if isinstance(version, str) else None
 
@@ -118,12 +118,12 @@ def _release() -> str | None:
 def _publish() -> None:
     try:
         publisher.publish()
-    except Exception as error:  # whoever imports a module of vLLM's must not learn of it
+    except Exception as error:  # must not fail the import of a vLLM module that settled a patch
         logger.debug("vllm-async-spec: what became of a patch was not published: %s", error)
 
 
 def _is_vllms_command_line(program: Path) -> bool:
-    # The second is `python -m vllm.entrypoints.openai.api_server`.
+    # The second condition is for `python -m vllm.entrypoints.openai.api_server`.
     return program.name == "vllm" or program.parts[-4:-1] == ("vllm", "entrypoints", "openai")
 
 
@@ -137,6 +137,6 @@ def _report(ledger: Ledger) -> None:
 
 
 def _report_refusal(outcome: Outcome) -> None:
-    """One line for the server, from whichever of its processes was the first to refuse."""
+    """Log a refusal once per server, from the first process that refuses."""
     if publisher.is_first(f"{outcome.spec.name}: {outcome.detail}"):
         logger.warning("vllm-async-spec: running stock vLLM for %s: %s", outcome.spec.name, outcome.detail)

@@ -1,4 +1,4 @@
-"""What `vllm-async-spec status --url` says: the plugin in a running server, from the server's own `/metrics`."""
+"""`vllm-async-spec status --url`: the plugin's state in a running server, from the server's `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SECONDS = 30
 
 
 class ServerError(RuntimeError):
-    """The server can't be asked, or has no plugin; the message says what to do."""
+    """The server does not answer, or has no plugin; the message says what to do."""
 
 
 @dataclass(slots=True)
 class ServerStatus:
-    """What a server's plugin became."""
+    """The plugin's state in a server."""
 
     url: str
     version: str = ""
@@ -25,7 +25,7 @@ class ServerStatus:
     patches: dict[str, int] = field(default_factory=dict)
     """How many patches are in each state."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why each refused patch was refused, in whichever process of the server."""
+    """The reason of each patch that some process of the server refused."""
 
     @property
     def healthy(self) -> bool:
@@ -38,13 +38,13 @@ class ServerStatus:
 
 
 def read_server(url: str) -> ServerStatus:
-    """Ask a server.
+    """Read the plugin's state from a server.
 
     Args:
         url: of the server, such as `http://127.0.0.1:8000`.
 
     Raises:
-        ServerError: nothing answers there, or no vLLM with the plugin.
+        ServerError: no server answers there, or the server has no plugin.
     """
     page = f"{url.rstrip('/')}/metrics"
     try:

@@ -1,4 +1,4 @@
-"""The three environment variables that an operator sets, and nothing else that can be set."""
+"""The plugin's only settings: three environment variables."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ _ChoiceT = TypeVar("_ChoiceT", bound=enum.Enum)
 
 
 class SettingError(ValueError):
-    """A setting has a value that does not exist; the message names it and those that do."""
+    """A setting has an unknown value; the message names this value and the valid ones."""
 
 
 class Mode(str, enum.Enum):
     """What the plugin does about patches that it refuses."""
 
     AUTO = "auto"
-    """Run stock vLLM for what is refused, and say so in one line."""
+    """Run stock vLLM's code for refused patches, and log one line."""
     STRICT = "strict"
-    """Stop at start-up where anything is refused."""
+    """End the start-up if any patch is refused."""
     OFF = "off"
-    """Touch nothing."""
+    """Change nothing."""
 
 
 class Audit(str, enum.Enum):
     """Whether the engine can be audited while it runs."""
 
     OFF = "0"
-    """No: nothing is there that could cost anything."""
+    """No, and no audit code is loaded."""
     ON = "1"
-    """Yes, by `vllm-async-spec audit`; whatever the mode is."""
+    """Yes, by `vllm-async-spec audit`, in every mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of this process, and who set each: `environment` or `default`."""
+    """The settings of this process, and the origin of each: `environment` or `default`."""
 
     mode: Mode
     mode_from: str
@@ -54,10 +54,10 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        """The settings that `environment` asks for.
+        """The settings in `environment`.
 
         Raises:
-            SettingError: a variable has a value that does not exist.
+            SettingError: a variable has an unknown value.
         """
         mode, sync, audit = environment.get(MODE), environment.get(SYNC), environment.get(AUDIT)
         return cls(

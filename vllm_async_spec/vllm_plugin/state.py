@@ -1,4 +1,4 @@
-"""What the plugin is in this process: its settings, its ledger, and why it did nothing where it did not."""
+"""The plugin's state in this process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Plugin:
 
     settings: Settings
     ledger: Ledger | None = None
-    """None where nothing may be patched: the mode is `off`, and no audit was asked for."""
+    """None if no patch is allowed: the mode is `off` and audits are off."""
     failure: str | None = None
-    """Why nothing is patched though the mode asks for it."""
+    """Why no patch is applied although the mode allows patches, or None."""
     strictness: Strictness | None = None
-    """In the mode `strict`: what has been refused."""
+    """Remembers refusals; only in the mode `strict`."""
 
 
 _plugin: Plugin | None = None
 
 
 def active_plugin() -> Plugin | None:
-    """The plugin of this process, or None where nothing has loaded it."""
+    """The plugin of this process, or None before it is loaded."""
     return _plugin
 
 

@@ -1,4 +1,4 @@
-"""What `vllm-async-spec status` says: what was found, what each patch became, and who decided what."""
+"""`vllm-async-spec status`: the environment, the state of each patch, and the origin of each setting."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vllm_async_spec.vllm_plugin.settings import Mode
 
 
 class NoVllmError(RuntimeError):
-    """There is no vLLM to speak of; the message says how to get one."""
+    """vLLM is missing or can't be imported; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchStatus:
-    """One row of the table."""
+    """One row of the table of patches."""
 
     name: str
     state: State
@@ -35,7 +35,7 @@ class PatchStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """All that status knows; `to_dict` is what `--json` prints."""
+    """The content of the status report; `--json` prints `to_dict`."""
 
     version: str
     vllm: str
@@ -47,11 +47,11 @@ class Status:
     family: str
     runner: str
     backend: str | None
-    """The attention backend, where engine arguments were given."""
+    """The attention backend, if engine arguments were given."""
     scheduling: str
     settings: dict[str, dict[str, str]]
     failure: str | None
-    """Why nothing is patched though the mode asks for it."""
+    """Why no patch is applied although the mode allows patches, or None."""
     loaded: bool
     """Whether vLLM would load the plugin: `VLLM_PLUGINS` may leave it out."""
     patches: tuple[PatchStatus, ...]
@@ -68,14 +68,14 @@ class Status:
 
 
 def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
-    """Load the plugin into this process, as vLLM would, and look at what came of it.
+    """Load the plugin into this process, as vLLM would, and report its state.
 
     Args:
-        engine_arguments: arguments of vLLM's `EngineArgs`, to learn what an engine would run with; may be None.
+        engine_arguments: arguments of vLLM's `EngineArgs`, for the engine's part of the report; may be None.
 
     Raises:
         NoVllmError: vLLM is not installed or can't be imported.
-        SettingError: an environment variable has a value that does not exist.
+        SettingError: an environment variable has an unknown value.
         StrictError: the mode is `strict` and a patch was refused.
     """
     vllm = _import_vllm()
@@ -117,7 +117,7 @@ def _import_vllm() -> str:
             "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
             "the documentation's page on installing says"
         )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to stdout, among what we print
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to stdout, between the lines of the report
     try:
         return str(importlib.import_module("vllm").__version__)
     except Exception as error:
@@ -125,22 +125,22 @@ def _import_vllm() -> str:
 
 
 def _import_targets(ledger: Ledger) -> None:
-    """Make every module that a patch targets exist, so that none is left waiting for an import."""
+    """Import every module that a patch targets, so that no patch stays waiting."""
     for outcome in ledger.outcomes.values():
         for module in outcome.modules:
-            with contextlib.suppress(Exception):  # another release's, or one that this environment can't import
+            with contextlib.suppress(Exception):  # a module of another release, or with missing dependencies
                 importlib.import_module(module)
 
 
 def _is_allowed(allowed: str | None) -> bool:
-    """Whether vLLM's own list of plugins, where there is one, has ours."""
+    """Whether `VLLM_PLUGINS`, if set, includes this plugin."""
     return allowed is None or "async_spec" in allowed.split(",")
 
 
 def _entries() -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
     try:
         return read_ledger()
-    except PatchError:  # which `load` has said
+    except PatchError:  # `load` has already reported it
         return (), {}
 
 
@@ -157,7 +157,7 @@ def _patches(ledger: Ledger | None, summaries: Mapping[str, str], mode: Mode) ->
 
 
 def _family() -> str:
-    """Which of the three designs of upstream's runner this vLLM has, by what its source defines."""
+    """Which of the three runner designs this vLLM has, judged by its source."""
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""`VLLM_ASYNC_SPEC=strict`: a refusal ends the start, also where somebody swallows the first error."""
+"""`VLLM_ASYNC_SPEC=strict`: a refusal ends the start-up, even if other code swallows the first error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ENGINE = "vllm.v1.engine.core"
 class StrictError(SystemExit):
     """A patch was refused under `VLLM_ASYNC_SPEC=strict`.
 
-    It ends the process with its sentence and no traceback. As a `SystemExit` it passes the `except Exception` of code
-    that tries an import and goes on without it.
+    The process ends with one sentence and no traceback. A `SystemExit` passes through the `except Exception` around
+    optional imports.
     """
 
     def __init__(self, message: str) -> None:
@@ -24,19 +24,19 @@ class StrictError(SystemExit):
 
 
 class Strictness:
-    """Remembers the first refusal, and refuses again wherever the start goes on in spite of it."""
+    """Remembers the first refusal, and raises again whenever the start-up goes on in spite of it."""
 
     def __init__(self) -> None:
         self._refusal: str | None = None
 
     def watch(self, modules: Iterable[str]) -> None:
-        """Refuse again as each of these is imported, and before any engine is made."""
+        """After a refusal, raise again when one of these modules is imported and before an engine is made."""
         for module in modules:
             when_imported(module, lambda _: self.insist())
         when_imported(_ENGINE, self._guard_engine)
 
     def refuse(self, patch: str, why: str) -> None:
-        """End the start.
+        """End the start-up.
 
         Raises:
             StrictError: always.
@@ -49,10 +49,10 @@ class Strictness:
         self.insist()
 
     def insist(self) -> None:
-        """End the start again, if a patch was refused.
+        """End the start-up if a patch was refused.
 
         Raises:
-            StrictError: one was.
+            StrictError: a patch was refused.
         """
         if self._refusal is not None:
             raise StrictError(self._refusal)
@@ -60,7 +60,7 @@ class Strictness:
     def _guard_engine(self, module: ModuleType) -> None:
         engine = getattr(module, "EngineCore", None)
         if not isinstance(engine, type):
-            return  # then nothing can start here that would be the engine we know
+            return  # without this class, no known engine can start here
         start = engine.__init__  # type: ignore[misc]
 
         @functools.wraps(start)

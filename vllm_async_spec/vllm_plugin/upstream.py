@@ -1,8 +1,8 @@
-"""Types of the vLLM objects that patches touch, for readers and for the type checker.
+"""Types of the vLLM objects that patches use, for readers and for the type checker.
 
-A Protocol lists what patches read or call of vLLM's class of that name, and nothing else. The name and the type hold in
-every release that a patch reading it is for; what only some releases have is read with `getattr`. A `...Base` class
-stands for vLLM's own where a patch puts a class before it: the patch inherits it for type checking only.
+A Protocol lists only the members of vLLM's class that patches read or call. Each member exists, with this type, in all
+releases of the patches that use the member. Members of only some releases are read with `getattr`. A `...Base` class
+replaces vLLM's class as the base of a patch's class, for type checking only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class CpuGpuBuffer(Protocol):
-    """A pinned tensor, and the device tensor that it is copied to."""
+    """A pinned host tensor, and the device tensor for its copies."""
 
     cpu: torch.Tensor
     gpu: torch.Tensor
@@ -58,7 +58,7 @@ class MultiGroupBlockTable(Protocol):
 
 
 class SamplingMetadata(Protocol):
-    """What the sampler is given."""
+    """The sampler's parameters for a batch."""
 
     output_token_ids: list[list[int]]
     """Empty unless penalties or a logits processor read them."""
@@ -97,16 +97,16 @@ class InputBatch(Protocol):
 
 
 class CachedRequestState(Protocol):
-    """What the runner keeps of a request."""
+    """The runner's state of a request."""
 
     prev_num_draft_len: int
     """Drafts that the last step verified."""
     output_token_ids: list[int]
-    """-1 for a token that only the device knows."""
+    """-1 for tokens that only the device knows."""
 
 
 class CachedRequestData(Protocol):
-    """The requests of a step that the runner knows already, in one order."""
+    """The requests of a step that the runner already knows. All sequences have the same order."""
 
     req_ids: Sequence[str]
     num_computed_tokens: Sequence[int]
@@ -114,11 +114,11 @@ class CachedRequestData(Protocol):
 
 
 class SchedulerOutput(Protocol):
-    """What a step is to compute."""
+    """The requests and tokens that a step computes."""
 
     scheduled_cached_reqs: CachedRequestData
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]]
-    """Drafts by request; -1 for one that only the device knows."""
+    """Drafts by request; -1 for drafts that only the device knows."""
 
 
 class SpecDecodeMetadata(Protocol):
@@ -129,7 +129,7 @@ class SpecDecodeMetadata(Protocol):
 
 
 class BatchMetadata(Protocol):
-    """`CommonAttentionMetadata`: what metadata builders are given of a batch."""
+    """`CommonAttentionMetadata`: a batch as metadata builders get it."""
 
     query_start_loc: torch.Tensor
     """(requests + 1,) int32, device."""
@@ -150,7 +150,7 @@ class BatchMetadata(Protocol):
     causal: bool
 
 
-if TYPE_CHECKING:  # where a body may be left out
+if TYPE_CHECKING:  # for the type checker, methods need no bodies
 
     class RunnerBase:
         """`GPUModelRunner` of the V1 runner, 0.14 to 0.18."""
@@ -194,7 +194,7 @@ if TYPE_CHECKING:  # where a body may be left out
         valid_sampled_token_count_event: Any
         """None without asynchronous scheduling or drafts."""
         _draft_token_ids: torch.Tensor | list[list[int]] | None
-        """(rows of the last step, drafts) int64, device, where the drafter runs there."""
+        """(rows of the last step, drafts) int64, device, if the drafter runs on the device."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         def _update_states(self, scheduler_output: SchedulerOutput) -> Any: ...
@@ -226,10 +226,10 @@ if TYPE_CHECKING:  # where a body may be left out
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
         @classmethod
         def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-            """The batches that CUDA graphs may hold: an `AttentionCGSupport`."""
+            """The batches that CUDA graphs support: an `AttentionCGSupport`."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
-            """The metadata that the backend's layers are given."""
+            """The metadata for the backend's layers."""
 
     class FlashInferBuilderBase(BuilderBase):
         """`FlashInferMetadataBuilder`, from 0.20 on."""
@@ -238,7 +238,7 @@ if TYPE_CHECKING:  # where a body may be left out
         enable_cuda_graph: bool
         page_size: int
         reorder_batch_threshold: int
-        """Query tokens of a request at most, for it to be a decode."""
+        """Most query tokens of a request that vLLM treats as a decode."""
 
         def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...
         def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...

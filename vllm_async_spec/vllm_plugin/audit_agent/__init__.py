@@ -1,1 +1,1 @@
-"""What `VLLM_ASYNC_SPEC_AUDIT=1` adds to an engine: agents in its processes, and a route."""
+"""Audit agents in an engine's processes and an HTTP route for audits, with `VLLM_ASYNC_SPEC_AUDIT=1`."""

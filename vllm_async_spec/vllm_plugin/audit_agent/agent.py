@@ -1,9 +1,8 @@
-"""What `VLLM_ASYNC_SPEC_AUDIT=1` puts into each process of vLLM, so that somebody can ask for an audit later.
+"""The audit agent in each process of vLLM with `VLLM_ASYNC_SPEC_AUDIT=1`.
 
-Until somebody asks, three functions have a wrapper that no step calls: `EngineCore.collective_rpc`, by which requests
-reach the engine core, a method of the workers, by which they reach those, and `serve_http`, which gives each server the
-route that it is asked by, whichever way it was started. Requests and answers are JSON. An audit that fails answers
-`{"error": ...}`; it never takes the engine down.
+Until an audit starts, the agent only wraps three functions that no step calls. `EngineCore.collective_rpc` and a method
+of the workers receive requests. `serve_http` adds the HTTP route to each server, however started. Requests and answers
+are JSON. A failed audit answers `{"error": ...}` and never ends the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 
 
 class Agent:
-    """The one of this process, which may hold the engine core, a worker, or both."""
+    """The agent of this process, which may hold the engine core, a worker, or both."""
 
     def __init__(self) -> None:
         self._recorder = Recorder(self._watch_all)
@@ -43,13 +42,13 @@ class Agent:
 
         Args:
             core: vLLM's `EngineCore`.
-            call: its own `collective_rpc`.
+            call: the original `collective_rpc`.
             request: JSON; see `_do`.
-            timeout: seconds that the workers have, or None.
+            timeout: for the workers' answers, in seconds, or None.
         """
         self._core = core
         workers: list[str] = call(core, RPC, timeout, (request,), None)
-        # What the workers refuse is not begun here either.
+        # The core does not start what a worker refuses.
         refused = any("error" in json.loads(answer) for answer in workers)
         return [json.dumps({"role": "core"}) if refused else self._answer("core", request), *workers]
 
@@ -74,7 +73,7 @@ class Agent:
 
     def _do(self, role: str, do: str, **options: Any) -> dict[str, Any]:
         recorder = self._recorder
-        # A core that shares its process with a worker shares its recorder, and the worker was asked before.
+        # A core and a worker in one process share the recorder, and the worker has answered before.
         apart = role == "core" and self._runner is None
         if do == "describe":
             return {} if role == "core" else {"facts": worker_facts(self._runner)}
@@ -92,7 +91,7 @@ class Agent:
             if (role == "core" and not apart) or recorder.order is None:
                 return {}
             if do == "cancel" and recorder.order.folder != options["folder"]:
-                return {}  # it is somebody else's
+                return {}  # another audit's recording
             self._deafen()
             if do == "cancel":
                 recorder.cancel()
@@ -110,7 +109,7 @@ class Agent:
 
         @functools.wraps(execute_model)
         def heard(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            # A step without tokens only tidies up.
+            # A step without tokens runs no model.
             if scheduler_output.total_num_scheduled_tokens:
                 recorder.on_step()
             return execute_model(runner, scheduler_output, *args, **kwargs)
@@ -132,7 +131,7 @@ AGENT = Agent()
 
 
 def hear_events_from_now_on() -> None:
-    """Have `torch.Event` make events whose waits can be heard, on a GPU and on a CPU."""
+    """Make `torch.Event` create events whose waits can be recorded, on a GPU and on a CPU."""
     if torch.version.cuda is not None:
         hear_events()
     else:

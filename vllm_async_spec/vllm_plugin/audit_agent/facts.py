@@ -1,4 +1,4 @@
-"""What an engine runs with, as its worker knows it."""
+"""Facts about an engine that its worker knows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def worker_facts(runner: Any) -> dict[str, Any]:
 
 
 def _builders(group: Any) -> list[Any]:
-    """The metadata builders of an attention group, one a micro-batch."""
+    """The metadata builders of an attention group, one per micro-batch."""
     return list(getattr(group, "metadata_builders", None) or [])
 
 
@@ -49,7 +49,7 @@ def _speculation(config: Any) -> str:
 
 
 def _driver() -> str:
-    with contextlib.suppress(Exception):  # a description, not worth an audit
+    with contextlib.suppress(Exception):  # a missing driver version must not end an audit
         from vllm.third_party import pynvml
 
         pynvml.nvmlInit()

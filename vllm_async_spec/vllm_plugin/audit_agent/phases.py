@@ -1,7 +1,7 @@
-"""Which of vLLM's functions are which phase of a step, in its V1 and V2 runners, and how one on a CPU is followed.
+"""Maps vLLM's functions to phases of a step, for the V1 and V2 runners, and follows runners on a CPU.
 
-Functions are looked for by name in the objects of the running engine; what a release does not have is left out, and
-its time counts as that of the function around it.
+Functions are found by name in the running engine. If a release lacks a function, its time counts towards the function
+around it.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def watch_engine_core(watch: Watch, core: Any) -> None:
 
 
 def watch_runner(watch: Watch, runner: Any, cpu: CpuWaits | None) -> None:
-    """Watch a model runner and all that it calls in a step.
+    """Watch a model runner and the functions that it calls in a step.
 
     Args:
-        watch: what is watched.
-        runner: of either kind.
-        cpu: where there is no device, what follows the runner's tensors instead.
+        watch: records the calls.
+        runner: a V1 or V2 runner.
+        cpu: follows the runner's tensors if there is no device, else None.
     """
     for name, phase in RUNNER.items():
         watch.watch(type(runner), name, phase, around=cpu.following if cpu and name in STEP else None)
@@ -112,17 +112,17 @@ def _output_classes() -> list[type]:
 
 def _below(base: type) -> list[type]:
     found: list[type] = list(base.__subclasses__())
-    for cls in found:  # which grows meanwhile
+    for cls in found:  # the loop appends to `found`
         found.extend(set(cls.__subclasses__()).difference(found))
     return found
 
 
 def _follow(cpu: CpuWaits, runner: Any) -> None:
-    """Take what the forward computes for the device's, and hear the runner's events."""
+    """Treat the forward's results as the device's, and record the runner's events."""
     seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
     forward = getattr(runner, seam)
     cpu.replace(runner, seam, lambda *args, **kwargs: cpu.forward(lambda: forward(*args, **kwargs)))
-    for owner in (torch, torch.cuda):  # vLLM has put stand-ins of its own there meanwhile
+    for owner in (torch, torch.cuda):  # vLLM has put its own stand-ins here
         cpu.replace(owner, "Event", AuditedCpuEvent)
     for value in list(vars(runner).values()):
         if type(value).__name__ == "_EventPlaceholder":
@@ -131,7 +131,7 @@ def _follow(cpu: CpuWaits, runner: Any) -> None:
 
 @contextlib.contextmanager
 def _given(cpu: CpuWaits, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """What a builder is given on a GPU is on the device."""
+    """Treat a builder's arguments as device tensors if they would be on the device with a GPU."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "seq_lens") and hasattr(value, "query_start_loc_cpu"):
             held = vars(value)

@@ -1,7 +1,7 @@
-"""The route by which a running server is audited: `POST /async_spec/audit`.
+"""The HTTP route that audits a running server: `POST /async_spec/audit`.
 
-vLLM's guard asks for keys only below certain paths, `/v1` among them on every release. So the route hands each request
-to the application again, as one for `/v1/async_spec/audit`; there the guard decides as for any other route.
+vLLM's guard checks API keys only below certain paths, of which every release has `/v1`. So the route passes each
+request to the application again, for `/v1/async_spec/audit`, where the guard checks it like any other.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CLOSING_S = 3.0
 _ENDS = "the server ends; ask for an audit when it runs again"
 _POLL_S = 0.1
 _SCOPE = {"type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server", "state"}
-"""What of a request is left as it is, where the application gets it again."""
+"""The parts of a request that stay unchanged when the application gets the request again."""
 
 
 class Refusal(Exception):
     """The request is refused.
 
     Args:
-        status: of the answer.
-        why: one sentence.
+        status: the HTTP status of the answer.
+        why: the reason, in one sentence.
     """
 
     def __init__(self, status: int, why: str) -> None:
@@ -52,7 +52,7 @@ class Refusal(Exception):
 
 @contextlib.asynccontextmanager
 async def open_door(app: Any) -> AsyncIterator[None]:
-    """Give vLLM's application the route for as long as its server runs, or say in the log why not."""
+    """Add the route to vLLM's application and close it when the server ends; on failure, log why."""
     door = None
     try:
         if app.state.engine_client is None:
@@ -60,7 +60,7 @@ async def open_door(app: Any) -> AsyncIterator[None]:
         door = Door()
         app.add_route(PATH, _again, methods=["POST"])
         app.add_route(GUARDED, door.answer, methods=["POST"])
-    except Exception as error:  # an audit that can't be made must not take the server with it
+    except Exception as error:  # a failure here must not end the server
         why = f"{type(error).__name__}: {error}"
         logger.warning("vllm-async-spec: this server can't be audited, it gets no POST %s: %s", PATH, why)
     try:
@@ -71,7 +71,7 @@ async def open_door(app: Any) -> AsyncIterator[None]:
 
 
 async def _again(request: Request) -> ASGIApp:
-    """Hand a request, of which nothing was read, to the application as one for the path that vLLM guards."""
+    """Pass an unread request to the application again, under the path that vLLM guards."""
 
     async def again(scope: Scope, receive: Receive, send: Send) -> None:
         kept = {name: value for name, value in scope.items() if name in _SCOPE}
@@ -82,14 +82,14 @@ async def _again(request: Request) -> ASGIApp:
 
 
 class Door:
-    """What lets requests for an audit in, one at a time, and ends them with their clients and with the server."""
+    """Runs one audit at a time, and ends the audit when its client disconnects or the server ends."""
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
         self._under_way: asyncio.Task[Any] | None = None
 
     async def answer(self, request: Request) -> JSONResponse:
-        """Record what the server is doing anyway, and answer with the report."""
+        """Audit the server under its current load, and answer with the report."""
         from starlette.responses import JSONResponse
 
         try:
@@ -101,7 +101,7 @@ class Door:
             return JSONResponse({"error": str(refusal)}, status_code=refusal.status)
 
     async def close(self) -> None:
-        """End the audit that is under way, and let no other begin."""
+        """End the current audit and refuse new ones."""
         self._closing.set()
         if self._under_way is not None:
             await asyncio.wait({self._under_way}, timeout=_CLOSING_S)
@@ -119,7 +119,7 @@ class Door:
             self._under_way = None
 
     async def _while_wanted(self, request: Request, report: Coroutine[Any, Any, Any], seconds: float) -> Any:
-        """The report, unless first its client goes, the server ends, or the time is over."""
+        """Wait for the report; cancel it if the client disconnects, the server ends or the time is over."""
         work = self._under_way = asyncio.create_task(report)
         gone = asyncio.create_task(_gone(request))
         ends = asyncio.create_task(self._server_ends(request.app))
@@ -146,22 +146,22 @@ class Door:
 
 
 def check_key(request: Request) -> None:
-    """Check the key of a request that vLLM's guard let through, lest a guard that has changed leave the route open.
+    """Check a request's API key again after vLLM's guard, in case a changed guard leaves the route open.
 
     Raises:
-        Refusal: it has none of the server's keys, or which these are can't be found.
+        Refusal: the request has none of the server's keys, or the server's keys can't be found.
     """
     options = getattr(request.app.state, "args", None)
     if options is None:
-        return  # 0.12 keeps its options nowhere; the guard knows them
+        return  # 0.12 does not store its options, so only the guard checks
     if not hasattr(options, "api_key"):
         raise Refusal(503, "the server's keys can't be found in this vLLM, so it can't be audited over HTTP")
     given = options.api_key
-    # As vLLM: the option has precedence over the variable, and an empty key is none.
+    # As in vLLM, the option has precedence over the variable, and an empty key is no key.
     keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
     digests = [_digest(key) for key in keys if key]
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    # All are compared, so that the time tells nothing.
+    # Compare with every key, so that the time reveals nothing.
     matches = [secrets.compare_digest(_digest(key), digest) for digest in digests]
     if digests and not (scheme.lower() == "bearer" and any(matches)):
         raise Refusal(401, "Unauthorized")
@@ -172,7 +172,7 @@ def _digest(key: str) -> bytes:
 
 
 async def _body(request: Request) -> bytes:
-    """What the request says, read as it comes."""
+    """Read the request's body; refuse a body that is too long or too slow."""
     from starlette.requests import ClientDisconnect
 
     async def read() -> bytes:
@@ -201,15 +201,15 @@ _LIMITS: dict[str, tuple[float, float, float]] = {
     "skip": (SKIP, 0, MOST_STEPS),
     "seconds": (120.0, 1, LONGEST_S),
 }
-"""Of each option: its default, and its limits."""
+"""Default, lowest and highest value of each option."""
 _NAMES = "steps, skip and seconds, or {}"
 
 
 def read_options(body: bytes) -> dict[str, Any]:
-    """What a request asks for.
+    """The options in a request's body.
 
     Raises:
-        Refusal: it is not JSON, or not what can be asked for; the message says what can.
+        Refusal: the body is not JSON, or has invalid options; the message names the valid ones.
     """
     try:
         asked = json.loads(body)
@@ -224,7 +224,7 @@ def read_options(body: bytes) -> dict[str, Any]:
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     kinds = (int, float) if name == "seconds" else (int,)
-    # Nothing compares with NaN, and to Python true is 1.
+    # NaN fails the comparison. Python's True would pass as 1.
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
         what = "a number" if name == "seconds" else "a whole number"
         raise Refusal(400, f"{name} is {_shown(value)}; it must be {what} from {low:g} to {high:g}")

@@ -1,6 +1,6 @@
-"""One audit of the server that this process serves: its recordings in the engine, then their analysis.
+"""One audit of this process's server: recordings in the engine, then their analysis.
 
-The analysis runs in a process of its own, so that the server goes on serving meanwhile.
+The analysis runs in a separate process, so that it does not block the server.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An audit. Cancelling its task ends its recording, its analysis and its folder.
+    """An audit. Cancelling its task ends the recording and the analysis, and removes the folder.
 
     Args:
         client: vLLM's `EngineClient`.
         steps: steps to record.
-        skip: steps to leave out before them.
-        seconds: how long one recording may take.
-        ending: whether the server ends, and its engine with it.
+        skip: steps to leave out before the recording.
+        seconds: longest duration of one recording.
+        ending: tells whether the server and its engine are ending.
     """
 
     client: Any
@@ -41,10 +41,10 @@ class Run:
     ending: Callable[[], bool]
 
     async def report(self) -> dict[str, Any]:
-        """Make every recording one after the other, and have them analysed.
+        """Make the recordings one after another, and analyse them.
 
         Raises:
-            AuditError: it can't be made; the message says why.
+            AuditError: the audit can't be made; the message says why.
         """
         facts = described(await self._ask({"do": "describe"}))
         with make_folder() as folder:
@@ -83,7 +83,7 @@ class Run:
             await asyncio.sleep(_POLL_S)
 
     async def _cancel(self, folder: str) -> None:
-        """Have the engine stop recording into this folder; an engine that ends is left alone."""
+        """Stop the engine's recording into this folder, unless the engine is ending."""
         if self.ending():
             return
         with contextlib.suppress(AuditError, asyncio.TimeoutError):

@@ -1,4 +1,4 @@
-"""The patch ledger: what each TOML in patches/ says, and what became of it in this process."""
+"""The patch ledger: the TOML entries in patches/, and each patch's state in this process."""
 
 from vllm_async_spec.vllm_plugin.ledger.applying import Implementation, Ledger, Outcome, State
 from vllm_async_spec.vllm_plugin.ledger.entries import (

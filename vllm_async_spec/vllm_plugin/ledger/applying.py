@@ -1,8 +1,8 @@
-"""What becomes of the patches in this process.
+"""Applies the patches in this process, and keeps the state of each.
 
-A patch is settled once for each module that it targets, when that module exists: *applied*, *not needed* (upstream has
-it) or *refused* (why). Until then it is *waiting*. A patch whose need is refused is refused too, also after it was
-applied. Nothing that upstream does can make an import fail here: it makes a refusal, with its reason.
+A patch is *waiting* until a module that defines its target exists. Then the ledger settles it: *applied*, *not needed*
+(vLLM has the change) or *refused*, with a reason. If a patch that it needs is refused, the patch is refused too, even
+after it was applied. No change in vLLM makes an import fail here; it causes a refusal with a reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_async_spec.vllm_plugin.ledger.verify import Match, compare
 
 
 class State(str, enum.Enum):
-    """What became of a patch."""
+    """The state of a patch."""
 
     APPLIED = "applied"
     NOT_NEEDED = "not needed"
@@ -42,29 +42,29 @@ class State(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """How a patch is done; the ledger entry of the same name says why."""
+    """The code of a patch. The ledger entry of the same name gives the reasons."""
 
     unneeded: Callable[[Any], str | None]
-    """Given the object named by the first target: why this vLLM does not need the patch, or None if it does."""
+    """Takes the first target that exists. Returns why this vLLM does not need the patch, or None if it does."""
     apply: Callable[[Transaction, ModuleType], None]
-    """Changes attributes through the transaction, given the module of the first target that exists."""
+    """Takes the module of the first target that exists, and changes attributes through the transaction."""
     unneeded_here: Callable[[], str | None] = lambda: None
-    """Why no process of this machine needs the patch, or None; asked first, before any module of vLLM's exists."""
+    """Returns why no process of this machine needs the patch, or None. Called first, before vLLM's modules exist."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one patch, and why."""
+    """The state of one patch, and the reason."""
 
     spec: PatchSpec
     state: State = State.WAITING
     detail: str = "its module has not been imported"
     release: str | None = None
-    """The release that has the target as this vLLM has it."""
+    """The newest known release whose target has the same fingerprint as this vLLM's."""
     without: set[str] = field(default_factory=set)
     """Target modules that exist but do not define the target."""
     changes: Transaction | None = None
-    """What was changed, to be put back."""
+    """The changes of an applied patch, for rolling back."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -78,9 +78,9 @@ class Ledger:
     Args:
         implementations: by patch name.
         specs: the ledger entries.
-        on_settled: called with each outcome that is no longer waiting, as it happens.
-        unreadable: why the entries that can't be read can't, by patch. A patch without an entry is refused.
-        release: of the vLLM at hand, as the ledger writes it; None if nothing tells it.
+        on_settled: called with each outcome when its state changes.
+        unreadable: reasons why entries can't be read, by patch. A patch without an entry is refused.
+        release: the installed vLLM's release, as the ledger writes it; None if it is unknown.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Ledger:
         }
 
     def install(self) -> None:
-        """Settle every patch as soon as its module exists; one that is settled stays so."""
+        """Settle each waiting patch, now or as soon as its module is imported."""
         for name, why in self._orphans.items():
             if self.outcomes[name].state is State.WAITING:
                 self._refuse(self.outcomes[name], why)
@@ -127,7 +127,7 @@ class Ledger:
                 when_imported(module, functools.partial(self.settle, outcome))
 
     def settle(self, outcome: Outcome, module: ModuleType) -> None:
-        """Decide about one patch, now that `module` exists."""
+        """Apply, skip or refuse one patch, now that `module` exists."""
         name = outcome.spec.name
         if outcome.state is not State.WAITING or name in self._settling:
             return
@@ -136,22 +136,22 @@ class Ledger:
             self._decide(outcome, module)
         except PatchError as error:
             self._refuse(outcome, str(error))
-        except Exception as error:  # whatever upstream does to us, the original stays and the reason is shown
+        except Exception as error:  # on any error vLLM's original stays, and status shows the reason
             self._refuse(outcome, f"applying it failed and was undone: {_told(error)}")
         finally:
             self._settling.discard(name)
 
     def refuse_all(self, why: str) -> None:
-        """Put back everything that was changed."""
+        """Undo every applied patch, and refuse every waiting one."""
         for outcome in self.outcomes.values():
             if outcome.state in (State.APPLIED, State.WAITING):
                 self._refuse(outcome, why)
 
     def _decide(self, outcome: Outcome, module: ModuleType) -> None:
-        """Settle it, unless a module yet to come may have what this one has not."""
+        """Settle a patch, unless this module lacks the targets and a later module may define them."""
         spec, implementation = outcome.spec, self._implementations[outcome.spec.name]
         targets = [target for target in spec.targets if target.module == module.__name__]
-        # A class that is only imported into this module is the business of the module that defines it.
+        # Skip imported classes: the ledger settles a patch in the module that defines its target.
         present = [target for target in targets if defines(module, target.qualname)]
         if not present:
             outcome.without.add(module.__name__)
@@ -175,10 +175,10 @@ class Ledger:
         self._conclude(outcome, State.APPLIED, f"{present[0]} is as in vLLM {releases[0]}")
 
     def _check_needs(self, spec: PatchSpec, module: ModuleType) -> None:
-        """Refuse a patch whose need is refused, or is going to be as far as source tells.
+        """Check that no patch that this one needs is refused, or will be according to vLLM's source.
 
         Raises:
-            PatchError: which need, and why.
+            PatchError: a needed patch is or will be refused; the message has the reason.
         """
         for name in spec.needs:
             if name not in self.outcomes:
@@ -193,14 +193,14 @@ class Ledger:
                 raise PatchError(f"it needs {name}, which is refused: {why}")
 
     def _foreseen(self, outcome: Outcome, asking: frozenset[str]) -> str | None:
-        """Why a patch is going to be refused when its module is imported, as far as its source tells; else None.
+        """The reason why a patch will be refused when its module is imported, according to vLLM's source, or None.
 
-        The module may be one that only another process imports. Importing it here would be too early, so its file is
-        read. A release that the ledger has the patch not for needs no look.
+        Perhaps only another process imports the module. An import here would be too early, so this method reads the
+        module's file. If the patch is not for this release, the file is not read.
 
         Args:
             outcome: of the patch.
-            asking: patches that need it, directly or not, which are not asked again.
+            asking: patches that need this patch, directly or not. They are not checked again.
         """
         spec = outcome.spec
         for module in map(sys.modules.get, spec.modules):
@@ -223,7 +223,7 @@ class Ledger:
         return next((why for need in needs if (why := self._foreseen(need, asking)) is not None), None)
 
     def _refuse(self, outcome: Outcome, why: str) -> None:
-        """Refuse a patch, and all that need it."""
+        """Refuse a patch and all applied patches that need it, and undo their changes."""
         if outcome.changes is not None:
             outcome.changes.roll_back()
             outcome.changes = None
@@ -254,7 +254,7 @@ def _told(error: Exception) -> str:
 
 
 def _reason(implementation: Implementation, module: ModuleType, target: Target) -> str | None:
-    """Why the patch is not needed, or None. What another plugin put there can't be asked."""
+    """The reason why the patch is not needed, or None. An error may be due to another plugin's replacement."""
     try:
         return implementation.unneeded(resolve(module, target.qualname))
     except Exception:

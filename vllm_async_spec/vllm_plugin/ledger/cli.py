@@ -1,4 +1,4 @@
-"""`vllm-async-spec patches`: what the ledger says, and what it says of some vLLM's source."""
+"""`vllm-async-spec patches`: lists the ledger, and compares it with a vLLM source tree."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _update(specs: Sequence[PatchSpec], source: Path, changed: list[Verdict]) ->
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file whole, so that no reader finds a half of it."""
+    """Replace a file atomically, so that no reader finds half a file."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)

@@ -1,4 +1,4 @@
-"""The entries of the ledger: a TOML file for each patch in patches/, and their lock file of fingerprints."""
+"""The ledger's entries: one TOML file per patch in patches/, and a lock file of fingerprints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Target:
     module: str
     qualname: str
     fingerprints: Mapping[str, str]
-    """vLLM release to fingerprint of the target's source in it."""
+    """Fingerprint of the target's source, by vLLM release."""
 
     def __str__(self) -> str:
         return f"{self.module}:{self.qualname}"
@@ -44,10 +44,10 @@ class Target:
         return same[-1] if same else None
 
     def release_of(self, found: str | None) -> str:
-        """`release_with`, where there must be one.
+        """The release from `release_with`.
 
         Raises:
-            PatchError: no release that the patch is for has the target so.
+            PatchError: the target has this fingerprint in no release that the patch supports.
         """
         release = self.release_with(found)
         if release is None:
@@ -56,11 +56,11 @@ class Target:
 
 
 def missing(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]:
-    """The targets that are gone: each release that has the others as they are has these too.
+    """The targets that this vLLM lacks, compared with the closest release that has some target as it is here.
 
     Args:
         targets: of one patch. Not every release has all of them.
-        found: the fingerprints of those that are there, by the target's name.
+        found: the fingerprints of the targets that exist, by the target's name.
     """
     alike = {
         release
@@ -74,7 +74,7 @@ def missing(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]
 
 @dataclass(frozen=True, slots=True)
 class PatchSpec:
-    """What a TOML in patches/ says, with the fingerprints of its targets."""
+    """The content of one TOML in patches/, with the fingerprints of its targets."""
 
     name: str
     summary: str
@@ -83,9 +83,9 @@ class PatchSpec:
     remove_when: str
     targets: tuple[Target, ...]
     needs: tuple[str, ...] = ()
-    """Patches without which this one would do harm: where one of them is refused, this one is too."""
+    """Patches without which this one would do harm. If one of them is refused, this one is too."""
     ranges: tuple[SpecifierSet, ...] = ()
-    """The releases that need the patch, as far as anyone has looked; an open range may end with a release to come."""
+    """The releases that need the patch, as far as known. A later release may end an open range."""
 
     @classmethod
     def load(cls, path: Path, lock: Mapping[str, Mapping[str, str]]) -> PatchSpec:
@@ -109,7 +109,7 @@ class PatchSpec:
             return cls(path.stem, **prose, targets=targets, needs=needs, ranges=ranges)
         except KeyError as error:
             raise PatchError(f"{path} is not a ledger entry: {error.args[0]} is missing") from error
-        except (OSError, TypeError, ValueError) as error:  # of which TOML's, Unicode's and InvalidSpecifier are
+        except (OSError, TypeError, ValueError) as error:  # the errors of TOML, Unicode and specifiers are ValueErrors
             raise PatchError(f"{path} is not a ledger entry: {error}") from error
 
     @property
@@ -124,7 +124,7 @@ class PatchSpec:
         return tuple(dict.fromkeys(target.module for target in self.targets))
 
     def covers(self, release: str) -> bool:
-        """Whether the patch is for `release`, which may be newer than any that the lock knows."""
+        """Whether the patch is for `release`, which may be newer than all releases in the lock file."""
         return release in self.releases or _within(self.ranges, release)
 
 
@@ -136,7 +136,7 @@ def _target(name: str, ranges: tuple[SpecifierSet, ...], lock: Mapping[str, Mapp
     return Target(module, qualname, {release: known[release] for release in known if _within(ranges, release)})
 
 
-@functools.cache  # every process that loads the plugin asks for each release and range
+@functools.cache  # a process asks for the same releases and ranges many times
 def _within(ranges: tuple[SpecifierSet, ...], release: str) -> bool:
     try:
         return any(each.contains(Version(release), prereleases=True) for each in ranges)
@@ -181,13 +181,13 @@ def read_lock(directory: Path) -> dict[str, dict[str, str]]:
 
 
 def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
-    """Every ledger entry that can be read, by name, and why the others can't, by patch.
+    """The readable ledger entries, sorted by name, and for each other patch the reason why its entry can't be read.
 
     Args:
-        directory: with the TOML files; by default, those that were installed.
+        directory: has the TOML files; by default, the installed ledger.
 
     Raises:
-        PatchError: there is no ledger, or no lock file.
+        PatchError: there is no ledger, or the lock file can't be read.
     """
     directory = directory or ledger_directory()
     paths = sorted(directory.glob("*.toml"))
@@ -205,10 +205,10 @@ def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], d
 
 
 def load_ledger(directory: Path | None = None) -> tuple[PatchSpec, ...]:
-    """All ledger entries, by name.
+    """All ledger entries, sorted by name.
 
     Raises:
-        PatchError: an entry can't be read, or there is none.
+        PatchError: an entry or the lock file can't be read, or there is no ledger.
     """
     specs, unreadable = read_ledger(directory)
     if unreadable:
@@ -217,7 +217,7 @@ def load_ledger(directory: Path | None = None) -> tuple[PatchSpec, ...]:
 
 
 def release_order(release: str) -> Version:
-    """The key that sorts releases by age; what is no version is older than any."""
+    """The key that sorts releases by age. A string that is no version sorts first."""
     try:
         return Version(release)
     except InvalidVersion:
@@ -225,12 +225,12 @@ def release_order(release: str) -> Version:
 
 
 def known_releases(specs: Sequence[PatchSpec]) -> tuple[str, ...]:
-    """Every release that some ledger entry names, oldest first."""
+    """Every release for which some entry has fingerprints, oldest first."""
     return tuple(sorted({release for spec in specs for release in spec.releases}, key=release_order))
 
 
 def release_runs(specs: Sequence[PatchSpec], spec: PatchSpec) -> list[str]:
-    """The releases that `spec` is for, as runs without a gap among those that the ledger knows."""
+    """The releases that `spec` is for, as ranges of consecutive releases that the ledger knows."""
     runs: list[list[str]] = [[]]
     for release in known_releases(specs):
         if release in spec.releases:

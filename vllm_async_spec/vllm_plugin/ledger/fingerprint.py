@@ -1,4 +1,4 @@
-"""What a function or class of some vLLM source says, as a hash that layout, comments and docstrings do not change."""
+"""Hashes the source of a function or class without its layout, comments and docstrings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
     """The fingerprints of classes and functions in a module's source text.
 
-    Equal for every Python that runs us: each is computed from the syntax tree's own fields, of which newer Pythons only
-    add empty ones.
+    They are the same under every supported Python: newer ones only add fields that are empty, and empty fields are
+    skipped.
 
     Args:
         source: text of the module.
@@ -58,13 +58,13 @@ def _canonical(node: object) -> str:
         return "[" + ",".join(_canonical(item) for item in _without_docstring(node)) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    # `kind` tells u"" from "", `type_params` came with Python 3.12: empty fields are left out, so neither matters.
+    # Skip `kind`, which tells u"" from "". Empty fields are skipped, so Python 3.12's `type_params` changes nothing.
     fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"]
     return f"{type(node).__name__}({','.join(f'{name}={_canonical(value)}' for name, value in fields)})"
 
 
 def _without_docstring(body: list[object]) -> list[object]:
-    """Statements that are only a string are documentation, wherever they stand."""
+    """The statements without those that are only a string, which are documentation wherever they stand."""
     return [
         item
         for item in body

@@ -1,4 +1,4 @@
-"""Doing something to a module as soon as it exists, without importing it."""
+"""Runs an action on a module as soon as vLLM has imported it, without importing it earlier."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action` with module `name`: at once if it is imported, else right after somebody imports it.
+    """Call `action` with module `name`: at once if the module is imported, else right after its import.
 
-    The plugin runs in every process of vLLM, in some of them before CUDA may be touched; importing vLLM's runner or
-    backends there would be an import too early.
+    The plugin runs in every process of vLLM, in some of them before CUDA may be initialised. There an import of vLLM's
+    runner or backends would come too early.
     """
     module = sys.modules.get(name)
     if module is not None and not is_initialising(module):
@@ -30,14 +30,14 @@ _waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the finders after it find, with a loader that runs the actions after the module's own code."""
+    """Finds modules through the finders after it, with a loader that runs the actions after the module's code."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in _waiting:
             return None
-        # Those before it have been asked. To ask them again would not end where one of them does as this one.
+        # Earlier finders have been asked already. If one of them also asks the others, asking again would never end.
         finders = list(sys.meta_path)
         for finder in finders[finders.index(self) + 1 :] if self in finders else []:
             spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
@@ -59,16 +59,16 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module keeps its own loader, which inspect, pickle and importlib.resources ask for.
+        # Restore the module's own loader, which inspect, pickle and importlib.resources use.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # A module may put something else in its place.
+        # A module may replace itself in `sys.modules`.
         module = sys.modules.get(module.__name__, module)
         for action in _waiting.get(module.__name__, []):
             action(module)
-        # Only now, so that who imports again after an action failed does not get the module without it.
+        # Remove the actions last: if one fails, a second import must run them again.
         _waiting.pop(module.__name__, None)
 
 

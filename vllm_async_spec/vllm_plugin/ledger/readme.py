@@ -1,4 +1,4 @@
-"""patches/README.md, made from the entries: one row a patch, grouped by the release whose support it dies with."""
+"""Generates patches/README.md: one row per patch, grouped by the last release that needs the patch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD_OPEN = "| patch | what it changes in vLLM | releases | deleted when |\n|--
 
 
 def readme(specs: Sequence[PatchSpec]) -> str:
-    """The page.
+    """The text of the page.
 
     Args:
         specs: every ledger entry.

@@ -1,4 +1,4 @@
-"""Finding what a patch targets, and telling upstream's own from what somebody else has put there."""
+"""Finds a patch's targets, and detects targets that a third party has replaced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_async_spec.vllm_plugin.ledger.fingerprint import module_file
 
 
 def defines(module: ModuleType, qualname: str) -> bool:
-    """Whether a module has this class or function of its own, not only imported."""
+    """Whether a module itself defines this class or function, and does not only import it."""
     owner = getattr(module, qualname.partition(".")[0], None)
     if getattr(owner, "__module__", None) != module.__name__:
         return False
@@ -29,10 +29,10 @@ def defines(module: ModuleType, qualname: str) -> bool:
 
 
 def resolve(module: ModuleType, qualname: str) -> Any:
-    """The class or function.
+    """The class or function with this dotted name.
 
     Raises:
-        AttributeError: there is none of this name.
+        AttributeError: the module has none of this name.
     """
     value: Any = module
     for name in qualname.split("."):
@@ -41,7 +41,7 @@ def resolve(module: ModuleType, qualname: str) -> Any:
 
 
 def package_root(module: str) -> Path | None:
-    """The directory that the top package of `module` is in; nothing is imported. None where it isn't installed."""
+    """The directory that contains the top package of `module`, or None if that is not installed. Imports nothing."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     try:
@@ -56,16 +56,16 @@ def package_root(module: str) -> Path | None:
 
 
 def source_file(module: str) -> Path | None:
-    """The file of a module, found without importing it or what it is in; None where there is none."""
+    """The file of a module, found without importing the module or its package; None if there is none."""
     root = package_root(module)
     return None if root is None else module_file(root, module)
 
 
 def refuse_third_party(module: ModuleType, target: Target) -> None:
-    """Two plugins on one target would undo each other: the later one stands back.
+    """Refuse a target that another plugin has replaced, because two plugins on one target would undo each other.
 
     Raises:
-        PatchError: what the target's name leads to is not what its module defines.
+        PatchError: the target is not the object that its module's source defines.
     """
     value = _own(module, target.qualname)
     if not isinstance(value, type):
@@ -76,22 +76,22 @@ def refuse_third_party(module: ModuleType, target: Target) -> None:
         return
     for name, member in vars(value).items():
         for layer in _layers(member):
-            # What is no function may be upstream's own, and a dataclass's methods have no file.
+            # Members other than functions may be vLLM's own, and a dataclass's generated methods have no file.
             generated = isinstance(layer, FunctionType) and layer.__code__.co_filename == "<string>"
             if isinstance(layer, FunctionType) and not (generated and name.startswith("__")):
                 _refuse_layer(layer, module, target)
 
 
 def _own(module: ModuleType, qualname: str) -> Any:
-    """What the name is bound to, before a class makes a method or a property's value of it."""
+    """The object bound to the name, before the descriptor protocol makes a method or a property's value of it."""
     path, _, name = qualname.rpartition(".")
     return inspect.getattr_static(resolve(module, path) if path else module, name)
 
 
 def _layers(value: Any) -> Iterator[Any]:
-    """The functions of a method or function, from the outermost decorator to what upstream wrote.
+    """Yield the functions of a target, from the outermost decorator to the function that vLLM wrote.
 
-    What is neither a function nor one of Python's own wrappers is given as it is, and nothing after it.
+    Any object other than a function or one of Python's own wrappers is yielded unchanged and ends the sequence.
     """
     while True:
         if isinstance(value, staticmethod | classmethod):
@@ -125,7 +125,7 @@ def _refuse_layer(layer: Any, module: ModuleType, target: Target) -> None:
 _CACHED = type(functools.cache(lambda: None))
 _REMEDY = "disable one of the two, with VLLM_PLUGINS or VLLM_ASYNC_SPEC=off"
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
-# Decorators that upstream itself puts on its functions, such as @deprecated, @contextmanager and @inference_mode.
+# Files of decorators that vLLM itself uses, such as @deprecated, @contextmanager and @inference_mode.
 _DECORATORS = {
     "typing_extensions.py",
     "warnings.py",

@@ -1,4 +1,4 @@
-"""Compares the ledger with the source of some vLLM, which is neither imported nor installed, and updates its lock."""
+"""Compares the ledger with a vLLM source tree, without importing or installing it, and updates the lock file."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints, module_
 
 
 class Match(str, enum.Enum):
-    """What `verify` says of a patch and some vLLM source."""
+    """The result of comparing a patch with a vLLM source tree."""
 
     SAME = "same"
-    """Its targets are as in a release that the patch is for."""
+    """The targets match a release that the patch supports."""
     CHANGED = "changed"
-    """The patch is for this release, as far as anybody knows, and its targets are as in no release that it knows."""
+    """The patch is for this release, as far as known, but the targets match no release that the patch supports."""
     NOT_NEEDED = "not needed"
-    """Its entry names other releases: this one is older than the fault, or has what the patch would bring."""
+    """The patch is for other releases: this release is older than the fault, or has the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify` says of one patch."""
+    """The comparison of one patch with a vLLM source tree."""
 
     patch: str
     match: Match
     fingerprints: dict[str, str]
-    """Target to its fingerprint, for those that the source defines."""
+    """Fingerprints by target, for the targets that the source defines."""
     release: str | None
-    """The newest release that the patch is for and that has the target so."""
+    """The newest release that the patch supports and that has a target with the same fingerprint."""
 
 
 def source_release(source: Path) -> str | None:
-    """The release that an unpacked wheel says it is, without its local part; None where it says nothing."""
+    """The release of an unpacked wheel, without the local part, from its dist-info; None if it has not exactly one."""
     names = [path.name for path in source.glob("vllm*.dist-info")]
     return names[0].removesuffix(".dist-info").rpartition("-")[2].partition("+")[0] if len(names) == 1 else None
 
 
 def verify(specs: Sequence[PatchSpec], source: Path) -> list[Verdict]:
-    """Compare every target with the source of some vLLM.
+    """Compare every target with a vLLM source tree.
 
     Args:
         specs: the ledger entries.
@@ -61,7 +61,7 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
     Args:
         spec: the ledger entry.
         source: the directory that contains `vllm/`.
-        release: which one that is; None if nobody knows.
+        release: the release of that source; None if it is unknown.
     """
     found = _fingerprints(spec, source)
     if release is not None and not spec.covers(release):
@@ -76,15 +76,15 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
 def updated_lock(
     specs: Sequence[PatchSpec], lock: Mapping[str, Mapping[str, str]], source: Path
 ) -> dict[str, dict[str, str]]:
-    """The lock file's content with the fingerprints of one more release, and without what no entry names any more.
+    """The lock file's new content: adds one release's fingerprints, and drops those that no entry needs any more.
 
     Args:
         specs: the ledger entries.
-        lock: its content now: fingerprints, by target and release.
-        source: the directory that an unpacked wheel's `vllm/` is in.
+        lock: the current content: fingerprints, by target and release.
+        source: the directory that contains an unpacked wheel's `vllm/`.
 
     Raises:
-        PatchError: there is no vLLM in `source`, nothing there names its release, or a patch for it finds no target.
+        PatchError: `source` has no vLLM or names no release, or a patch for that release finds no target.
     """
     _check(source)
     release = source_release(source)
@@ -110,7 +110,7 @@ def _check(source: Path) -> None:
 
 
 def _fingerprints(spec: PatchSpec, source: Path) -> dict[str, str]:
-    """Those of the patch's targets that the source defines, by target."""
+    """Fingerprints of the patch's targets that the source defines, by target."""
     found: dict[str, str] = {}
     for module in spec.modules:
         path = module_file(source, module)

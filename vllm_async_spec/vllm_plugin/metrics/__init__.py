@@ -1,1 +1,1 @@
-"""The plugin's counters on vLLM's `/metrics`, from every process of the server that one machine runs."""
+"""The plugin's counters on vLLM's `/metrics`, from all of the server's processes on one machine."""

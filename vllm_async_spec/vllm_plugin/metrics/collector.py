@@ -1,4 +1,4 @@
-"""The plugin's metrics for `prometheus_client`, made when somebody asks for them.
+"""Makes the plugin's metrics for `prometheus_client` at each scrape.
 
 Imported only where vLLM has imported `prometheus_client` already.
 """
@@ -18,29 +18,29 @@ from vllm_async_spec.vllm_plugin.settings import Settings
 MAX_CAUSES = 50
 """How many causes get a label of their own."""
 OTHER = "other"
-"""The cause of all waits beyond that."""
+"""The label of all further causes."""
 
 
 class Collector:
-    """What `prometheus_client` asks at each scrape.
+    """The collector that `prometheus_client` calls at each scrape.
 
     Args:
-        snapshot: gives the counters of the server as they are now.
-        settings: those of this process, which are those of the server.
+        snapshot: returns the server's current counters.
+        settings: the settings of this process, which all of the server's processes share.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], settings: Settings) -> None:
         self._snapshot = snapshot
         self._settings = settings
-        # In the order in which they were seen: a cause that had a label keeps it, so that no counter goes backwards.
+        # In order of appearance: a cause keeps its label, so that no counter goes backwards.
         self._causes: dict[str, None] = {}
 
     def describe(self) -> Iterable[Metric]:
-        """No names to reserve, so that a registry that has this collector may be given it again."""
+        """Reserve no names, so that a registry accepts this collector twice."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics as they are now."""
+        """The current metrics."""
         snapshot = self._snapshot()
         yield from self._waits(snapshot)
         fallbacks = CounterMetricFamily(

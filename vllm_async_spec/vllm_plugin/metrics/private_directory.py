@@ -1,8 +1,8 @@
-"""Directories that this plugin made for one user: told by a marker, never by name, and removed file by file.
+"""Directories that this plugin made for one user. A marker file identifies them, never a name.
 
-A directory is private if it is a real directory, belongs to this user, can be written by nobody else, and has a marker
-that names it. Nothing else is ever used, changed or removed. All of it is read through an open descriptor, so that a
-directory which takes another's place meanwhile is not mistaken for it.
+A private directory is no link, belongs to this user, only this user can write to it, and its marker has its name. The
+plugin uses, changes and removes no other directory, and removes a private one file by file. Reads go through an open
+descriptor, so that a directory swapped in meanwhile is not mistaken for the first.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def make(parent: Path, prefix: str, name: str = "") -> tuple[Path, int]:
-    """Make a private directory with a name of its own.
+    """Make a private directory with a unique name.
 
     Args:
-        parent: where; it need not be private.
-        prefix: what its name begins with.
-        name: what its marker names, if it is about to be renamed.
+        parent: the parent directory, which need not be private.
+        prefix: of the directory's name.
+        name: the name in the marker, if the directory is about to be renamed.
 
     Returns:
-        The directory, and a descriptor. While that is open, in any process that inherited it, the directory is in use.
+        The directory, and a descriptor. The directory is in use while any process has this descriptor open.
 
     Raises:
-        OSError: it can't be made, marked or kept from other users; nothing is left of it.
+        OSError: the directory can't be made, marked or kept from other users. It is removed.
     """
-    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # which gives it the mode 0700
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))  # with mode 0700
     marked = path.with_name(name or path.name)
     descriptor = os.open(path, _DIRECTORY)
     try:
-        _hold(descriptor)  # before it is marked: a marked directory that nobody holds is abandoned
+        _hold(descriptor)  # before marking, because a marked directory without a lock counts as abandoned
         _mark(descriptor, marked.name)
         _check(descriptor, marked)
     except OSError:
@@ -47,18 +47,18 @@ def make(parent: Path, prefix: str, name: str = "") -> tuple[Path, int]:
 
 
 def make_shared(path: Path) -> int:
-    """Open the private directory of this name, and make it if nothing has the name.
+    """Open the private directory at `path`, and make it if nothing exists there.
 
     Returns:
-        A descriptor, as that of `make`.
+        A descriptor, as from `make`.
 
     Raises:
-        OSError: what has the name is not private, or it can't be made.
+        OSError: `path` exists and is not private, or the directory can't be made.
     """
     if not os.path.lexists(path):
         fresh, descriptor = make(path.parent, f"{path.name}.", path.name)
         try:
-            fresh.rename(path)  # marked already, so that no other process finds it without its marker
+            fresh.rename(path)  # already marked, so that no process ever finds it without its marker
         except OSError:  # another process was faster
             _undo(fresh, descriptor)
         else:
@@ -70,10 +70,10 @@ def hold(path: Path) -> int:
     """Open a private directory.
 
     Returns:
-        A descriptor, as that of `make`.
+        A descriptor, as from `make`.
 
     Raises:
-        OSError: it is not private, or not there.
+        OSError: the directory does not exist, or is not private.
     """
     descriptor = _open(path)
     _hold(descriptor)
@@ -81,15 +81,15 @@ def hold(path: Path) -> int:
 
 
 def remove(path: Path, files: re.Pattern[str], *, abandoned: bool) -> None:
-    """Remove a private directory and the files in it that the plugin wrote; with anything else in it, change nothing.
+    """Remove a private directory and the plugin's files in it. If it contains anything else, change nothing.
 
     Args:
         path: the directory.
-        files: the names of these files.
-        abandoned: whether to remove it only if it is not in use.
+        files: matches the names of the plugin's files.
+        abandoned: whether to remove the directory only if it is not in use.
 
     Raises:
-        OSError: it is not private, or in use, or has anything else in it.
+        OSError: the directory is not private, contains anything else, or is in use with `abandoned` set.
     """
     with contextlib.ExitStack() as stack:
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -106,7 +106,7 @@ def remove(path: Path, files: re.Pattern[str], *, abandoned: bool) -> None:
             os.unlink(name, dir_fd=descriptor)
         try:
             os.rmdir(path.name, dir_fd=parent)
-        except OSError:  # a process has written meanwhile
+        except OSError:  # another process wrote a file meanwhile
             _mark(descriptor, path.name)
             raise
 
@@ -128,7 +128,7 @@ def _check(descriptor: int, path: Path) -> None:
 
 
 def _hold(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # a file system without locks, on which nobody removes what is abandoned either
+    with contextlib.suppress(OSError):  # without file locks, abandoned directories are never removed either
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
@@ -154,7 +154,7 @@ def _is_marked(descriptor: int, name: str) -> bool:
 
 
 def _is_our_file(found: os.stat_result) -> bool:
-    """Whether it is a plain file of this user with one name, and so no link to another's."""
+    """Whether this is a regular file of this user with one name, and so no link to another file."""
     return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1
 
 

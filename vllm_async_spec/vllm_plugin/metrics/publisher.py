@@ -1,4 +1,4 @@
-"""Each process of a server tells the others what it has counted, by a file that it replaces when that changes."""
+"""Shares each process's counters with the server's other processes, through one file per process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm_async_spec.vllm_plugin.metrics.run_directory import run_directory, sai
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
 
 INTERVAL = 1.0
-"""Seconds between two looks at the counters."""
+"""Seconds between two checks of the counters."""
 
 
 class SnapshotFile:
-    """What this process tells the others.
+    """The file with this process's counters.
 
     Args:
-        directory: the server's, where each of its processes has such a file.
+        directory: the server's directory, with one such file per process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -34,7 +34,7 @@ class SnapshotFile:
         self._warned = False
 
     def replace(self, text: str) -> None:
-        """Write what has changed. If that fails, the next call tries again; the first failure is warned about."""
+        """Write `text` if it has changed. After a failure the next call tries again; only the first failure warns."""
         with self._lock:
             if text == self._text:
                 return
@@ -44,7 +44,7 @@ class SnapshotFile:
                 unfinished.replace(self._path)
                 self._text = text
             except FileNotFoundError:
-                pass  # the server has ended, and its directory with it
+                pass  # the server has ended and removed its directory
             except OSError as error:
                 if not self._warned:
                     logger.warning("vllm-async-spec: /metrics lacks new counts of process %d: %s", os.getpid(), error)
@@ -56,33 +56,33 @@ class SnapshotFile:
             said_path(self.directory, sentence).touch(mode=0o600, exist_ok=False)
         except FileExistsError:
             return False
-        except OSError:  # then each process says it
+        except OSError:  # then every process logs the sentence
             return True
         return True
 
     def others(self) -> list[str]:
-        """What the other processes have written, those that have ended too."""
+        """The texts of the other processes, including processes that have ended."""
         return [path.read_text(encoding="utf-8") for path in self.directory.glob("*.json") if path != self._path]
 
 
 class Publisher:
-    """The counters of this process for the others of its server, and theirs for this one.
+    """Publishes this process's counters to the server's other processes, and reads theirs.
 
-    Before it is started, and where no directory could be made, it knows of this process only. There is no thread in a
-    process in which nothing is counted.
+    Before `start`, and if no directory could be made, only the counters of this process are known. A process that
+    counts nothing starts no thread.
     """
 
     def __init__(self) -> None:
         self._outcomes: Mapping[str, Outcome] = {}
         self._file: SnapshotFile | None = None
         self.failure: OSError | None = None
-        """Why it knows of this process only."""
+        """Why only the counters of this process are known."""
 
     def start(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Publish what is counted in this process, and in those that it forks.
+        """Publish the counters of this process and of the processes that it forks.
 
         Args:
-            outcomes: of the ledger, as they come to be.
+            outcomes: the ledger's live mapping.
         """
         self._outcomes = outcomes
         try:
@@ -94,16 +94,16 @@ class Publisher:
             os.register_at_fork(after_in_child=lambda: self._begin(directory))
 
     def publish(self) -> None:
-        """Tell the others now."""
+        """Write this process's counters now."""
         if self._file is not None:
             self._file.replace(self._own().to_json())
 
     def is_first(self, sentence: str) -> bool:
-        """Whether this process is the first of the server to say `sentence`, where they can tell each other."""
+        """Whether this process is the server's first to log `sentence`; always True without a shared directory."""
         return self._file is None or self._file.claim(sentence)
 
     def snapshot(self) -> Snapshot:
-        """The counters of all processes that this server has, or had, on this machine."""
+        """The sum over all processes that this server has or had on this machine."""
         self.publish()
         others = self._file.others() if self._file is not None else []
         return Snapshot.together([self._own(), *map(Snapshot.from_json, others)])
@@ -118,7 +118,7 @@ class Publisher:
     def _start_thread(self) -> None:
         assert self._file is not None
         thread = threading.Thread(target=self._run, args=(self._file,), name="async-spec-metrics", daemon=True)
-        with contextlib.suppress(RuntimeError):  # an interpreter that is about to end starts none
+        with contextlib.suppress(RuntimeError):  # a terminating interpreter starts no threads
             thread.start()
 
     def _run(self, file: SnapshotFile) -> None:

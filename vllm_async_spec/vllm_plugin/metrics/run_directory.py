@@ -1,6 +1,6 @@
-"""The directory in which the processes of one server leave their snapshots for the one that is asked for metrics.
+"""The run directory, where all processes of one server write snapshots for the process that serves `/metrics`.
 
-It is `vllm-async-spec.UID/run-*` below the temporary directory, and both are private.
+Its path is `vllm-async-spec.UID/run-*` below the temporary directory. Both directories are private.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from vllm_async_spec.vllm_plugin.log import is_main_process, logger
 from vllm_async_spec.vllm_plugin.metrics import private_directory
 
 VARIABLE = "ASYNC_SPEC_RUN_DIRECTORY"
-"""Names it to the processes that this one starts. vLLM warns about each VLLM_ variable that is not its own."""
+"""Passes the directory to child processes. No VLLM_ prefix, because vLLM warns about unknown VLLM_ variables."""
 
 _PREFIX = "run-"
 _FILES = re.compile(r"[0-9]+-[0-9a-f]{8}\.(json|tmp)|[0-9a-f]{16}\.said")
 
 
 def snapshot_path(directory: Path) -> Path:
-    """A file for the snapshot of this process; before it is whole its suffix is `.tmp`."""
-    # Number and token: the file of a process that has ended stays, and its number may be given to another.
+    """The path of this process's snapshot. An incomplete file has the suffix `.tmp`."""
+    # The token is needed because files outlive their processes, and the system may reuse a process ID.
     return directory / f"{os.getpid()}-{secrets.token_hex(4)}.json"
 
 
 def said_path(directory: Path, sentence: str) -> Path:
-    """The file that is there once a process of the server has logged `sentence`."""
+    """The file that exists once a process of the server has logged `sentence`."""
     return directory / f"{hashlib.sha256(sentence.encode()).hexdigest()[:16]}.said"
 
 
 def run_directory() -> Path:
-    """The directory of this server: what the parent process names, or else a new one, which ends with this process.
+    """This server's directory: the one that the parent process passed on, or a new one, removed with this process.
 
-    A process that multiprocessing did not start is a server of its own, whatever environment it was started in.
+    A process that multiprocessing did not start is a new server, even if its environment names a directory.
 
     Raises:
-        OSError: a new one can't be made.
+        OSError: a new directory can't be made.
     """
     inherited = os.environ.pop(VARIABLE, None)
     directory = None if inherited is None or is_main_process() else _joined(inherited)
@@ -53,7 +53,7 @@ def run_directory() -> Path:
 
 
 def _joined(inherited: str) -> Path | None:
-    """The directory of the server that this process belongs to, which stays as long as any process of the server."""
+    """The inherited directory, now held by this process too; None with a warning if it can't be used."""
     try:
         private_directory.hold(Path(inherited))
     except OSError as error:
@@ -89,6 +89,6 @@ def _made() -> Path:
 
 
 def _remove(directory: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child that ends by itself runs this too
+    if os.getpid() == owner:  # forked children run this exit handler too
         with contextlib.suppress(OSError):
             private_directory.remove(directory, _FILES, abandoned=False)

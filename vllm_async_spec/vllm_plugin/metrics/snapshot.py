@@ -1,4 +1,4 @@
-"""What one process has counted and what became of its patches, as the processes of a server tell each other."""
+"""Counters and patch states of one process, in the form that the server's processes exchange."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_async_spec.sync_policy import CallSite, SyncReport
 from vllm_async_spec.vllm_plugin.ledger import Outcome, State
 
 _TELLING = (State.WAITING, State.NOT_NEEDED, State.APPLIED, State.REFUSED)
-"""States by what they tell of the whole server: a patch is refused if any process refused it, and so on downwards."""
+"""States by precedence, lowest first: a server's patch is refused if any process refused it, and so on."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """Counters of a process, or of several together, since each began."""
+    """Counters of one process or the sum over several, since each started."""
 
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Host waits by cause and kind."""
@@ -27,7 +27,7 @@ class Snapshot:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Batches that waited because a request needs exact host counts, by reason."""
     patches: dict[str, State] = field(default_factory=dict)
-    """What became of each patch."""
+    """State of each patch."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why each refused patch was refused."""
 
@@ -46,7 +46,7 @@ class Snapshot:
 
     @classmethod
     def together(cls, snapshots: Iterable[Snapshot]) -> Snapshot:
-        """The snapshot of all these processes."""
+        """Sum of the counters, and each patch's state of highest precedence."""
         total = cls()
         for snapshot in snapshots:
             for (cause, kind), count in snapshot.waits.items():
@@ -58,14 +58,14 @@ class Snapshot:
         return total
 
     def to_json(self) -> str:
-        """The text that `from_json` takes."""
+        """JSON text for `from_json`."""
         waits = [[cause, kind, count, self.seconds[cause, kind]] for (cause, kind), count in self.waits.items()]
         plain = {"waits": waits, "fallbacks": self.fallbacks, "patches": self.patches, "refused": self.refused}
         return json.dumps(plain)
 
     @classmethod
     def from_json(cls, text: str) -> Snapshot:
-        """The snapshot that `to_json` wrote."""
+        """The snapshot from a text by `to_json`."""
         data = json.loads(text)
         snapshot = cls(
             fallbacks=Counter(data["fallbacks"]),
@@ -77,13 +77,13 @@ class Snapshot:
         return snapshot
 
     def add_wait(self, cause: str, kind: str, count: int, seconds: float) -> None:
-        """Add `count` waits that took `seconds` together."""
+        """Add `count` waits that took `seconds` in total."""
         self.waits[cause, kind] += count
         self.seconds[cause, kind] = self.seconds.get((cause, kind), 0.0) + seconds
 
 
 def _importable(site: CallSite) -> str:
-    """The call site with its file as Python imports it, the same wherever the package is installed."""
+    """The call site, with its file relative to `sys.path`, the same in every installation."""
     roots = [root + os.sep for root in sys.path if root and site.file.startswith(root + os.sep)]
     file = site.file.removeprefix(max(roots, key=len)) if roots else os.path.basename(site.file)
     return f"{file}:{site.line} {site.function}"

@@ -1,1 +1,1 @@
-"""What each patch changes in vLLM: a module for a family of patches, named as its TOMLs in patches/ begin."""
+"""The patches' code: one module per family of patches. Its TOMLs in patches/ begin with the module's name."""

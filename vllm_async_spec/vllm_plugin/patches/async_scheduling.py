@@ -1,4 +1,4 @@
-"""Asynchronous scheduling with speculative decoding: on wherever vLLM accepts it, unless the user chose."""
+"""Turns asynchronous scheduling on for speculative decoding if vLLM accepts it and the user did not choose."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Decision:
 
 
 def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None = None) -> tuple[Any, Decision]:
-    """The engine's configuration, with asynchronous scheduling on where the user left it open and vLLM accepts it.
+    """Create the engine's configuration, with asynchronous scheduling if vLLM accepts it and the user did not choose.
 
-    vLLM's own gate is what decides: it is asked for asynchronous scheduling, and where it refuses, its sentence is the
-    reason that is given.
+    vLLM's own validation decides. If it refuses asynchronous scheduling, its message is the reason in the decision.
 
     Args:
-        engine_args: vLLM's `EngineArgs`, `async_scheduling` being None where the user did not choose. Unchanged.
+        engine_args: vLLM's `EngineArgs`; `async_scheduling` is None if the user did not choose. Not changed.
         create: stock `create_engine_config`.
-        stock: what stock vLLM has where the user did not choose: None for its own rule, False on 0.12 and 0.13.
+        stock: stock vLLM's `async_scheduling` if the user did not choose: None for its own rule, False in 0.12 and
+            0.13.
 
     Returns:
-        What `create` gave, and the decision.
+        The configuration from `create`, and the decision.
     """
     choice: bool | None = engine_args.async_scheduling
     if choice is not None:
@@ -49,7 +49,7 @@ def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None
     if engine_args.speculative_config is not None:
         try:
             config = create(_choosing(engine_args, True))
-        except Exception as error:  # whatever was wrong, stock vLLM says it below, or else it was our asking
+        except Exception as error:  # an error that is not about our choice comes again below
             reason = _one_line(error)
         else:
             method = config.speculative_config.method
@@ -59,7 +59,7 @@ def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None
 
 
 def _checked(config: Any, asked: bool, by: str, why: str) -> tuple[Any, Decision]:
-    """The decision, unless what vLLM made of it is something else: its CPU platform says no without a word."""
+    """The decision, corrected if vLLM did not follow it: the CPU platform silently disables async scheduling."""
     enabled = bool(config.scheduler_config.async_scheduling)
     if enabled == asked:
         return config, Decision(enabled, by, why)
@@ -67,7 +67,7 @@ def _checked(config: Any, asked: bool, by: str, why: str) -> tuple[Any, Decision
 
 
 def explain(engine_args: Any) -> tuple[Any, Decision]:
-    """The configuration that vLLM would run these arguments with in this process, and who decided its scheduling."""
+    """The configuration that vLLM makes of these arguments in this process, and who decided its scheduling."""
     create = type(engine_args).create_engine_config
     if (original := getattr(create, "__wrapped__", None)) is not None:
         return decide(engine_args, original, stock=type(engine_args).async_scheduling)
@@ -81,7 +81,7 @@ def explain(engine_args: Any) -> tuple[Any, Decision]:
 
 
 def _choosing(engine_args: Any, choice: bool | None) -> Any:
-    """A copy that chooses; vLLM adds to the dictionary of the speculative configuration, so that is a copy too."""
+    """A copy with `async_scheduling` set. Copies `speculative_config` too, because vLLM adds entries to it."""
     chosen = copy.copy(engine_args)
     chosen.async_scheduling = choice
     chosen.speculative_config = copy.copy(engine_args.speculative_config)
@@ -89,7 +89,7 @@ def _choosing(engine_args: Any, choice: bool | None) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """The sentence of an exception; pydantic's has it in a list of errors."""
+    """The message of an exception on one line; for pydantic's, that of the first error."""
     errors = getattr(error, "errors", None)
     message = errors()[0]["msg"] if callable(errors) else str(error)
     return " ".join(str(message).removeprefix("Value error, ").split())
@@ -98,9 +98,9 @@ def _one_line(error: Exception) -> str:
 def _unneeded_default(create_engine_config: Any) -> str | None:
     names = inspect.unwrap(create_engine_config).__globals__
     if names["EngineArgs"].async_scheduling is False:
-        return None  # 0.12 and 0.13: off unless asked for
-    # vLLM's gate lists the methods twice: those that it accepts, and those that it turns on by itself. Where the draft
-    # model is in the first list only, it is on only if asked for.
+        return None  # 0.12 and 0.13: off unless requested
+    # vLLM lists the methods that it accepts, and those that it turns on by itself. If "draft_model" is only in the
+    # first list, vLLM turns asynchronous scheduling on for it only on request.
     mentions = inspect.getsource(names["VllmConfig"].__post_init__).count('"draft_model"')
     return None if mentions == 1 else "vLLM itself turns it on for every method that it accepts"
 
@@ -125,7 +125,7 @@ def _unneeded_unset(add_cli_args: Any) -> str | None:
 
 
 def _apply_unset(transaction: Transaction, module: ModuleType) -> None:
-    """Make `async_scheduling` None where it was not given, on releases where that and `False` look the same."""
+    """Make `async_scheduling` None if it was not given, on releases whose default is `False`."""
     for cls in (module.EngineArgs, module.AsyncEngineArgs):
         transaction.set(cls, "__init__", _none_unless_given(cls.__init__))
     original = module.EngineArgs.add_cli_args
@@ -154,10 +154,10 @@ def _none_unless_given(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _unset_the_one_being_made(cls: Any) -> None:
-    """The first `EngineArgs` of a process loads the plugins from within its own constructor, too late for the above.
+    """Unset `async_scheduling` of the `EngineArgs` whose constructor is loading the plugins, and so is unpatched.
 
-    Where `vllm.LLM` makes it, the keyword arguments that the user gave are in that frame. Anybody else's `False` is
-    taken for his own.
+    If `vllm.LLM` makes the object, its frame has the user's keyword arguments. For any other caller, `False` counts as
+    the user's choice.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -168,11 +168,11 @@ def _unset_the_one_being_made(cls: Any) -> None:
             if by_llm and "async_scheduling" not in caller.f_locals["kwargs"]:
                 made.async_scheduling = None
             return
-        frame = caller  # type: ignore[assignment]  # the loop's condition is what ends it
+        frame = caller  # type: ignore[assignment]  # None ends the loop
 
 
 _KEPT = "_async_spec_kept"
-"""Marks a SchedulerConfig whose asynchronous scheduling was kept on; it travels with it to the other processes."""
+"""Marks a SchedulerConfig whose asynchronous scheduling was kept on, also in the other processes."""
 
 
 def _unneeded_cpu(check_and_update_config: Any) -> str | None:
@@ -182,17 +182,17 @@ def _unneeded_cpu(check_and_update_config: Any) -> str | None:
 
 
 def open_cpu_gate() -> None:
-    """Let stock vLLM schedule asynchronously on a CPU, and change nothing else: what the plugin is compared with."""
+    """Let stock vLLM schedule asynchronously on a CPU and change nothing else, as a baseline for comparisons."""
     import vllm.platforms.cpu
 
     _apply_cpu(Transaction(), vllm.platforms.cpu)
 
 
 def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
-    """Keep asynchronous scheduling on the CPU where vLLM has accepted it, with speculative decoding.
+    """Keep asynchronous scheduling on the CPU if vLLM accepted it with speculative decoding.
 
-    The platform's hook sees every configuration again in the engine core and the workers, where the drafter's is made
-    from a copy without `speculative_config`, but with the same SchedulerConfig: hence the mark.
+    The platform's hook runs again in the engine core and the workers. There the drafter's configuration is a copy
+    without `speculative_config`, but with the same SchedulerConfig. So a mark on the SchedulerConfig is needed.
     """
     cls = module.CpuPlatform
     original = vars(cls)["check_and_update_config"].__func__

@@ -1,9 +1,9 @@
-"""Drafting of vLLM's V1 runner up to 0.18 as CUDA graphs: there it launches each draft step kernel by kernel.
+"""Replays the drafting of vLLM's V1 runner up to 0.18 as CUDA graphs.
 
-A step that drafts runs the drafter once for each draft. With a small target these launches take two thirds of the
-host's step, and the device waits for them. vLLM captures the target, and of the drafter at most the
-pieces between attention. Here all of `propose` is captured, as it is, on a batch whose requests all have drafts to be
-verified; any other batch is drafted for as before. Drafts decide how fast tokens come, and never which ones.
+The runner launches each draft step kernel by kernel. With a small target model these launches take two thirds of the
+host's step, and the device waits for them. vLLM captures the target, and at most the drafter's pieces between attention
+layers. The patch captures all of `propose` for batches whose requests all have drafts to verify. Other batches run
+vLLM's `propose`. Drafts change how fast tokens come, and never which tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
 BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
-"""Classes that build for drafting by nothing but launches, from nothing but what is on the device and bounds."""
+"""Builders whose builds for drafting only launch kernels, and read only device tensors and upper bounds."""
 
 _LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
-"""What `propose` calls the index of each request's last accepted token, by release."""
+"""Parameter of `propose` with the index of each request's last accepted token, newer name first."""
 
 
 def refused(runner: Any) -> str | None:
-    """Why the drafter of this runner is not captured, or None.
+    """The reason why this runner's drafter can't be captured, or None.
 
     Args:
         runner: a runner whose KV cache has been initialised.
@@ -73,23 +73,23 @@ def _builders(drafter: Any) -> list[Any]:
 
 
 def _most_rows(runner: Any) -> int:
-    """Requests of the largest batch that is captured."""
+    """Requests of the largest batch to capture."""
     drafter, largest = runner.drafter, runner.compilation_config.max_cudagraph_capture_size or 0
     tokens = drafter.num_speculative_tokens + 1
-    # A drafter that is a model of its own takes one token more of each request.
+    # A separate draft model takes one more token per request.
     room = drafter.max_num_tokens // (tokens + getattr(drafter, "net_num_new_slots_per_request", 0))
     most: int = min(runner.max_num_reqs, room, largest // tokens)
     return most
 
 
 class _Plainly:
-    """Takes the place of the drafter's dispatcher: no piece of it is replayed from a graph of its own."""
+    """Replaces the drafter's dispatcher, so that vLLM replays no graphs of the drafter's pieces."""
 
     def __init__(self, dispatcher: Any) -> None:
         self._dispatcher = dispatcher
 
     def dispatch(self, num_tokens: int, *_: Any, **__: Any) -> Any:
-        """What vLLM answers where it has captured nothing."""
+        """The answer of vLLM's dispatcher if nothing was captured."""
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import BatchDescriptor
 
@@ -101,7 +101,7 @@ class _Plainly:
 
 @contextlib.contextmanager
 def _launched_plainly(drafter: Any) -> Iterator[None]:
-    """Within, the drafter launches its kernels one by one, without padding and without pieces of graphs."""
+    """Within the block, the drafter launches its kernels one by one, without padding and piecewise graphs."""
     changed = Transaction()
     try:
         if hasattr(drafter, "use_cuda_graph"):
@@ -115,7 +115,7 @@ def _launched_plainly(drafter: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """A collection before each capture would go through all that vLLM has made."""
+    """Keep the garbage collections before each capture from traversing all of vLLM's objects."""
     gc.collect()
     gc.freeze()
     try:
@@ -125,11 +125,11 @@ def _no_garbage_collected() -> Iterator[None]:
 
 
 class Drafter:
-    """vLLM's `propose` of one drafter, captured.
+    """CUDA graphs of one drafter's `propose`.
 
     Args:
-        runner: whose drafter it is.
-        capture: makes a replay of a function.
+        runner: the runner that owns the drafter.
+        capture: captures a function and returns its replay.
     """
 
     def __init__(self, runner: Any, capture: Any) -> None:
@@ -152,7 +152,7 @@ class Drafter:
                 num_reqs=rows,
                 num_actual_tokens=rows * self._tokens,
                 max_query_len=self._tokens,
-                # A bound for whatever comes.
+                # A bound for every later replay.
                 max_seq_len=drafter.max_model_len,
                 block_table_tensor=given["block_table"],
                 slot_mapping=given["slot_mapping"],
@@ -175,7 +175,7 @@ class Drafter:
         self.sizes = self._graphs.sizes
 
     def propose(self, **given: Any) -> torch.Tensor:
-        """As vLLM's; replayed, where each request has its drafts to be verified."""
+        """Replay a graph if every request has all its drafts to verify; else call vLLM's `propose`."""
         metadata = given["common_attn_metadata"]
         rows = metadata.num_reqs
         if (
@@ -201,9 +201,9 @@ class Drafter:
 
 
 def _hidden(drafter: Any, runner: Any) -> int:
-    """The width of the hidden states that `propose` is given."""
+    """The width of the hidden states that `propose` gets."""
     if getattr(runner, "use_aux_hidden_state_outputs", False):
-        # Those of several layers, side by side, as wide as the drafter's first matrix takes them.
+        # Hidden states of several layers, concatenated: the input width of the drafter's first matrix.
         width: int = drafter.model.model.fc.weight.shape[-1]
     else:
         width = runner.model_config.get_hidden_size()
@@ -211,7 +211,7 @@ def _hidden(drafter: Any, runner: Any) -> int:
 
 
 def _replay(runner: Any) -> None:
-    """Have the drafter of this runner replay graphs from now on, and tell the operator."""
+    """Capture this runner's drafter, replay the graphs from now on, and log the cost."""
     start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
     capture = functools.partial(captured, pool=torch.cuda.graph_pool_handle())
     with _no_garbage_collected(), torch.inference_mode():
@@ -227,16 +227,16 @@ def _replay(runner: Any) -> None:
 
 
 def _capture(runner: Any) -> None:
-    """Have the drafter of this runner replay graphs, or say why it does not."""
+    """Let this runner's drafter replay graphs, or log why it can't."""
     drafter = getattr(runner, "drafter", None)
     if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
-        return  # nothing that drafts with a model's kernels
+        return  # no drafter, or one without a model
     try:
         reason = refused(runner)
         if reason is None:
             _replay(runner)
             return
-    except Exception as error:  # whatever it is, vLLM's own way of drafting is still there
+    except Exception as error:  # vLLM's own drafting still works
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
@@ -251,7 +251,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(dummy_sampler_run)
     def _dummy_sampler_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = dummy_sampler_run(self, *args, **kwargs)
-        # The end of vLLM's warm-up, when it has captured the target; and before that of its memory profile.
+        # vLLM calls this at the end of warm-up, after capturing the target, and earlier at the end of memory profiling.
         if self.attn_groups and self not in done:
             done.add(self)
             _capture(self)

@@ -1,9 +1,9 @@
-"""Draft steps of vLLM 0.12 and 0.13 that attend to nothing rejected.
+"""Keeps the draft steps of vLLM 0.12 and 0.13 from attending to rejected tokens.
 
-With padded drafter batches the drafter's first pass runs over all tokens that were verified, and samples from the last
-one that was accepted. The steps after it go on from there with the right positions and slots, but with lengths that
-still count what was rejected: the draft attends to keys of tokens that don't exist, and is accepted less often. Later
-releases take the rejected tokens off before the second step; this does the same, on the device and on a copy.
+With padded drafter batches the first draft step runs over all verified tokens, and samples from the last accepted one.
+Later draft steps have the right positions and slots, but their lengths still count rejected tokens. So they attend to
+keys of tokens that don't exist, and fewer drafts are accepted. Later releases subtract the rejected tokens before the
+second step. The patch does the same, on the device and on a copy.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Builder:
         if draft_index == 0:
             with host_values_of(given):
                 for name in _HOST_SHADOWS:
-                    # 0.13 adds to these in place: the runner's own, whose copies to the device may not have run yet.
+                    # 0.13 adds to these runner buffers in place, perhaps before their copies to the device have run.
                     if (host := getattr(given, name, None)) is not None:
                         setattr(given, name, host.clone())
         elif draft_index == 1:
-            # A request beyond the longest length has one token here, whatever was rejected.
+            # vLLM sets the length of a request past the maximum to 1, so subtracting may pass below 1.
             given.seq_lens = (given.seq_lens - self._rejected).clamp_(min=1)
         if draft_index > 0 and getattr(given, "host_trust", None) is Trust.RENEWED:
-            # 0.12 goes on counting what was rejected on the host; a builder that reads it gets a copy of the device's.
+            # 0.12's host lengths still count rejected tokens; a builder that reads lengths copies the device's.
             given = copy.copy(given)
             given.seq_lens_changed()
         return self._builder.build_for_drafting(common_attn_metadata=given, draft_index=draft_index)

@@ -1,4 +1,4 @@
-"""Why a batch of vLLM's V1 runner needs the accepted counts on the host, in one of a few words."""
+"""Decides whether a batch of vLLM's V1 runner needs accepted counts on the host, and for which reason."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DEVICE_LENGTHS = frozenset(
         "TRITON_MLA",
     }
 )
-"""Names of backends that take a bound from the host, or nothing; where MLA wants more it asks the device itself."""
+"""Names of backends that read only upper bounds on the host, or nothing. MLA itself fetches exact lengths if needed."""
 
 _PLAIN_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs"})
-"""Names of the KV cache specifications whose builders are given the batch as it is."""
+"""Names of the KV cache specifications whose builders get the batch unchanged."""
 
 
 def always_needed(runner: RunnerBase) -> str | None:
-    """Why each batch of this runner needs exact counts, or None: then it depends on the batch.
+    """The reason why every batch of this runner needs exact counts; None if it depends on the batch.
 
     Args:
         runner: a runner whose KV cache has been initialised.
@@ -46,7 +46,7 @@ def always_needed(runner: RunnerBase) -> str | None:
 
 
 def _backend(runner: RunnerBase) -> str | None:
-    """The first attention backend that is not known to do without exact lengths on the host."""
+    """The first attention backend that may need exact lengths on the host, in words, or None."""
     for groups in runner.attn_groups:
         for group in groups:
             name = group.backend.get_name()
@@ -65,7 +65,7 @@ def _is_known(builder: type[Any]) -> bool:
 
 
 def needed_by(input_batch: InputBatch) -> str | None:
-    """Why the next step of this batch's requests needs the counts of this one, or None."""
+    """The reason why the step after this batch needs its accepted counts on the host, or None."""
     if not input_batch.no_penalties:
         return "penalties"
     if input_batch.bad_words_token_ids:

@@ -1,9 +1,9 @@
-"""vLLM's fast prefill for models that share KV caches, without reading on the host what the host made itself.
+"""Removes a device read from vLLM's fast prefill for models that share KV caches.
 
-The layers that share their KV cache run on the tokens that are sampled from only. vLLM finds out on the device how many
-those are for each request, copies the result back without waiting, and gives it to builders that read it at once. But
-the host scheduled those tokens: the runner's patch notes on the tensor of indices how many belong to each request, and
-the other takes the offsets from there.
+Layers that share a KV cache run only on the tokens that the sampler needs. vLLM counts these tokens per request on the
+device and copies the result to the host without waiting, but builders read it at once. The host knows the counts,
+because it scheduled the tokens. One patch notes the counts of each request on the tensor of indices, in the runner. The
+other computes the offsets from that note.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAKE = "make_kv_sharing_fast_prefill_common_attn_metadata"
 _PREPARE = "_prepare_kv_sharing_fast_prefill"
 _CALCULATE = "_calc_spec_decode_metadata"
 _NOTED = "tokens_per_request"
-"""The attribute of an indices tensor: (requests,) numpy integers."""
+"""An attribute of the indices tensor: (requests,) NumPy integers, the number of indices per request."""
 
 _HOST_LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "_num_computed_tokens_cpu")
 
@@ -68,7 +68,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
 
 def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
-    """(num_reqs + 1,) int32, host: the offsets that the counts give; None where they are not those of this batch."""
+    """(num_reqs + 1,) int32, host: offsets computed from the counts; None if these are of another batch."""
     if counts is None or len(counts) > metadata.num_reqs or int(counts.sum()) != metadata.num_logits_indices:
         return None
     starts = np.full(metadata.num_reqs + 1, metadata.num_logits_indices, dtype=np.int32)
@@ -78,13 +78,13 @@ def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
 
 
 class _LastKnown(torch.Tensor):
-    """Indices on the device, the last of which is on the host already."""
+    """Device indices whose last one the host knows."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     last: torch.Tensor
 
     def __getitem__(self, at: Any) -> torch.Tensor:
-        """The host's copy, where the last one is asked for."""
+        """The host's copy for index -1; otherwise device indices."""
         return self.last if isinstance(at, int) and at == -1 else super().__getitem__(at)
 
 
@@ -93,7 +93,7 @@ def _unneeded_counts(prepare: Any) -> str | None:
 
 
 def _reader() -> Any:
-    """The function that the counts are for, as vLLM has it."""
+    """The original vLLM function that reads the counts."""
     utils = importlib.import_module("vllm.v1.attention.backends.utils")
     return inspect.unwrap(getattr(utils, _MAKE))
 
@@ -101,7 +101,7 @@ def _reader() -> Any:
 def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
     runner = module.GPUModelRunner
     calculate, prepare = getattr(runner, _CALCULATE), getattr(runner, _PREPARE)
-    # Up to 0.20 it fetches the last index, to pad with it.
+    # Up to 0.20 `prepare` pads with the last index, which it reads from the device.
     fetches = "item" in prepare.__code__.co_names
 
     @functools.wraps(calculate)
@@ -121,7 +121,7 @@ def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
             known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
             logits_indices = known
         padded: torch.Tensor = prepare(self, logits_indices)
-        # A view made for this step, so the note is this step's too.
+        # vLLM makes this view anew each step, so the note can't outlive the step.
         setattr(padded, _NOTED, counts)
         return padded
 

@@ -1,10 +1,9 @@
-"""vLLM's FlashInfer backend with a metadata builder that plans from the upper bound, so that it waits for nothing.
+"""Replaces vLLM's FlashInfer metadata builder by a subclass that plans from the upper bound, to avoid host waits.
 
-The builder is a subclass of vLLM's. It hands vLLM's `build` the bound in place of exact lengths, and afterwards
-writes the device's lengths over what was planned. Where drafts are verified by a planned wrapper, it lets vLLM capture
-them in full CUDA graphs, and so it does on Hopper, though XQA would take them, while drafts and short prompts are
-planned together. It also settles which XQA kernels decoding needs: one token a request, all drafts of every
-request, and a ragged batch; all are compiled when the builder is made.
+The subclass passes the bound to vLLM's `build` instead of exact lengths, then writes the exact lengths over the plan
+on the device. It lets vLLM capture drafts in full CUDA graphs where a planned wrapper verifies them. On Hopper it
+prefers a planned wrapper to XQA for such drafts, and plans drafts together with short prompts. It also compiles
+every XQA kernel that decoding needs: one token a request, all drafts of every request, and a ragged batch.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa_shapes import (
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, FlashInferBuilderBase
 
 _PLANS_IN_FLIGHT = 8
-"""A step plans once for the target and at most once for each draft, and two steps are in flight; more wait, counted."""
+"""Pinned plan buffers. Each of two steps in flight plans for the target and at most once per draft. More plans wait."""
 
 _PLAN_BYTES = 8 << 20
-"""What flashinfer-python gives each wrapper to plan in."""
+"""Bytes of the pinned buffer in which a wrapper of flashinfer-python plans."""
 
 Planner: TypeAlias = GraphWrappers | MixedWrapper
 
@@ -59,14 +58,14 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
 
 class _UpstreamBuild:
-    """What is changed while vLLM's `build` runs, and put back when it ends.
+    """Changes the builder while vLLM's `build` runs, and restores it afterwards.
 
-    Each builder has one, and enters it for each build: 0.5 µs beside plain assignments. A generator takes the host 3 µs
-    and a `Transaction` 4, in each step.
+    Each builder reuses one instance, which costs 0.5 µs a step more than plain assignments. A generator takes 3 µs and
+    a `Transaction` 4 µs.
 
     Attributes:
-        batch: the batch that is being built; None while there is none.
-        planner: who has the wrapper for it; None where that is vLLM.
+        batch: the batch that is being built, or None.
+        planner: has the wrapper for this batch; None where vLLM has it.
     """
 
     __slots__ = ("_builder", "_threshold", "batch", "planner")
@@ -77,13 +76,13 @@ class _UpstreamBuild:
         self.planner: Planner | None = None
 
     def of(self, batch: BatchMetadata, planner: Planner | None) -> _UpstreamBuild:
-        """This, to be entered for `batch`."""
+        """Set the batch and planner of the next build, and return this context manager."""
         self.batch, self.planner = batch, planner
         return self
 
     def __enter__(self) -> None:
         if self.planner is not None:
-            # So that to upstream all are prefills, which have a wrapper, and none is XQA's.
+            # With threshold 0, vLLM treats every request as a prefill: it uses the planned wrapper and never XQA.
             self._threshold, self._builder.reorder_batch_threshold = self._builder.reorder_batch_threshold, 0
 
     def __exit__(self, *raised: object) -> None:
@@ -94,10 +93,10 @@ class _UpstreamBuild:
 
 
 class PlansFromBound(FlashInferBuilderBase):
-    """What the subclass has before vLLM's builder: each method that replaces one of vLLM's calls it."""
+    """The subclass's own methods. Each method that overrides one of vLLM's calls it."""
 
     _vllm: ModuleType
-    """Where vLLM defines its builder."""
+    """The module that defines vLLM's builder."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -108,7 +107,7 @@ class PlansFromBound(FlashInferBuilderBase):
                 super().__init__(*args, **kwargs)
         self._drafts = self.vllm_config.speculative_config is not None
         self._building = _UpstreamBuild(self)
-        # Who may plan a whole batch, drafts and prompts alike.
+        # Planners of whole batches, drafts and prompts alike, in order of preference.
         self._planners: list[Planner] = []
         if self._drafts:
             self._plan_buffers = PlanBuffers(_PLANS_IN_FLIGHT, _PLAN_BYTES, self.device)
@@ -117,7 +116,7 @@ class PlansFromBound(FlashInferBuilderBase):
         if _may_plan(self.vllm_config):
             backend = _backend_of_wrappers(self, platform)
             if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
-                # Elsewhere FlashInfer has no other kernels to choose.
+                # FlashInfer chooses between FlashAttention 2 and 3 on SM90 only.
                 flash_attention_2 = backend == "fa2" or not platform.is_device_capability(90)
                 self._planners.append(GraphWrappers(self, backend, flash_attention_2))
                 if self.reorder_batch_threshold > 1:
@@ -130,7 +129,7 @@ class PlansFromBound(FlashInferBuilderBase):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """As vLLM's, for the kernels that this builder takes; with drafts where their plans may be captured."""
+        """Widen vLLM's answer for this builder's kernels to uniform batches where plans may be captured."""
         vllm, support = cls._vllm, cls._vllm.AttentionCGSupport
         taken = xqa_takes(vllm_config, kv_cache_spec, vllm.FlashInferBackend, vllm.current_platform)
         with contextlib.nullcontext() if taken else without_xqa():
@@ -139,7 +138,7 @@ class PlansFromBound(FlashInferBuilderBase):
         return support.UNIFORM_BATCH if wider else found
 
     def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
-        """As vLLM's, planned from the upper bound and corrected on the device."""
+        """Build vLLM's metadata from the upper bound, and correct its plan on the device."""
         if not self._drafts:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = common_attn_metadata
@@ -160,11 +159,11 @@ class PlansFromBound(FlashInferBuilderBase):
             with self._building.of(metadata, planner):
                 built = super().build(common_prefix_len, given, fast_build)
             if not hasattr(built.prefill, "wrapper"):
-                graphs = None  # upstream has chosen kernels that are not planned
+                graphs = None  # vLLM has chosen kernels without a plan
             if graphs is not None:
                 graphs.keep(metadata, bound, built)
         if graphs is not None:
-            # A drafter runs it outside the graph too, where it refuses a query with the rows that pad the batch.
+            # A drafter also runs this wrapper outside the graph, where FlashInfer refuses a query with padding rows.
             built.prefill.wrapper._qo_indptr_last = built.num_prefill_tokens
         lengths, decodes = metadata.seq_lens, built.num_decodes
         for part, rows in ((built.decode, lengths[:decodes]), (built.prefill, lengths[decodes:])):
@@ -181,7 +180,7 @@ class PlansFromBound(FlashInferBuilderBase):
         return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
 
     def _with_plan_buffer(self, wrapper: Any) -> Any:
-        # That of decode context parallelism holds two others, and waits.
+        # The wrapper of decode context parallelism consists of two others and has no such buffer; its plans wait.
         if self._building.batch is not None and hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
             self._plan_buffers.lend(wrapper)
         return wrapper
@@ -193,29 +192,29 @@ def _subclass(module: ModuleType) -> type[Any]:
     ragged = (RaggedXqa,) if hasattr(upstream, "_compute_decode_query_lens") else ()
     members = {"__module__": __name__, "__qualname__": upstream.__qualname__, "_vllm": module}
     if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
-        # Upstream's own answer: ours to `get_cudagraph_support` would lead it to kernels that this machine has not.
+        # Bound to vLLM's class: with our wider `get_cudagraph_support` it would choose kernels this machine lacks.
         members["get_varlen_cudagraph_max_query_len"] = upstream.get_varlen_cudagraph_max_query_len
     return type(upstream.__name__, (PlansFromBound, *ragged, upstream), members)
 
 
 def _may_plan(config: Any) -> bool:
-    """Whether drafts may be planned for by wrappers of the plugin's, as far as the configuration decides."""
-    # Without splits, as batch invariance has it, a plan for a graph does not say which of its work there is.
+    """Whether the configuration allows the plugin's wrappers to plan drafts."""
+    # Batch invariance turns split-KV off, and without split-KV a graph's plan does not mark its valid tiles.
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
 
 
 def _backend_of_wrappers(builder: Any, platform: Any) -> str:
-    """FlashInfer's, of wrappers that have drafts. On Hopper it would choose FlashAttention 3, which is for prompts.
+    """The FlashInfer backend of wrappers that verify drafts: `fa2` or `auto`.
 
-    That neither packs the heads of a group nor splits keys, as few query tokens want it. With a cache of 8 bits queries
-    of wrappers have 8 too, and FlashAttention 2 takes none of those.
+    On Hopper `auto` is FlashAttention 3. It lacks GQA packing and split-KV, so short queries run faster on
+    FlashAttention 2. With an 8-bit KV cache queries have 8 bits too, which FlashAttention 2 does not support.
     """
     sixteen_bits = builder.kv_cache_dtype in (torch.float16, torch.bfloat16)
     return "fa2" if sixteen_bits and platform.is_device_capability(90) else "auto"
 
 
 def _takes_over(builder: Any, backend: str) -> bool:
-    """Whether drafts that XQA takes are planned for instead."""
+    """Whether planned wrappers verify drafts that XQA could verify."""
     drafts = builder.vllm_config.speculative_config.num_speculative_tokens
     rows = (1 + drafts) * builder.num_qo_heads // builder.num_kv_heads
     return decodes_with_xqa(builder) and backend == "fa2" and rows <= MOST_ROWS
@@ -227,7 +226,7 @@ def _say() -> None:
 
 
 def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
-    """Why this batch must be built from exact host lengths, in one of a few words; None if it needn't."""
+    """The reason why this batch must be built from exact host lengths, or None."""
     if builder.use_dcp:
         return "decode context parallelism"
     if common_prefix_len > 0:
@@ -238,7 +237,7 @@ def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
 
 
 class _BoundedLengths(torch.Tensor):
-    """Device lengths whose copy on the host is the upper bound; whatever is computed from them is a plain tensor."""
+    """Device lengths whose `cpu()` returns the upper bound; results computed from them are plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     bound: torch.Tensor
@@ -249,7 +248,7 @@ class _BoundedLengths(torch.Tensor):
 
 
 def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
-    """The host's upper bound of each length. Up to 0.26 the V2 runner gives draft steps that of the longest alone."""
+    """(requests,) int32, host: upper bounds. Up to 0.26 the V2 runner's draft steps only know the longest's bound."""
     bound = metadata.seq_lens_cpu_upper_bound
     return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32) if bound is None else bound
 
@@ -263,11 +262,11 @@ def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:
 
 
 def _unpin(builder: Any) -> None:
-    """Make pageable what upstream fills at each build and copies to the device, so that no build overtakes a copy.
+    """Make the builder's host buffers pageable, so that no build overwrites a buffer before its copy has run.
 
-    Up to 0.28 these buffers are pinned under the V1 runner, and nothing but the wait for exact lengths stood between
-    one draft step's copy and the next one's numbers. From pageable memory a copy has read its source when it returns,
-    which is upstream's own remedy for the V2 runner, and for both from 0.29 on.
+    vLLM fills these buffers at each build and copies them to the device. Up to 0.28 they are pinned under the V1
+    runner, and only the wait for exact lengths prevented this race between draft steps. A copy from pageable memory
+    has read its source when it returns. vLLM does the same for the V2 runner, and from 0.29 on for both.
     """
     with torch.inference_mode(False):
         for name, value in list(vars(builder).items()):

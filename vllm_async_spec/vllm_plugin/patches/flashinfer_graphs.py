@@ -1,12 +1,11 @@
-"""Drafts inside CUDA graphs where FlashInfer's wrappers verify them, as on every GPU without XQA or trtllm-gen, and on
-Hopper.
+"""CUDA graphs of drafts that FlashInfer's wrappers verify: on GPUs without XQA or trtllm-gen, and on Hopper.
 
-vLLM captures full graphs of such batches only for kernels that it does not plan. The wrappers could always do it: with
-`use_cuda_graph` a plan keeps to the sizes that it was captured with, and its contents are device memory.
+vLLM captures full graphs of such batches only for kernels without a plan. The wrappers support graphs too: with
+`use_cuda_graph` a plan keeps the sizes that it was captured with, and its contents are device memory.
 
-To plan takes the host some hundred microseconds, more than all else of a step's metadata. So a plan is made for
-somewhat longer requests than there are, and serves until one is longer still: kernels write lengths and pages into it
-in each step.
+Planning takes the host some hundred microseconds, more than the rest of a step's metadata. So each plan is made for
+longer requests than there are, and reused until a request outgrows it. In each step, kernels write lengths and pages
+into the plan.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ import torch
 from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, split_bytes, with_empty_requests
 
 MOST_ROWS = 64
-"""Of a request, query tokens by the heads of a group, for its drafts not to be XQA's, which takes them too. XQA takes
-an H200 some 15 µs more in a layer than alone, probably for code that has left the caches; FlashAttention 2 takes 3. In
-a layer that one is faster for every batch with up to 16 rows a request: 15 µs and 29 for one short request, 497 and 605
-for 32 with 16,384 keys each. With more rows it is for all but the largest: 26 µs and 25 for 32 requests with 264 keys,
-99 and 97 with 4,096, 363 and 317 with 16,384. Beyond 64 rows its pieces of work are the widest either way."""
+"""Most rows of a request (query tokens times GQA group size) for FlashAttention 2 to replace XQA. Beyond 64 rows its
+tiles have 128 rows anyway. Times in a layer on an H200, FlashAttention 2 against XQA. Up to 16 rows it wins every
+batch: one short request takes 15 µs against 29, 32 requests of 16,384 keys 497 against 605. With more rows XQA wins
+large batches. 32 requests take 26 µs against 25 with 264 keys, 99 against 97 with 4,096, 363 against 317 with 16,384.
+XQA takes some 15 µs more in a layer than alone, probably because its code left the caches; FlashAttention 2 takes 3."""
 
 
 AHEAD = 128
-"""Tokens that a plan is made for beyond the bound of each request: 32 steps with three drafts, all accepted. A piece of
-work that then finds no keys of its own attends to its request's last ones again, beside the others."""
+"""Tokens beyond each request's bound that a plan allows for: 32 steps with three drafts, all accepted. A tile whose KV
+chunk does not exist yet computes its request's last chunk a second time, with the same result."""
 
 
 def drafts_in_graphs(config: Any) -> bool:
-    """Whether batches of drafts may be captured, as far as the configuration decides; vLLM decides whether they are.
+    """Whether the configuration allows CUDA graphs of drafts; vLLM's `cudagraph_mode` decides which are captured.
 
     Args:
         config: vLLM's configuration, with its attention layers registered.
@@ -53,7 +52,7 @@ def drafts_in_graphs(config: Any) -> bool:
 def as_many_of_each(metadata: Any) -> bool:
     """Whether all requests have the same number of query tokens.
 
-    Requests without query tokens at the end are what pads a batch to the size of its graph.
+    Requests without query tokens at the end are padding, up to the size of the graph.
     """
     query_lens = np.diff(metadata.query_start_loc_cpu.numpy())
     live = np.count_nonzero(query_lens)
@@ -62,7 +61,7 @@ def as_many_of_each(metadata: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """What was planned last."""
+    """The last plan, and the batch it was made for."""
 
     size: tuple[int, int]
     live_tokens: int
@@ -71,12 +70,12 @@ class _Plan:
 
 
 class GraphWrappers:
-    """One wrapper for each size of a batch of drafts; all share their buffers, of which one plan is in use.
+    """One wrapper for each size of a batch of drafts. All share their buffers, so only the last plan is valid.
 
     Args:
-        builder: vLLM's metadata builder; its page indices are what graphs read.
-        backend: FlashInfer's; `auto` leaves the choice to it.
-        flash_attention_2: whether that is its choice then, or it is given.
+        builder: vLLM's metadata builder. Graphs read its page indices.
+        backend: FlashInfer's name of the backend; with `auto` FlashInfer chooses.
+        flash_attention_2: whether the backend, given or chosen, is FlashAttention 2.
     """
 
     def __init__(self, builder: Any, backend: str, flash_attention_2: bool) -> None:
@@ -85,12 +84,12 @@ class GraphWrappers:
         self._by_size: dict[tuple[int, int], Any] = {}
         self._plan: _Plan | None = None
         self._most_tokens: int = builder._decode_cudagraph_max_bs
-        # More requests than tokens are never planned.
+        # A plan never has more requests than tokens.
         self._buffers = torch.zeros(3, self._most_tokens + 1, dtype=torch.int32, device=builder.device)
         self._most_drafts: int = builder.vllm_config.speculative_config.num_speculative_tokens
 
     def takes(self, metadata: Any) -> bool:
-        """Whether this is a batch of drafts, and no larger than any graph.
+        """Whether every request has the same number of drafts, and some graph is large enough for the batch.
 
         Args:
             metadata: vLLM's common metadata, padded as the graph is.
@@ -104,11 +103,11 @@ class GraphWrappers:
         )
 
     def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
-        """The wrapper for a batch that `takes` says yes to.
+        """The wrapper for a batch that `takes` accepts.
 
         Args:
-            metadata: as there.
-            make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
+            metadata: as in `takes`.
+            make: makes vLLM's prefill wrapper, whose class, layout and workspace this wrapper shares.
         """
         self._plan, size = None, _size(metadata)
         if size not in self._by_size:
@@ -116,28 +115,28 @@ class GraphWrappers:
         return self._by_size[size]
 
     def ahead(self, metadata: Any, bound: torch.Tensor) -> torch.Tensor:
-        """What to plan for, so that the plan serves for some steps.
+        """(requests,) int32, host: the lengths to plan for, so that later steps can reuse the plan.
 
         Args:
             metadata: as in `takes`.
-            bound: (requests,) int32, host: of its lengths; 0 for what pads the batch.
+            bound: (requests,) int32, host: upper bounds of its lengths; 0 for padding.
         """
         most = metadata.block_table_tensor.shape[1] * self._builder.page_size
         return torch.where(bound > 0, (bound + AHEAD).clamp(max=most), bound)
 
     def keep(self, metadata: Any, bound: torch.Tensor, built: Any) -> None:
-        """Let the plan that was just made serve later batches.
+        """Keep the newest plan, so that later batches can reuse it.
 
         Args:
             metadata: as in `takes`.
-            bound: by `ahead`.
-            built: vLLM's metadata, with a wrapper of `of`.
+            bound: (requests,) int32, host: the lengths that `ahead` returned.
+            built: vLLM's metadata, with a wrapper from `of`.
         """
         keep_plan(built.prefill.wrapper, metadata.num_reqs)
         self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound.numpy(), built)
 
     def again(self, metadata: Any, bound: torch.Tensor) -> Any:
-        """The last plan as this batch's metadata, to be corrected for its lengths; None where it doesn't serve.
+        """The last plan as this batch's metadata, before correction; None where the batch needs a new plan.
 
         Args:
             metadata: as in `takes`.
@@ -146,7 +145,7 @@ class GraphWrappers:
         plan = self._plan
         if plan is None or plan.size != _size(metadata) or plan.live_tokens != _live_tokens(metadata):
             return None
-        # A plan for much longer requests is correct, and shares out work that is not there.
+        # A plan for much longer requests is correct, but wastes tiles.
         left = plan.bound - bound.numpy()
         if left.min() < 0 or left.max() > 2 * AHEAD:
             return None
@@ -161,7 +160,7 @@ class GraphWrappers:
         planned, needed = requests, self._needed(requests, requests * tokens)
         if self._flash_attention_2:
             more = planned_requests(requests, tokens, builder.num_qo_heads // builder.num_kv_heads)
-            # Smaller pieces of work are more, and may need more room in all.
+            # Smaller tiles are more numerous, and may need more memory in all.
             room = self._needed(more, requests * tokens)
             if room <= max(needed, workspace.nbytes):
                 planned, needed = more, room
@@ -177,7 +176,7 @@ class GraphWrappers:
             paged_kv_last_page_len_buf=last_page_lens[:planned],
             backend=self._backend,
         )
-        # 8 MiB each, of which only the last plan's is read.
+        # One workspace of 8 MiB serves all wrappers, because graphs read only the last plan.
         wrapper._int_workspace_buffer = next(
             (known._int_workspace_buffer for known in self._by_size.values()), wrapper._int_workspace_buffer
         )
@@ -190,7 +189,7 @@ class GraphWrappers:
         )
 
     def _roomy(self, needed: int, given: torch.Tensor) -> torch.Tensor:
-        """The workspace of vLLM, or one of our own for sizes that may need more; the largest are captured first."""
+        """The workspace of vLLM, or our own for sizes that may need more; vLLM captures the largest sizes first."""
         if needed <= given.nbytes:
             return given
         if self._workspace is None or self._workspace.nbytes < needed:
@@ -199,7 +198,7 @@ class GraphWrappers:
 
 
 def _size(metadata: Any) -> tuple[int, int]:
-    """Requests, and query tokens of each."""
+    """The number of requests, and the query tokens of each."""
     return metadata.num_reqs, int(metadata.max_query_len)
 
 

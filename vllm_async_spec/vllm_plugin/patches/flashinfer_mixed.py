@@ -1,8 +1,7 @@
-"""Drafts and prompts in one call of FlashInfer's on Hopper, as long as both are short.
+"""Runs drafts and short prompts in one FlashInfer call on Hopper.
 
-XQA has no prompts, and FlashAttention 3 has no drafts that it is fast at, so vLLM calls both for a batch of both, in
-each layer. No CUDA graph holds such a batch: its kernels are launched one by one, and where it is short, that is what
-takes the time. FlashAttention 2 has drafts and prompts at once.
+vLLM makes two calls per layer for such a batch, because XQA takes no prompts and FlashAttention 3 is slow for drafts.
+No CUDA graph holds a mixed batch, so launches limit the speed of a short one. FlashAttention 2 takes both in one call.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from vllm_async_spec.vllm_plugin.log import inform
 
 MOST_WORK = 1 << 19
 """Query tokens times keys, summed over the requests: a prompt of 512 tokens, and 32 requests with three drafts and
-2,000 keys each. For those drafts FlashAttention 2 takes an H200 some 30 µs a layer more than XQA, and more with longer
-ones. The host is held up longer by a second call: mixed steps of an 8b took 17 ms with one, and 20 with vLLM's two."""
+2,000 keys each. FlashAttention 2 takes some 30 µs a layer more for these drafts on an H200 than XQA, and more for
+longer ones. A second call costs the host more: mixed steps of an 8b took 17 ms with one call, 20 ms with vLLM's two."""
 
 _NO_ROTATION = 0
-"""`PosEncodingMode.NONE`: vLLM rotates keys and queries itself."""
+"""`PosEncodingMode.NONE`: vLLM itself rotates keys and queries."""
 
 
 class MixedWrapper:
-    """The wrapper for such batches, and which they are.
+    """The wrapper for short batches of drafts and prompts.
 
     Args:
         builder: vLLM's metadata builder.
@@ -40,9 +39,9 @@ class MixedWrapper:
         self._has_room, self._warm = True, False
 
     def takes(self, metadata: Any) -> bool:
-        """Whether this is a batch of drafts, or single tokens, and of prompts, and short enough.
+        """Whether this is a short batch of prompts beside drafts or single tokens.
 
-        Never the first of them: that is vLLM's warm-up, which is there to load what long prompts need.
+        The first such batch is always left to vLLM: it is vLLM's warm-up, which loads the kernels of long prompts.
 
         Args:
             metadata: vLLM's common metadata.
@@ -57,11 +56,11 @@ class MixedWrapper:
         return warm
 
     def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
-        """The wrapper for a batch that `takes` says yes to; vLLM's own where its workspace is too small for ours.
+        """The wrapper for a batch that `takes` accepts; vLLM's own where vLLM's workspace is too small for ours.
 
         Args:
-            metadata: as there.
-            make: makes vLLM's own wrapper for prefills, whose kind, layout and workspace this one has too.
+            metadata: as in `takes`.
+            make: makes vLLM's prefill wrapper, whose class, layout and workspace this wrapper shares.
         """
         if self._wrapper is None:
             like = make()
@@ -77,7 +76,7 @@ class MixedWrapper:
 
 
 def load_flash_attention_2(builder: Any) -> None:
-    """Load the kernels that a plan with `builder`'s heads and dtypes would load later, inside a request.
+    """Load the FlashAttention 2 kernels for `builder`'s heads and dtypes now, and not during a request.
 
     Args:
         builder: vLLM's metadata builder.
@@ -85,7 +84,7 @@ def load_flash_attention_2(builder: Any) -> None:
     Raises:
         RuntimeError: the compiler failed; FlashInfer's message.
     """
-    # Up to 0.24 queries of prompts and of decodes have one dtype.
+    # Up to 0.24 the queries of prompts and decodes share one dtype.
     query = builder.q_data_type_prefill if hasattr(builder, "q_data_type_prefill") else builder.q_data_type
     dtypes = query, builder.kv_cache_dtype, builder.model_config.dtype, torch.int32
     heads = builder.head_dim, builder.head_dim

@@ -1,9 +1,9 @@
-"""XQA where the machine has it: vLLM asks an artifact server whether FlashInfer's XQA decode kernels can be used.
+"""Lets FlashInfer decode with XQA wherever nvcc or prebuilt kernels are installed.
 
-They come with flashinfer-python as source and are compiled by nvcc, or are prebuilt; the server has no part in them.
-Without an answer from it, every SM90 and SM12x falls back to wrappers that are planned on the host at each step. The
-kernels of SM100 (trtllm-gen) do come from that server, or offline from the package flashinfer-cubin; for them vLLM's
-own answer stands, and where it is no for want of both, a line says how to get them.
+vLLM uses XQA only if NVIDIA's artifact server answers. But flashinfer-python contains the XQA source, which nvcc
+compiles, and flashinfer-jit-cache contains the kernels. Without XQA, SM90 and SM12x use wrappers that the host plans at
+each step. The trtllm-gen kernels of SM100 do come from that server, or offline from the package flashinfer-cubin. For
+these vLLM's own answer stands; if neither is at hand, a log line says how to get the kernels.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _compiling = threading.Lock()
 
 
 def no_flashinfer() -> str | None:
-    """That FlashInfer is not installed, if it isn't."""
+    """The reason why FlashInfer can't be used: it is not installed. None if it is."""
     return "FlashInfer is not installed" if find_spec("flashinfer") is None else None
 
 
 def xqa_source() -> str | None:
-    """Where this machine would get XQA kernels from, in words; None if it can't."""
+    """Where this machine gets XQA kernels: a package or nvcc's path. None if it can't."""
     if no_flashinfer() is not None:
         return None
     if find_spec("flashinfer_jit_cache") is not None:
@@ -72,7 +72,7 @@ _left_out: contextvars.ContextVar[bool] = contextvars.ContextVar("_left_out", de
 
 @contextlib.contextmanager
 def without_xqa() -> Iterator[None]:
-    """Within, and in this thread only, this machine has neither XQA nor trtllm-gen: for shapes that they don't take."""
+    """Within the block, vLLM finds neither XQA nor trtllm-gen, in this thread only: for shapes they don't support."""
     token = _left_out.set(True)
     try:
         yield
@@ -87,10 +87,10 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
 
     @functools.cache
     def supported(is_prefill: bool) -> bool:
-        # Which machines have XQA is upstream's to say: what it would answer if the server did.
+        # vLLM decides which machines have XQA: its answer if the server replied.
         if module.current_platform.is_device_capability_family(100):
             answer = original(is_prefill)
-            # Decoding is asked about in any case, and one line is enough.
+            # vLLM always asks about decoding too, and one warning is enough.
             if not (answer or is_prefill) and _answer_with_artifacts(original):
                 logger.warning(NO_CUBINS)
             return answer
@@ -108,16 +108,15 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
         inform("vllm-async-spec: FlashInfer decodes with XQA, from %s; no artifact server is asked", source)
         return True
 
-    # Upstream's own can be told to forget, and its callers may.
+    # vLLM's function is cached, and callers may clear its cache.
     supports_trtllm_attention.cache_clear = supported.cache_clear  # type: ignore[attr-defined]
     return supports_trtllm_attention
 
 
 def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
-    """Upstream's answer for decoding, given the artifacts.
+    """The answer of vLLM for decoding, as if the artifact server had replied.
 
-    Its function runs with names of its own: in its module's the server's answer stays, which other threads look at, and
-    its cache learns nothing.
+    vLLM's function runs uncached, with globals of its own. Its module stays unchanged, because other threads read it.
     """
     asked: Any = inspect.unwrap(original)
     names = asked.__globals__ | {"has_nvidia_artifactory": lambda: True}
@@ -125,7 +124,7 @@ def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
 
 
 def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
-    """Compile and load XQA kernels now, one thread each, saying how far it is; those in the cache take no time.
+    """Compile and load XQA kernels now, one thread each, and log the progress. Kernels on disk are left alone.
 
     Args:
         shapes: arguments of `flashinfer.jit.xqa.gen_xqa_module`.

@@ -1,7 +1,6 @@
-"""The shapes in which FlashInfer's builder uses XQA: which of them XQA takes, and the kernels that they need.
+"""Which shapes of FlashInfer's builder XQA supports, and which kernels these shapes need.
 
-A kernel is compiled for each number of query tokens of a request. So ragged batches are given as if every request had
-all of its drafts, which is one kernel.
+XQA compiles a kernel for each number of query tokens per request. Ragged batches always use the kernel for all drafts.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ def decodes_with_xqa(builder: Any) -> bool:
 
 
 def gives_ragged(builder: Any) -> bool:
-    """Whether XQA decodes, and may be given requests with different numbers of query tokens."""
+    """Whether vLLM gives XQA batches whose requests have different numbers of query tokens."""
     return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
 
 
 def xqa_refuses(builder: Any, platform: Any) -> str | None:
-    """What of this builder's shape XQA does not take, or takes for something else; None if it takes it."""
+    """The reason why XQA refuses or would misread this builder's shape; None if XQA supports it."""
     if getattr(builder, "is_kvcache_nvfp4", False):
-        return None  # SM12x takes it, and the rules here are for other caches.
+        return None  # SM12x supports NVFP4, and the rules here are for other caches.
     return _refusal(
         capability=tuple(platform.get_device_capability()),
         page_size=builder.page_size,
@@ -56,11 +55,11 @@ def xqa_refuses(builder: Any, platform: Any) -> str | None:
 
 
 def xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> bool:
-    """Whether XQA takes the shapes of this KV cache, as far as they are known before there is a builder."""
+    """Whether XQA supports the shapes of this KV cache, as far as the configuration tells before a builder exists."""
     cache: str = config.cache_config.cache_dtype
     capability = platform.get_device_capability()
     if capability is None or capability[0] not in (9, 12) or cache.startswith("nvfp4"):
-        return True  # it is not XQA that is asked about, or the rules here are for other caches
+        return True  # this machine has no XQA, or the rules here are for other caches
     parts = getattr(kv_cache_spec, "kv_cache_specs", {"": kv_cache_spec}).values()
     return not any(
         _refusal(
@@ -75,12 +74,12 @@ def xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> b
             sliding_window=getattr(spec, "sliding_window", None),
         )
         for spec in parts
-        if hasattr(spec, "num_kv_heads")  # of attention; other layers have caches too
+        if hasattr(spec, "num_kv_heads")  # attention layers; other layers have caches too
     )
 
 
 def _eight_bits(backend: Any, cache: str) -> Any:
-    """The dtype of a cache of 8 bits, by vLLM's own function, which has another name in 0.20."""
+    """The dtype of an 8-bit cache, from vLLM's own function, which has another name in 0.20."""
     known = hasattr(backend, "get_dtype_for_flashinfer")
     return (backend.get_dtype_for_flashinfer if known else backend.get_fp8_dtype_for_flashinfer)(cache)
 
@@ -97,7 +96,7 @@ def _refusal(**shape: Any) -> str | None:
 
 
 def xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
-    """Arguments of `gen_xqa_module` for every kernel that decoding may ask for."""
+    """Arguments of `gen_xqa_module` for every kernel that decoding may need."""
     shape = (
         builder.q_data_type_decode,
         builder.kv_cache_dtype,
@@ -115,7 +114,7 @@ def xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
 
 
 class RaggedXqa(FlashInferBuilderBase):
-    """Ragged batches always as wide as all drafts, which has one kernel, and their mask without a wait."""
+    """Widens ragged batches to all drafts, so that they need one kernel, and makes their mask without a host wait."""
 
     def _compute_decode_query_lens(
         self, qo_indptr: torch.Tensor, qo_indptr_cpu: torch.Tensor, num_decodes: int, num_decode_tokens: int

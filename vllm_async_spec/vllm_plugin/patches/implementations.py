@@ -1,4 +1,4 @@
-"""Every patch of vLLM's behaviour, by its name in the ledger."""
+"""All patches of vLLM's behaviour, by name in the ledger."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATCHES = {
         virtual_batches,
     )
 }
-"""The modules, by name; the names of a module's patches begin with it."""
+"""Modules by name. The name of each patch begins with its module's name."""
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     name: implementation for module in PATCHES.values() for name, implementation in module.IMPLEMENTATIONS.items()

@@ -22,12 +22,12 @@ _THREAD = "async_output_thread"
 
 
 class LazyOutput(Future[Any]):
-    """An output that the first thread that asks for it builds.
+    """A future whose output the first thread that reads it builds.
 
-    Until then it is not done. So vLLM always launches a second step before it looks at the first one's output.
+    Until then the future is not done. So vLLM always launches a second step before it reads the first step's output.
 
     Args:
-        make: waits for the device and makes the output.
+        make: waits for the device and builds the output.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -40,7 +40,7 @@ class LazyOutput(Future[Any]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What was raised instead of an output; `timeout` as of `result`."""
+        """The exception that `make` raised, or None. `timeout` has no effect, as in `result`."""
         self._ask()
         return super().exception()
 
@@ -58,7 +58,7 @@ class LazyPool:
     """Replaces the pool whose helper thread builds outputs."""
 
     def submit(self, make: Callable[[], Any]) -> LazyOutput:
-        """The output that `make` builds, later."""
+        """A future of the output that `make` builds."""
         return LazyOutput(make)
 
 
@@ -76,7 +76,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         init(self)
         pool = getattr(self, _THREAD)
         if pool is not None:  # with asynchronous scheduling
-            pool.shutdown()  # it has had no work, and so no thread
+            pool.shutdown()  # without work so far, the pool has no thread
             setattr(self, _THREAD, LazyPool())
 
     transaction.set(module.UniProcExecutor, "_init_executor", _init_executor)

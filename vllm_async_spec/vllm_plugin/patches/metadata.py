@@ -1,4 +1,4 @@
-"""vLLM's own CommonAttentionMetadata, made to behave as ours: what is grafted onto it in each family of releases."""
+"""Grafts the plugin's lazy host views onto vLLM's CommonAttentionMetadata, for each family of releases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRAFTED = (
     "prefetch_host",
     "seq_lens_changed",
 )
-# One release's callers give host lengths under the public names, another's under the private ones.
+# Callers pass host lengths under public names in some releases, and under private names in others.
 _HOST_NAMES = {
     "seq_lens_cpu": "_seq_lens_cpu",
     "_seq_lens_cpu": "_seq_lens_cpu",
@@ -56,7 +56,7 @@ def _unneeded_restored(cls: Any) -> str | None:
 
 
 def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
-    """Put the lazy host views on vLLM's class, in place, because other modules have imported it by name."""
+    """Put the lazy host views on vLLM's class in place, because other modules imported the class by name."""
 
     def apply(transaction: Transaction, module: ModuleType) -> None:
         cls = getattr(module, CLASS)
@@ -70,7 +70,7 @@ def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
 
 
 def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
-    """The dataclass's fields, with what `dataclasses.replace` reads of host lengths being what is known of them."""
+    """The dataclass's fields, changed so that `dataclasses.replace` copies only host lengths that are known."""
     fields = {}
     for name, field in cls.__dataclass_fields__.items():
         if name in _HOST_NAMES:
@@ -81,7 +81,7 @@ def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
 
 
 def _taking_optional_host_lengths(original: Callable[..., None], trust: Trust) -> Callable[..., None]:
-    """`__init__` that takes host lengths under any of their names, or not at all."""
+    """An `__init__` that accepts host lengths under any of their names, or none."""
     parameters = dict(list(inspect.signature(original).parameters.items())[1:])
     names = list(parameters)
     required = [name for name in _HOST_NAMES if name in names and parameters[name].default is inspect.Parameter.empty]
@@ -95,7 +95,7 @@ def _taking_optional_host_lengths(original: Callable[..., None], trust: Trust) -
         for name in required:
             if name not in kwargs and name not in names[: len(args)]:
                 kwargs[name] = given.pop(_HOST_NAMES[name], None)
-        if trust is Trust.NONE:  # what is given will not be returned
+        if trust is Trust.NONE:  # the views never return given values
             original(self, *args, **kwargs)
             return
         with host_values_of(self):
@@ -163,10 +163,10 @@ def _grafted_class(cls: Any) -> Any:
 
 
 def without_host_lengths(cls: Any) -> Any:
-    """The metadata class of vLLM, which can be made without host lengths.
+    """The class itself, after a check that its instances need no host lengths.
 
     Raises:
-        PatchError: it can't, since the patch that makes them optional was refused.
+        PatchError: the class requires host lengths, because the patch that makes them optional was refused.
     """
     if _requires_host_lengths(cls):
         raise PatchError(f"{CLASS} can't be made without host lengths, since the patch for that was refused")
@@ -174,7 +174,7 @@ def without_host_lengths(cls: Any) -> Any:
 
 
 def _bounded(metadata: Any) -> Any:
-    """A copy with the upper bound as host lengths, for upstream code that cuts them and takes a maximum."""
+    """A copy whose host lengths are the upper bound, for vLLM code that slices them and takes their maximum."""
     bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32)
     return with_host_values(metadata, bound)
 

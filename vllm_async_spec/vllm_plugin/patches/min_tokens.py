@@ -1,9 +1,9 @@
-"""min_tokens counted in tokens that exist: vLLM's V1 runner counts drafts in flight too, and frees stop tokens early.
+"""Makes min_tokens ignore drafts in flight. vLLM's V1 runner counts these drafts, and allows stop tokens too early.
 
-Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may turn
-out to have given. vLLM replaces them by what it gave just before sampling, for penalties and bad words; here that is
-asked for on behalf of min_tokens as well, so a batch with such a request takes that one wait, and only such a batch.
-Each of these waits is counted, as a host wait and as a fallback to exact counts.
+Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may have
+given. For penalties and bad words vLLM replaces placeholders by real tokens just before sampling. The patch requests
+the same for min_tokens. So only a batch with such a request waits. Each wait is counted, as a host wait and as a
+fallback to exact counts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Confirmed(Sequence[int]):
 
 
 class CountedEvent:
-    """The event of a copy that the host would not wait for without min_tokens."""
+    """The event of a copy that the host waits for only because of min_tokens."""
 
     __slots__ = ("_event", "_nbytes")
 
@@ -52,7 +52,7 @@ class CountedEvent:
         self._nbytes = nbytes
 
     def synchronize(self) -> None:
-        """Wait, and count it."""
+        """Wait, and count the wait."""
         record_fallback("min_tokens")
         with host_read("sampled_token_ids", self._nbytes, ReadKind.EVENT):
             self._event.synchronize()
@@ -63,13 +63,13 @@ def _unneeded(update_async_output_token_ids: Any) -> str | None:
 
     if not hasattr(MinTokensLogitsProcessor, "apply_with_spec_decode"):
         return "vLLM refuses min_tokens with speculative decoding here"
-    # Where the runner waits for the accepted count, there are as many placeholders as tokens, and none is cut off.
+    # If the runner waits for the accepted count, there are exactly as many placeholders as tokens.
     exact = "end_index" in update_async_output_token_ids.__code__.co_varnames
     return "placeholders are as many as the accepted tokens here" if exact else None
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
-    """Have placeholders replaced before sampling while some request counts, and look at the counts once more then."""
+    """Replace placeholders before sampling while min_tokens counts, then let its processors count again."""
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
     batch_class = module.InputBatch
@@ -78,7 +78,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(make)
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         make(self, vllm_config, *args, **kwargs)
-        if vllm_config.speculative_config is not None:  # else a placeholder is a token, just not known yet
+        if vllm_config.speculative_config is not None:  # without drafts each placeholder stands for one token
             self.add_request = _counting_confirmed(type(self).add_request)
 
     @functools.wraps(update)
@@ -113,7 +113,7 @@ def _counting_confirmed(add_request: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needed_by_vllm(batch: Any) -> bool:
-    """Whether stock vLLM replaces this batch's placeholders, and so waits for them, too."""
+    """Whether stock vLLM too waits to replace this batch's placeholders."""
     thinking = getattr(batch, "thinking_budget_state_holder", None)
     return bool(
         not batch.no_penalties
@@ -124,7 +124,7 @@ def _needed_by_vllm(batch: Any) -> bool:
 
 
 def _counting(batch: Any) -> list[Any]:
-    """The batch's min_tokens processors that have something to count, where drafts make the count uncertain."""
+    """The batch's min_tokens processors that still count for a request, if drafts make the count uncertain."""
     return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and "add_request" in vars(p)]
 
 

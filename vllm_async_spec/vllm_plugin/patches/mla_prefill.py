@@ -1,10 +1,9 @@
-"""vLLM's MLA given exact lengths of requests with drafts that it sends to the prefill path.
+"""Gives vLLM's MLA the exact lengths of requests with drafts on the prefill path.
 
-MLA's builders split a batch by query length: what a backend's decode kernel can't take goes to the prefill path,
-drafts too. There the context of each request is cut into chunks on the host, from `seq_lens_cpu_upper_bound`. That is
-exact for prefills. For drafts under asynchronous scheduling it is too long by those not accepted, and the request
-attends to slots that hold nothing of it. So where such a request is among those cut, its exact length is fetched: one
-wait, counted as a fallback, and the price of a backend whose decode kernel does not take the batch.
+MLA's builders split a batch by query length. Requests that the decode kernel can't take go to the prefill path, drafts
+too. There the host cuts each context into chunks, from `seq_lens_cpu_upper_bound`. This bound is exact for prefills.
+Under asynchronous scheduling it counts rejected drafts, so a request attends to slots without keys of its own. So the
+patch fetches exact lengths if a request with drafts is on the prefill path: one wait, counted as a fallback.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _unneeded(builder: Any) -> str | None:
 
 
 def _no_sparse() -> str | None:
-    """That this vLLM has no builder of sparse MLA with a prefill path of this kind, if it hasn't."""
+    """The reason why sparse MLA needs no patch: this vLLM has no prefill path for it. None if it has one."""
     vllm = find_spec("vllm")
     if vllm is not None and vllm.origin is not None and module_file(Path(vllm.origin).parents[1], _SPARSE) is not None:
         return None
@@ -60,9 +59,9 @@ def _apply(builder_name: str, transaction: Transaction, module: ModuleType) -> N
 
 
 class _ExactForDrafts(torch.Tensor):
-    """Upper bounds whose slice is exact where it has a request that is not in its prompt any more.
+    """Upper bounds whose slices are exact if they have a request past its prompt.
 
-    MLA slices them at the first request of the prefill path, and only if there is one.
+    MLA slices its bounds at the first request of the prefill path, and only if there is one.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -70,7 +69,7 @@ class _ExactForDrafts(torch.Tensor):
     exact: torch.Tensor | None = None
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
-        """The bounds, or exact lengths, of these requests: a plain tensor."""
+        """The bounds or exact lengths of these requests, as a plain tensor."""
         bounds: torch.Tensor = super().__getitem__(rows).as_subclass(torch.Tensor)
         if not isinstance(rows, slice) or not _has_drafts(self.metadata, rows):
             return bounds
@@ -87,7 +86,7 @@ def _has_drafts(metadata: Any, rows: slice) -> bool:
 
 
 def _exact(metadata: Any) -> torch.Tensor:
-    """(batch,) int32, host: exact lengths, fetched by a counted wait where they are not known."""
+    """(batch,) int32, host: exact lengths, fetched with a counted wait if the host does not know them."""
     given: torch.Tensor | None = getattr(metadata, "_seq_lens_cpu", None)
     if given is not None:
         return given

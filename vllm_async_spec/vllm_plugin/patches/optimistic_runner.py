@@ -1,13 +1,12 @@
-"""vLLM's V1 runner without its wait for accepted counts: optimistic on the host, exact on the device.
+"""Removes the wait for accepted counts from vLLM's V1 runner: the host assumes, and the device corrects.
 
-Up to 0.18 the runner makes positions, lengths and slots on the host. So at the top of each step it waits until the
-device has verified the drafts of the step before, and subtracts what was rejected. The subclass answers at once that
-nothing was rejected, lets vLLM prepare the step from that, and then has the device write the exact values over what was
-sent. The scheduler tells the exact number of tokens a step later anyway, so the host is never more than the drafts of
-one step ahead.
+Up to 0.18 the runner computes positions, lengths and slots on the host. So each step begins with a wait until the
+device has verified the last step's drafts; then the runner subtracts rejected tokens. The subclass answers at once that
+nothing was rejected. vLLM prepares the step from this answer, and the device writes exact values over its inputs. The
+scheduler knows the exact number of tokens one step later, so the host is ahead by at most one step's drafts.
 
-Where somebody needs exact counts on the host (`exact_counts` says who), that step waits for them, counted and with the
-reason, and the host is put right from what the device carries. The next step is optimistic again.
+If a batch needs exact counts on the host (see `exact_counts`), the step waits for them. The wait is counted with its
+reason, and the host's values are corrected from the device's. The next step is optimistic again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CLASS = "GPUModelRunner"
 
 
 def unneeded(method: Any) -> str | None:
-    """Why the runner that this method is of is left as it is, or None."""
+    """The reason why the runner class of this method needs no patch, or None."""
     from vllm.platforms import current_platform
 
     runner = inspect.unwrap(method).__globals__[_CLASS]
@@ -51,21 +50,21 @@ def unneeded(method: Any) -> str | None:
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     if "prev_req_id_to_index" not in module.InputBatch.remove_request.__code__.co_names:
-        # Else a request that left the batch and came back would be taken for one that stayed.
+        # Otherwise a request that left the batch and came back would look as if it had stayed.
         raise PatchError("a request that leaves the batch keeps its row of the step before")
     transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
 
 
 @dataclass(slots=True)
 class _Indices:
-    """What `_calc_spec_decode_metadata` has made of some numbers of tokens, but for the drafts themselves."""
+    """The result of `_calc_spec_decode_metadata` and its arguments; later steps replace the draft tokens."""
 
     drafts: npt.NDArray[np.int32]
     ends: npt.NDArray[np.int32]
     metadata: SpecDecodeMetadata
 
     def are_of(self, drafts: npt.NDArray[np.int32], ends: npt.NDArray[np.int32]) -> bool:
-        """Whether they were made of these numbers."""
+        """Whether the result is for these arguments."""
         return np.array_equal(self.drafts, drafts) and np.array_equal(self.ends, ends)
 
 
@@ -78,10 +77,10 @@ def _paged_groups(block_table: MultiGroupBlockTable) -> list[PagedGroup]:
 
 
 class OptimisticRunner(RunnerBase):
-    """What the subclass has before vLLM's runner: each method that replaces one of vLLM's calls it."""
+    """The subclass's own methods, which extend those of vLLM's runner."""
 
     _schedule: SchedulerOutput
-    """Of the step that is being prepared."""
+    """The scheduler's output for the step in preparation."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,12 +108,11 @@ class OptimisticRunner(RunnerBase):
         return counts if progress is None else self._reconciled(counts, progress.fetched())
 
     def _reconciled(self, counts: list[int], began: list[int]) -> list[int]:
-        """The counts by which vLLM finds what is exact, with each request's output as long as it should be before.
+        """Counts from which vLLM computes exact values. Also removes surplus placeholders from each request's output.
 
-        vLLM subtracts what was rejected from the scheduler's number, and adds placeholders for what was accepted.
-        The scheduler's number may be exact already, if the engine has seen the step's result; and there are too
-        many placeholders of an earlier step that was optimistic. The batch has counted them, and vLLM gives up
-        where that count passes the longest sequence.
+        vLLM subtracts rejected tokens from the scheduler's number, and adds placeholders for accepted tokens. But the
+        scheduler's number is already exact if the engine has seen the step's result. And an optimistic step leaves too
+        many placeholders. The batch counts them, and vLLM fails if that count exceeds the longest sequence.
         """
         cached, batch = self._schedule.scheduled_cached_reqs, self.input_batch
         previous = batch.prev_req_id_to_index
@@ -141,7 +139,7 @@ class OptimisticRunner(RunnerBase):
         self._progress.sampled(valid_sampled_tokens_count)
         self._backup_tokens.turn()
         if self._exact is None:
-            # All that is left of it where nobody reads the counts on the host.
+            # Nothing reads the counts on the host, so only this part of vLLM's method is needed.
             self.input_batch.prev_sampled_token_ids = next_token_ids.unsqueeze(1)
         else:
             super()._copy_valid_sampled_token_count(next_token_ids, valid_sampled_tokens_count)
@@ -164,8 +162,7 @@ class OptimisticRunner(RunnerBase):
         if self._progress is None or batch.prev_sampled_token_ids is None:
             super()._prepare_input_ids(scheduler_output, total_num_scheduled_tokens, cu_num_tokens)
             return
-        # What the last step sampled and drafted is written by the correction. The host's tokens are sent only where
-        # there are any others.
+        # The correction writes the last step's sampled and drafted tokens. Copy the host's only if there are others.
         carried = sum(map(batch.prev_req_id_to_index.__contains__, batch.req_ids))
         drafts = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if carried + drafts < total_num_scheduled_tokens:
@@ -181,16 +178,16 @@ class OptimisticRunner(RunnerBase):
 
     def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._dummy_sampler_run(*args, **kwargs)
-        # The end of vLLM's warm-up, and before that of its memory profile, when there is no KV cache yet.
+        # vLLM calls this at the end of warm-up, and earlier at the end of memory profiling, without a KV cache.
         if self.attn_groups:
             self._settle()
         if self._progress is not None:
-            # A row that no step had: compiles the kernel, so that no request waits for it, and changes nothing.
+            # Correcting an unknown row changes nothing, but compiles the kernel, so that no request waits for it.
             self._correct(self._progress, ["warm-up"], {}, np.zeros(1, dtype=np.int32), None)
         return made
 
     def _settle(self) -> None:
-        """Decide, once, whether steps may be optimistic, and set up what they need."""
+        """Decide once whether steps may be optimistic, and allocate their buffers."""
         if self.valid_sampled_token_count_event is None or self._progress is not None:
             return
         if self._always_exact is None:
@@ -205,19 +202,19 @@ class OptimisticRunner(RunnerBase):
         self._embedding_masks = [RotatingBuffer(mask, self.device) for mask in masks]
         self._table: Any = None
         self._verified = torch.empty(self.max_num_tokens, dtype=torch.int32, device=self.device)
-        # Of a step that left none.
+        # For steps after one that sampled or drafted no tokens.
         rows = self.max_num_reqs
         self._none_sampled = torch.zeros(1, 1, dtype=torch.int32, device=self.device).expand(rows, 1)
         self._none_drafted = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, self.num_spec_tokens)
-        # The prefix that all rows share is taken from the host's number of computed tokens.
+        # Cascade attention derives the common prefix from the host's computed tokens, which are optimistic.
         self.cascade_attn_enabled = False
         self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
 
     def _correct_inputs(self, metadata: SpecDecodeMetadata | None) -> None:
-        """Write what the device knows over what the host has sent, and take note of what the next step must know.
+        """Correct the step's inputs on the device, and start a copy if the next step needs exact counts.
 
         Args:
-            metadata: which tokens are drafts, whose tokens it is given; None if there are none.
+            metadata: tells which tokens are drafts, and gets their tokens; None if there are no drafts.
         """
         progress, batch = self._progress, self.input_batch
         assert progress is not None
@@ -238,7 +235,7 @@ class OptimisticRunner(RunnerBase):
         computed: npt.NDArray[np.int32],
         drafts: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Have the device write over what the host has sent of these requests."""
+        """Let the device write exact values over the host's inputs of these requests."""
         sampled, drafted = self.input_batch.prev_sampled_token_ids, self._draft_token_ids
         progress.correct(
             requests,
@@ -261,7 +258,7 @@ class OptimisticRunner(RunnerBase):
 
     def _step_inputs(self) -> StepInputs:
         table = self.input_batch.block_table
-        if self._table is not table:  # the first time, or vLLM has made its input batch anew
+        if self._table is not table:  # first call, or vLLM made a new input batch
             self._table = table
             self._inputs = StepInputs(
                 query_start_loc=self.query_start_loc.gpu,
@@ -277,7 +274,7 @@ class OptimisticRunner(RunnerBase):
     def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         made = super()._gather_mm_embeddings(*args, **kwargs)
         if self._progress is not None:
-            # vLLM has two masks by turns, one for the target and one for the drafter, which no wait fences.
+            # vLLM alternates between two masks, for target and drafter, and no wait protects their copies.
             self._embedding_masks[self.is_mm_embed_idx].turn()
         return made
 
@@ -285,7 +282,7 @@ class OptimisticRunner(RunnerBase):
         made = super()._build_attention_metadata(*args, **kwargs)
         drafting = made[1]
         if drafting is not None and not kwargs.get("use_spec_decode"):
-            # Draft steps add to these in place: the runner's own buffers, whose copies may not have run yet.
+            # Draft steps add to these runner buffers in place, perhaps before their copies to the device have run.
             with host_values_of(drafting):
                 for name in ("_seq_lens_cpu", "_num_computed_tokens_cpu"):
                     host = getattr(drafting, name)

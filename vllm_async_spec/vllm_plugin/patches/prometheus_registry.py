@@ -1,4 +1,4 @@
-"""The plugin's metrics on vLLM's `/metrics`: its collector joins whatever registry vLLM answers from."""
+"""Registers the plugin's collector in each Prometheus registry from which vLLM serves `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher
 from vllm_async_spec.vllm_plugin.settings import Settings
 
 publisher = Publisher()
-"""That of this process."""
+"""The publisher of this process."""
 
 _NAME = "get_prometheus_registry"
 
@@ -41,7 +41,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         registry.register(collector)
         return registry
 
-    # With several API servers each request is answered from a registry of its own, which vLLM does not make.
+    # With several API servers, a new registry answers each request, and vLLM's function does not make it.
     @functools.wraps(make_several)
     def __init__(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
         make_several(self, registry, *args, **kwargs)

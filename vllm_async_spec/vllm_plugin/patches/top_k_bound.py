@@ -1,9 +1,8 @@
-"""Top-k sampling of vLLM up to 0.16 that does not wait for the largest k.
+"""Removes a wait for the largest k from top-k sampling in vLLM up to 0.16.
 
-Where a batch samples with top-k and without top-p, vLLM takes as many logits of each row as the largest k of the batch,
-which is on the device, and `Tensor.topk` needs a number: the host waits for all that was launched before. The host has
-known every k since the request came. So the batch tells the largest one when its sampling metadata is made, and as many
-are taken. Which logits are masked does not change.
+If a batch samples with top-k and without top-p, vLLM passes the batch's largest k to `Tensor.topk`, which needs a host
+number. vLLM reads it from the device, so the host waits for all launched work. But the host knows each k from the
+request. The patch notes the largest k when the batch makes its sampling metadata. The same logits are masked.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def _unneeded(make: Any) -> str | None:
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
-    # By batch: what its metadata was made of holds until it is made anew, and a process may have two engines.
+    # Keyed by batch, because a process may have two engines. A value is valid until the batch makes new metadata.
     largest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
     make, mask = module.InputBatch._make_sampling_metadata, topk_topp_sampler.apply_top_k_only
 
@@ -42,7 +41,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(mask)
     def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         bound = max(largest.values(), default=0)
-        if bound == 0:  # vLLM's warm-up, whose k is of no request
+        if bound == 0:  # in vLLM's warm-up, k belongs to no request
             masked: torch.Tensor = mask(logits, k)
             return masked
         return top_k_only(logits, k, bound)
@@ -57,12 +56,12 @@ def _largest(batch: Any) -> int:
 
 
 def top_k_only(logits: torch.Tensor, k: torch.Tensor, bound: int) -> torch.Tensor:
-    """Mask what is not among the k largest logits of a row. Launches kernels and waits for nothing.
+    """Mask all but the k largest logits of each row with -inf. Never waits for the device.
 
     Args:
         logits: (rows, vocabulary) floating point, device; masked in place.
         k: (rows,) int32, device; the size of the vocabulary for a row without top-k.
-        bound: no k of a row with top-k is larger.
+        bound: at least the largest k of the rows with top-k.
 
     Returns:
         `logits`.

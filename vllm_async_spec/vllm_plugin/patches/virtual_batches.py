@@ -1,8 +1,8 @@
-"""vLLM's chunked local attention cut into virtual batches on the device, so that it waits for no lengths.
+"""Cuts batches of chunked local attention into virtual batches on the device, to avoid a wait for exact lengths.
 
-vLLM cuts a batch on the host, by exact lengths. Where the attention backend takes lengths and offsets from the device
-only, the builder's subclass marks the batch, and what cuts it then makes as many rows as there can be at most and
-lets the device fill them. Host views of such a batch are lazy: whoever reads one waits, and is counted.
+vLLM cuts a batch on the host, from exact lengths. If the attention backend reads lengths and offsets only on the
+device, a subclass of its builder marks the batch. For a marked batch, the patched function allocates the most rows that
+there can be, and the device fills them. Host views of such a batch are lazy: each first read waits, counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CUT = "make_local_attention_virtual_batches"
 _CREATE = "create_chunked_local_attention_backend"
 
 _DEVICE_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
-"""Names of backends whose builders read nothing of a batch on the host but its scalars."""
+"""Names of backends whose builders read only scalars of a batch on the host."""
 
 
 def _unneeded(cut: Any) -> str | None:
@@ -42,7 +42,7 @@ def _unneeded(cut: Any) -> str | None:
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = getattr(module, _CUT)
     lazy = _before(_LazyHostViews, without_host_lengths(module.CommonAttentionMetadata))
-    # Until 0.13 the metadata alone is returned; later also what gathers another block table the same way.
+    # Until 0.13 this returns only the metadata; later also a function that gathers another block table's pages.
     returns_both = typing.get_origin(original.__annotations__["return"]) is tuple
 
     @functools.wraps(original)
@@ -62,7 +62,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 def _cut_on_device(
     metadata_class: type[Any], chunk: int, metadata: BatchMetadata, block_size: int
 ) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """The virtual batches of a batch, and what gathers their pages from a block table."""
+    """The virtual batches of a batch, and a function that gathers their pages from a block table."""
     if chunk % block_size:
         raise ValueError(
             f"the attention chunk is {chunk} tokens and a KV cache block {block_size}; a chunk must be whole blocks, "
@@ -93,7 +93,7 @@ def _cut_on_device(
 
 
 class _LazyHostViews:
-    """Copies query offsets and lengths to the host when they are read, and not before; exact and counted."""
+    """Copies exact query offsets and lengths to the host on first read; the copy is counted."""
 
     @property
     def query_start_loc_cpu(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
 
 
 class _CutOnDevice(BuilderBase):
-    """What a builder has before vLLM's where its batches are cut on the device."""
+    """Goes before vLLM's builder, and marks its batches to be cut on the device."""
 
     cuts_on_device = True
 
@@ -151,7 +151,7 @@ class _CutOnDevice(BuilderBase):
 
 
 def _before(first: type[Any], upstream: type[Any]) -> type[Any]:
-    """A subclass of vLLM's class, under the same name, that looks into `first` before it."""
+    """A subclass of `first` and vLLM's class, in this order, under the name of vLLM's class."""
     return type(upstream.__name__, (first, upstream), {"__module__": __name__, "__qualname__": upstream.__qualname__})
 
 
