@@ -1,6 +1,6 @@
-"""The overlap of host and device for `generate` of transformers: the stop check is read late, and undone exactly.
+"""Asynchronous generation for transformers: the host reads stop flags late, and undoes extra steps exactly.
 
-Importing it imports transformers, which the extra `vllm-async-spec[transformers]` installs.
+Importing this package imports transformers, which the extra `vllm-async-spec[transformers]` installs.
 """
 
 from vllm_async_spec.generation.async_generate import disable, enable, generate

@@ -1,7 +1,7 @@
-"""`generate` of transformers whose stop check does not wait: its own loop, given other stopping criteria.
+"""Asynchronous `generate` for transformers: transformers' own loop, with stopping criteria that do not wait.
 
-The loop is transformers' `_sample`, unchanged. It is given an `AsyncStoppingCriteriaList`, and what it returns is
-cropped. There are two ways in: `generate` is handed to `model.generate(custom_generate=...)`; after `enable()` a
+The loop is transformers' unchanged `_sample`. It receives an `AsyncStoppingCriteriaList`, and its output is cropped.
+There are two ways in. `model.generate(custom_generate=generate)` serves one call. After `enable()`, a
 `GenerationConfig(async_stopping_criteria=True)` has the same effect.
 """
 
@@ -47,33 +47,33 @@ def generate(
 ) -> Any:
     """Decode greedily or by sampling, without waiting for the stop flags of each step.
 
-    Not called by a user but by transformers: `model.generate(..., custom_generate=generate, poll_every=1)`. What it
-    returns, and leaves in the cache and in the device's default random generator, is what the synchronous loop does.
+    transformers calls this function: `model.generate(..., custom_generate=generate, poll_every=1)`. The output, the
+    cache and the device's default random generator end up as after the synchronous loop.
 
     Args:
         model: a `GenerationMixin`.
         input_ids: int64 (batch, length), the prompts.
-        logits_processor: handed on.
+        logits_processor: passed on.
         stopping_criteria: a `StoppingCriteriaList`.
         generation_config: the prepared configuration.
-        poll_every: tokens between two looks at the flags.
-        max_in_flight: copies of flags that may be under way; see `AsyncStoppingCriteriaList`.
-        open_channel: how flags reach the host.
-        interleaved: True for a decode loop of our own, whose steps take turns in two slots; False for the same loop
-            with one wait a step; None for transformers' own loop. The rest is for the first two.
-        static_cache: whether keys and values are written to memory that is allocated once; True, if None.
-        cuda_graphs: whether a step is captured, and then replayed by one launch; as `static_cache`, if None.
-        torch_compile: whether the forward of a step is compiled; a name chooses the backend, a dict has arguments of
-            `torch.compile`; False, if None.
-        memory_limit: bytes that may be held between generations; no limit, if None.
-        model_kwargs: handed on.
+        poll_every: steps whose flags share one copy to the host.
+        max_in_flight: copies of flags that may be in flight; see `AsyncStoppingCriteriaList`.
+        open_channel: opens the channel that carries flags to the host.
+        interleaved: True: this package's decode loop, whose steps alternate between two slots. False: the same loop
+            with one wait a step. None: transformers' own loop, which takes none of the options below.
+        static_cache: whether keys and values use memory that is allocated once; None means True.
+        cuda_graphs: whether a step is captured and then replayed by one launch; None means as `static_cache`.
+        torch_compile: whether the forward of a step is compiled. A name chooses the backend, a dict holds arguments of
+            `torch.compile`; None means False.
+        memory_limit: bytes that may stay allocated between generations; None means no limit.
+        model_kwargs: passed on.
 
     Returns:
         What `model.generate` returns.
 
     Raises:
-        ValueError: the decoding mode is not greedy search or sampling, or transformers was given an argument that it
-            does not hand to a `custom_generate` function; or the loop of our own can't do what was asked for.
+        ValueError: the mode is not greedy search or sampling; or transformers got an argument that it does not pass to
+            a `custom_generate` function; or this package's loop does not support the call.
     """
     _refuse_mode(generation_config.get_generation_mode(None))
     given = _refuse_arguments_that_transformers_drops()
@@ -111,9 +111,10 @@ def generate(
 
 
 def enable() -> None:
-    """Make every model of transformers heed `GenerationConfig(async_stopping_criteria=True)`; doing it twice is once.
+    """Make every transformers model honour `GenerationConfig(async_stopping_criteria=True)`.
 
-    With it go `async_stopping_poll_every` and `async_stopping_max_in_flight`, both 1 where they are not set.
+    A second call does nothing. The configuration may also set `async_stopping_poll_every` and
+    `async_stopping_max_in_flight`; both default to 1.
     """
     if _enabled:
         return
@@ -131,14 +132,14 @@ def disable() -> None:
 
 
 _enabled: list[Transaction] = []
-"""The changes of `enable`, until they are undone."""
+"""The changes of `enable`, until `disable` undoes them."""
 _REFUSED = {"_beam_search": GenerationMode.BEAM_SEARCH, "_assisted_decoding": GenerationMode.ASSISTED_GENERATION}
 _OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
 _MARKS_GIVEN_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
 
 
 def _switched(original: Callable[..., Any]) -> Callable[..., Any]:
-    # Wrapped, so that transformers, which looks at the signature of `_sample`, sees its own.
+    # `wraps` keeps the signature of `_sample`, which transformers inspects.
     @functools.wraps(original)
     def _sample(
         self: Any,
@@ -183,7 +184,7 @@ def _decode(
     options: dict[str, Any],
     **kwargs: Any,
 ) -> Any:
-    """Run `loop`, transformers' `_sample`, asynchronously where that can be undone exactly, else as it is."""
+    """Run `loop`, transformers' `_sample`, asynchronously if extra steps can be undone exactly, else unchanged."""
     run = functools.partial(loop, input_ids, logits_processor=logits_processor, generation_config=generation_config)
     reason = _why_synchronous(stopping_criteria, generation_config, kwargs)
     if reason is not None:
@@ -201,7 +202,7 @@ def _decode(
 
 
 def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why the loop has to wait for each step's flags; None where it has not."""
+    """The reason why the loop must wait for each step's flags; None if it need not."""
     if kwargs.get("streamer") is not None:
         return "a streamer reads each token on the host"
     if kwargs.get("synced_gpus"):
@@ -210,14 +211,14 @@ def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dic
         return None
     if generation_config.use_cache and kwargs.get("past_key_values") is None:
         return "the model makes its cache itself, and what nobody has seen can't be cropped"
-    # The last token of a sequence is never fed to the model. Embeddings of a prompt are in no length.
+    # The model is never fed the last token. With `inputs_embeds`, `max_length` does not count the prompt.
     longest = stopping_criteria.max_length
     tokens = None if longest is None or kwargs.get("inputs_embeds") is not None else longest - 1
     return why_not_croppable(kwargs.get("past_key_values"), tokens)
 
 
 def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether anybody can see the cache after generation. 4.57 does not mark those that it was given."""
+    """Whether the caller can see the cache after generation. transformers 4.57 does not mark passed-in caches."""
     cache = kwargs.get("past_key_values")
     given = cache is not None and getattr(cache, "_is_user_defined", not _MARKS_GIVEN_CACHES)
     return bool(
@@ -234,12 +235,12 @@ def _refuse_mode(mode: Any) -> None:
 
 
 def _refuse_arguments_that_transformers_drops() -> dict[str, Any]:
-    """Refuse what `model.generate` takes and does not hand to a `custom_generate` function, rather than ignore it.
+    """Refuse arguments that `model.generate` accepts but does not pass to a `custom_generate` function.
 
-    Only its frame still has it. Where that is not the caller there is nothing to see, and nothing is refused.
+    Only the frame of `generate` still holds them. If the caller is another function, nothing is refused.
 
     Returns:
-        What it was given for the model; 4.57 marks nothing of it as given.
+        The model arguments of `model.generate`; transformers 4.57 does not mark which ones its caller passed.
     """
     frame = sys._getframe(2)
     if frame.f_code.co_name != "generate":

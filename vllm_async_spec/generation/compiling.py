@@ -1,4 +1,4 @@
-"""How `torch.compile` is asked for, wherever a step is compiled and then captured."""
+"""The `torch_compile` option, for steps that are compiled and then captured."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 Compile = bool | str | dict[str, Any]
-"""Whether to compile; a name chooses the backend, a dict has arguments of `torch.compile`."""
+"""Whether to compile; a name chooses the backend, a dict holds arguments of `torch.compile`."""
 
 _ARGUMENTS = ("backend", "fullgraph", "mode", "options")
 _CAPTURING_MODES = ("reduce-overhead", "max-autotune")
-"""Modes of `torch.compile` that make CUDA graphs, which know nothing of our streams."""
+"""Modes of `torch.compile` that make CUDA graphs of their own, which ignore this package's streams."""
 
 
 def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
-    """Arguments of `torch.compile`, None where nothing is compiled.
+    """Arguments of `torch.compile`; None if nothing is compiled.
 
     Raises:
-        ValueError: a step can't be compiled with them; the message names which.
+        ValueError: an argument is invalid or unsupported; the message names it.
     """
     if not isinstance(chosen, bool | str | dict):
         raise ValueError(f"torch_compile is {chosen!r}; it must be bool or str or dict")
@@ -52,14 +52,14 @@ def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def compiling_each(what: str, arguments: dict[str, Any] | None) -> Iterator[None]:
-    """Compile in the block as many kinds of call as there are: PyTorch's own limit ends in calls that are not compiled.
+    """Lift PyTorch's recompile limits in the block, beyond which calls run uncompiled.
 
     Args:
-        what: is compiled, for the message.
-        arguments: of `torch.compile`; None where nothing is.
+        what: name of the compiled object, for the message.
+        arguments: of `torch.compile`; None if nothing is compiled.
 
     Raises:
-        ValueError: it can't be compiled.
+        ValueError: compilation fails.
     """
     if arguments is None:
         yield

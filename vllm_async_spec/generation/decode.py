@@ -1,4 +1,4 @@
-"""The device work of one generation: the prompts' forward, and the steps, captured or not."""
+"""The device work of one generation: the prefill, and the decode steps, captured or not."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_async_spec.patching import temporarily
 
 
 class Decode:
-    """What one call of `generate` runs on the device, in the buffers of a workspace.
+    """Runs the device work of one `generate` call, in the buffers of a workspace.
 
     Args:
         model: a `GenerationMixin`.
-        tail: what follows each forward.
-        workspace: its buffers, and its cache where that is static.
-        kwargs: what transformers hands to the model, its cache among it.
+        tail: chooses the tokens after each forward.
+        workspace: holds the buffers, and the cache if it is static.
+        kwargs: the model arguments from transformers, with the cache.
         compile_with: arguments of `torch.compile` for the forward of a step, or None.
     """
 
@@ -47,15 +47,15 @@ class Decode:
         )
         self._compiled = compile_with is not None
         self._first_positions = first_positions(model, kwargs)
-        # transformers 4 tells the model where in the cache to write; later ones let the cache count.
+        # transformers 4 passes cache positions to the model; in later releases the cache counts them.
         self._tells_cache_position = hasattr(model, "_get_initial_cache_position")
 
     def begin(self, prompts: torch.Tensor, generation_config: Any) -> None:
-        """Feed the prompts to the model, and settle their first tokens, into slot 0.
+        """Run the prefill, and settle the first tokens into slot 0.
 
         Args:
             prompts: int64 (batch, length).
-            generation_config: handed on.
+            generation_config: passed on to transformers' prefill.
         """
         if self._workspace.cache is not None:
             self._workspace.cache.reset()
@@ -72,10 +72,10 @@ class Decode:
             _use_on(kwargs["past_key_values"], self._workspace.slots.streams)
 
     def capture(self) -> None:
-        """Capture the step of each slot, the tail too where that can be; what the buffers hold is lost.
+        """Capture the step of each slot, with its tail if possible. The buffers' contents are lost.
 
         Raises:
-            ValueError: the step does something that a graph can't repeat.
+            ValueError: the step does something that no graph can hold.
         """
         device = self.buffers.length.device
         whole = self.tail.signature() is not None
@@ -89,12 +89,12 @@ class Decode:
 
         state = generator_state(device)
         try:
-            # The first runs make the cache's tensors, load kernels and compile.
+            # The first runs allocate the cache's tensors, load kernels and compile.
             for slot in (0, 1):
                 self._rewind()
                 step(slot)
             self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind)
-            # A graph keeps alive only what was made in its capture, and this tail goes with the call.
+            # A graph keeps only tensors from its capture alive, so the workspace keeps this tail's constants.
             self._workspace.read_by_graphs = self.tail.constants
         except torch.OutOfMemoryError:
             raise
@@ -107,10 +107,10 @@ class Decode:
             set_generator_state(state, device)
 
     def launch(self, slot: int, length: int) -> torch.Tensor | None:
-        """Run the forward of a step of `slot`, whose sequences have `length` tokens, and its tail where it is captured.
+        """Run the forward of a step of `slot` on sequences of `length` tokens; a captured tail runs with it.
 
         Returns:
-            float32 (batch, vocabulary), logits for `settle`; None where that is done.
+            float32 (batch, vocabulary), logits for `settle`; None if a captured tail has settled them.
         """
         graphs = self._workspace.graphs
         return self._logits(slot, length) if graphs is None else graphs.replay(slot)
@@ -120,18 +120,18 @@ class Decode:
         self.tail.settle(self.buffers, slot, self.ids(length), logits)
 
     def judge(self, slot: int, length: int) -> None:
-        """Add to the flags of `slot` those of the criteria that look at more than the last token.
+        """Evaluate the criteria that need more than the last token, and add their flags to those of `slot`.
 
         Args:
-            slot: of the step.
-            length: of the sequences, with its tokens.
+            slot: the step's slot.
+            length: of the sequences, the step's tokens included.
         """
         if self.tail.criteria is not None:
             flags = self.buffers.finished[slot]
             flags |= self.tail.criteria(self.ids(length), None)
 
     def ids(self, length: int) -> torch.Tensor:
-        """int64 (batch, length): the first tokens of each sequence, copied."""
+        """int64 (batch, length): a copy of the first `length` tokens of each sequence."""
         return self.buffers.sequences[:, :length].clone(memory_format=torch.contiguous_format)
 
     def _rewind(self) -> None:
@@ -139,11 +139,11 @@ class Decode:
         self.buffers.rewind()
 
     def _logits(self, slot: int, length: int | None) -> torch.Tensor:
-        """The forward of a step; `length` only matters to a cache that grows."""
+        """Run the forward of a step; only a growing cache uses `length`."""
         kwargs = dict(self._kwargs)
         buffers = self.buffers
         if kwargs.get("attention_mask") is not None:
-            # A static cache has the columns of the mask; another grows by one a step.
+            # A static cache uses all columns of the mask. A growing cache gains one column a step.
             kwargs["attention_mask"] = buffers.mask[:, : None if self._workspace.cache is not None else length]
         if self._first_positions is not None:
             kwargs["position_ids"] = buffers.positions
@@ -152,7 +152,7 @@ class Decode:
         mask = kwargs.get("attention_mask")
         fuses_mask = self._compiled and "attention_mask" in kwargs
         if fuses_mask:
-            # Given one of four dimensions transformers makes none, and the model makes it in what is compiled.
+            # Given a 4-D mask, transformers builds none. The compiled forward then builds the mask.
             kwargs["attention_mask"] = buffers.mask[:, None, None]
         with _given_one_token(self._model):
             inputs = self._model.prepare_inputs_for_generation(buffers.tokens[1 - slot], **kwargs)
@@ -162,15 +162,15 @@ class Decode:
 
 
 def first_positions(model: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Position ids of the tokens that follow the prompts, as transformers would have them.
+    """Position ids of the tokens that follow the prompts, as transformers computes them.
 
     Args:
-        model: whose forward may take position ids, or not.
+        model: a `GenerationMixin`; its forward may take position ids.
         kwargs: with `position_ids`, int64 (..., length), in transformers 5; with `attention_mask`, int64
             (batch, length).
 
     Returns:
-        int64 (..., 1), or None where the model is given none.
+        int64 (..., 1), or None if the model receives none.
     """
     given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if given is not None:
@@ -180,10 +180,10 @@ def first_positions(model: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _use_on(cache: Any, streams: tuple[Any, ...]) -> None:
-    """Tell the allocator that what a growing cache holds so far is read on these streams too.
+    """Tell the allocator that these streams, too, read the tensors of a growing cache.
 
-    The next step replaces it, and its memory must not be another's while it is read. What steps allocate needs no such
-    word: it goes back to the stream of a step, where the next step but one waits for whoever reads it.
+    The next step replaces these tensors. Their memory must not be reused while a stream still reads it. Tensors from
+    steps need no such mark: their memory returns to the step's stream, whose next step waits for every reader.
     """
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     for tensor in held:
@@ -193,15 +193,15 @@ def _use_on(cache: Any, streams: tuple[Any, ...]) -> None:
 
 
 def _last(logits: torch.Tensor) -> torch.Tensor:
-    # A copy, as in `_sample`: those of a prompt may be large, and processors may write in place.
+    # A copy, as in `_sample`: it frees a prompt's large logits, and processors may write in place.
     return logits[:, -1].to(copy=True, dtype=torch.float32)
 
 
 @contextlib.contextmanager
 def _given_one_token(model: Any) -> Iterator[None]:
-    """Keep transformers 4 from reading a position on the host, to find out which tokens the cache has not seen.
+    """Keep transformers 4 from reading a position on the host to find the tokens that the cache lacks.
 
-    The input is the one token that it would cut out.
+    The input already is the single token that transformers would cut out.
     """
     name = "_cache_dependant_input_preparation"
     if not hasattr(model, name):

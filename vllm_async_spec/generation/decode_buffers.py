@@ -1,4 +1,4 @@
-"""The device tensors of one generation, each allocated once: what steps hand to each other, and the static cache."""
+"""The device tensors of one generation, each allocated once: buffers between steps, and the static cache."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 @dataclass(frozen=True, slots=True)
 class DecodeBuffers:
-    """What the steps of a generation hand to each other.
+    """The tensors through which the steps of a generation pass data.
 
-    Steps take turns in two slots. A step of slot s reads what slot 1 - s holds and writes its own, so that what the
-    step before has written can still be read while this one runs. What is not in slots is written by each step in turn.
+    Steps alternate between two slots. A step of slot s reads slot 1 - s and writes slot s, so the previous step's
+    output stays readable while it runs. Tensors without slots are written by each step in turn.
     """
 
     sequences: torch.Tensor
-    """int64 (batch, longest): prompts and tokens so far; a column is written once."""
+    """int64 (batch, longest): prompts and tokens so far; each column is written once."""
     length: torch.Tensor
-    """int64 (1,): the columns that are."""
+    """int64 (1,): number of columns written."""
     tokens: tuple[torch.Tensor, torch.Tensor]
-    """int64 (batch, 1), of each slot: the tokens of its step."""
+    """int64 (batch, 1) for each slot: the tokens of its step."""
     finished: tuple[torch.Tensor, torch.Tensor]
-    """bool (batch,), of each slot: rows that have stopped at its step or before."""
+    """bool (batch,) for each slot: rows that have stopped at its step or before."""
     positions: torch.Tensor
     """int64 (..., 1): position ids of the step's input, in the shape that the model takes."""
     mask: torch.Tensor
@@ -35,14 +35,14 @@ class DecodeBuffers:
     def allocate(
         cls, batch: int, longest: int, columns: int, positions: tuple[int, ...], device: torch.device
     ) -> DecodeBuffers:
-        """Make them.
+        """Allocate the buffers.
 
         Args:
-            batch: sequences.
-            longest: tokens of a sequence at most.
-            columns: of the mask: tokens that the cache has room for.
+            batch: number of sequences.
+            longest: maximum tokens of a sequence.
+            columns: columns of the mask, one for each token that the cache has room for.
             positions: shape of the position ids.
-            device: where they are.
+            device: of the buffers.
         """
 
         def ids(*shape: int) -> torch.Tensor:
@@ -65,8 +65,8 @@ class DecodeBuffers:
 
         Args:
             prompts: int64 (batch, length).
-            mask: int64 (batch, length), 0 for padding; None without any.
-            positions: int64 (..., 1), of the first token that is to come; None where the model takes none.
+            mask: int64 (batch, length), 0 for padding; None without a mask.
+            positions: int64 (..., 1), of the first generated token; None if the model takes none.
         """
         length = prompts.shape[1]
         self.sequences[:, :length].copy_(prompts)
@@ -75,13 +75,13 @@ class DecodeBuffers:
         if mask is not None:
             self.mask[:, :length].copy_(mask)
         if positions is not None:
-            # `write` of the first token makes it the right one.
+            # `write` adds 1 when it appends the first token.
             self.positions.copy_(positions - 1)
         for flags in self.finished:
             flags.zero_()
 
     def rewind(self) -> None:
-        """Be as if nothing but one token were there: for steps that are run to be captured, not for their tokens."""
+        """Reset to sequences of one token, for warm-up and capture runs whose tokens don't count."""
         self.length.fill_(1)
         self.positions.zero_()
 
@@ -89,7 +89,7 @@ class DecodeBuffers:
         """Append the tokens of one step.
 
         Args:
-            slot: of the step.
+            slot: the step's slot.
             tokens: int64 (batch,).
             finished: bool (batch,), rows that have stopped.
         """
@@ -102,17 +102,17 @@ class DecodeBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all buffers."""
         held = [getattr(self, field.name) for field in fields(self)]
         return sum(each.nbytes for one in held for each in (one if isinstance(one, tuple) else (one,)))
 
 
 def full_static_cache(model: Any, tokens: int) -> StaticCache:
-    """A cache of transformers for `tokens` tokens a row, whose steps can be captured.
+    """A transformers cache for `tokens` tokens a row, whose steps can be captured.
 
-    transformers' own static layer of a sliding window decides on the host, by a length that it counts there, what a
-    step does. A captured step would repeat one decision for ever. Here such a layer keeps all tokens like any other,
-    and the mask alone makes the window. It costs the memory of the tokens that the window has passed.
+    transformers' own static layer for a sliding window counts the length on the host, and decides there what a step
+    does. A captured step would repeat one decision for ever. So here such a layer keeps all tokens, and the mask alone
+    makes the window. This costs memory for tokens that have left the window.
 
     Raises:
         ValueError: the model has a layer of another kind, such as a recurrent one.

@@ -1,4 +1,4 @@
-"""The two loops of a decode of our own, side by side: the one that reads each flag first, and the one that does not."""
+"""The two decode loops side by side: `synchronous` reads a step's flags before the next launch, `interleaved` later."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from vllm_async_spec.sync_policy import host_read
 
 
 def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
-    """Read the flags of each step before the next is launched.
+    """Read the flags of each step before the next step is launched.
 
     Args:
-        decode: begun: the first token of each sequence is there.
-        host: the criteria that need no device.
-        length: of the sequences, with that token.
+        decode: after `begin`, so the first token of each sequence is written.
+        host: the criteria that the host evaluates.
+        length: of the sequences, the first token included.
 
     Returns:
         The length at which the last row stopped.
@@ -24,7 +24,7 @@ def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
     slot = 0
     while True:
         decode.judge(slot, length)
-        # Asked first, and always, as transformers does: a clock may count its readings.
+        # Host criteria run first, at every step, as in transformers: a clock may count its readings.
         stopped = host.stopped(length)
         with host_read("stop flags", decode.buffers.finished[slot].nbytes):
             stopped |= bool(decode.buffers.finished[slot].all())
@@ -47,20 +47,20 @@ def interleaved(
     watch: FinishTracker,
     trail: RngHistory | None,
 ) -> int:
-    """Launch steps in two slots in turn, and read the flags of a step while later ones run.
+    """Launch steps alternately in two slots, and read a step's flags while later steps run.
 
     Args:
         decode: see `synchronous`.
         host: see `synchronous`.
         length: see `synchronous`.
         slots: where the steps run.
-        channel: where flags are judged, and how they reach the host.
-        watch: of that channel.
-        trail: of the random generator, None where nothing is drawn.
+        channel: has the side stream that evaluates flags, and carries them to the host.
+        watch: sends and tracks flags through that channel.
+        trail: states of the random generator; None if nothing is drawn.
 
     Returns:
-        The length at which the last row stopped. Sequences may be longer: by steps that don't count, of which the
-        generator knows nothing.
+        The length at which the last row stopped. Extra steps may have made the sequences longer; their random draws
+        are undone.
     """
     slot = 0
     slots.begin()
@@ -86,7 +86,7 @@ def interleaved(
                 sent = _judge_beside(decode, slot, length, slots, channel, watch)
         watch.drain()
     finally:
-        # Also where a criterion has raised: whoever generates next writes to the same buffers.
+        # Needed after an exception too: the next generation writes to the same buffers.
         slots.end()
         channel.join()
     finished_at = watch.finished_at or length
@@ -98,7 +98,7 @@ def interleaved(
 def _judge_beside(
     decode: Decode, slot: int, length: int, slots: Slots, channel: FlagChannel, watch: FinishTracker
 ) -> bool:
-    """Judge and send the flags of a step just launched in `slot`; returns whether any were sent."""
+    """Evaluate and send the flags of the step just launched in `slot`; return whether any were sent."""
     with channel.beside():
         decode.judge(slot, length)
         sent = watch.record(decode.buffers.finished[slot], length)

@@ -1,4 +1,4 @@
-"""What follows the model's forward in a step: from logits to tokens, and which rows have ended."""
+"""The part of a step after the model's forward: chooses tokens from logits, and finds the rows that have ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.generation import (
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of
 
-# They read the scores alone: not the tokens before, whose number changes; and they read nothing on the host.
+# They read only the scores. They ignore earlier tokens, whose number changes, and read nothing on the host.
 OF_SCORES_ALONE = (
     EpsilonLogitsWarper,
     InfNanRemoveLogitsProcessor,
@@ -35,15 +35,15 @@ OF_SCORES_ALONE = (
 
 
 class DecodeTail:
-    """The choice of the next tokens as `_sample` of transformers makes it, on buffers that stay where they are.
+    """Chooses the next tokens as transformers' `_sample` does, on buffers with fixed addresses.
 
     Args:
         processors: the logits processors, in order.
-        criteria: the stopping criteria that need a device.
+        criteria: the stopping criteria that the host can't evaluate.
         do_sample: whether tokens are drawn, from the device's default generator.
-        pad: int64, one element, what an ended row gets; None where no criterion knows of an end of sequence.
-        device: where logits are.
-        compile_with: arguments of `torch.compile` for what follows the choice, or None.
+        pad: int64, one element: the token for ended rows; None if no criterion has an end-of-sequence id.
+        device: of the logits.
+        compile_with: arguments of `torch.compile` for the operations after the choice, or None.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class DecodeTail:
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
         self._write = _write if compile_with is None else torch.compile(_write, dynamic=False, **compile_with)
         self.criteria = StoppingCriteriaList(others) if others else None
-        """Those that need more than the last token, and are evaluated beside the next step; None without any."""
+        """Criteria that need more than the last token, which `Decode.judge` evaluates; None if there are none."""
 
     def signature(self) -> tuple[Any, ...] | None:
-        """What a captured tail depends on; two of the same signature do the same. None where it can't be captured.
+        """A key for captured tails: equal keys mean equal work. None if the tail can't be captured.
 
-        Reads a few values of the device.
+        Reads a few values from the device.
         """
         if self.criteria is not None or any(type(each) not in OF_SCORES_ALONE for each in self._processors):
             return None
@@ -77,16 +77,16 @@ class DecodeTail:
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
-        """int64: the ids of padding and of ends. A captured tail reads them where they are, so they must stay there."""
+        """int64: the padding id and the end-of-sequence ids. A captured tail reads them by address: keep them alive."""
         return tuple(each for each in (self._pad, self._ends) if each is not None)
 
     def settle(self, buffers: DecodeBuffers, slot: int, ids: torch.Tensor, logits: torch.Tensor) -> None:
-        """Choose the tokens of one step and write them, with what follows from them, to the buffers of `slot`.
+        """Choose the tokens of one step, and write them and the flags to the buffers of `slot`.
 
         Args:
             buffers: of this generation.
-            slot: 0 or 1; what the other one holds is of the step before.
-            ids: int64 (batch, length), the tokens so far; a captured tail does not look at them.
+            slot: 0 or 1; the other slot holds the previous step.
+            ids: int64 (batch, length), the tokens so far; a captured tail ignores them.
             logits: float32 (batch, vocabulary).
         """
         self._write(buffers, slot, self._choose(ids, logits), self._pad, self._ends)
@@ -95,7 +95,7 @@ class DecodeTail:
         scores = self._processors(ids, logits)
         if not self._do_sample:
             return torch.argmax(scores, dim=-1)
-        # What `torch.multinomial` does for one sample, and draws for it, without its checks, which read the device.
+        # `torch.multinomial` draws one sample the same way, but its checks read the device.
         chances = torch.softmax(scores, dim=-1)
         return torch.argmax(chances / torch.empty_like(chances).exponential_(1), dim=-1)
 
@@ -103,7 +103,7 @@ class DecodeTail:
 def _write(
     buffers: DecodeBuffers, slot: int, tokens: torch.Tensor, pad: torch.Tensor | None, ends: torch.Tensor | None
 ) -> None:
-    """Pad rows that have ended, find those that end now, and append: small operations, made one by a compiler."""
+    """Pad ended rows, find rows that end now, and append the tokens; a compiler fuses these small operations."""
     ended = buffers.finished[1 - slot]
     if pad is not None:
         tokens = torch.where(ended, pad, tokens)
@@ -113,7 +113,7 @@ def _write(
 
 
 def _frozen(value: Any) -> Any:
-    """The value as one that can be compared and hashed."""
+    """The value in a form that can be compared and hashed."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), tuple(value.flatten().tolist()))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The end-of-sequence test: which tokens end a sequence. One for all loops; it never waits for the device."""
+"""The end-of-sequence test that all loops share: which tokens end a sequence. It never waits for the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import EosTokenCriteria
 
 _SORTED_FROM = 10
-"""Ids from which on `torch.isin` may sort, for which a CUDA device makes the host wait and which no graph captures."""
+"""With this many ids `torch.isin` may sort; on CUDA, sorting makes the host wait and can't be captured."""
 
 
 def end_ids(criteria: Iterable[Any], device: torch.device) -> torch.Tensor | None:
@@ -19,11 +19,11 @@ def end_ids(criteria: Iterable[Any], device: torch.device) -> torch.Tensor | Non
 
 
 def ends_of(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens end a sequence, in as few launches as `ids` allow; may be captured and compiled.
+    """Find the tokens that end a sequence, in as few launches as `ids` allow; may be captured and compiled.
 
     Args:
         tokens: (..., n) int64.
-        ids: (ids,) int64, on the same device; with no ids nothing ends.
+        ids: (ids,) int64, on the same device; if empty, no token ends a sequence.
 
     Returns:
         (..., n) bool.

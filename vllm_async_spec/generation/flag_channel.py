@@ -1,4 +1,4 @@
-"""How the host learns that every row has stopped: flags travel beside the steps, and a tracker reads them late."""
+"""How the host learns that every row has stopped: flags are copied asynchronously, and a tracker reads them late."""
 
 from __future__ import annotations
 
@@ -16,58 +16,58 @@ from vllm_async_spec.streams import counted_wait
 
 
 class SentFlags(Protocol):
-    """Flags that were sent to the host."""
+    """Flags on their way to the host."""
 
     def arrived(self) -> bool:
-        """Whether they are there. Never waits."""
+        """Whether the flags have arrived. Never waits."""
         ...
 
     def wait(self) -> list[bool]:
-        """The flags, after waiting for them if they are not there yet."""
+        """The flags; waits for them if they have not arrived yet."""
         ...
 
 
 class FlagChannel(Protocol):
-    """Where stop flags are computed and how they reach the host."""
+    """Computes stop flags on a side stream, and sends flags to the host."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Run the block's device work beside the current stream, after all that was launched there so far."""
+        """Run the block's device work on the side stream, after all earlier work of the current stream."""
         ...
 
     def join(self) -> None:
-        """Make the current stream, not the host, wait for what was launched `beside` it."""
+        """Make the current stream, not the host, wait for the work launched in `beside`."""
         ...
 
     def send(self, flags: torch.Tensor) -> SentFlags:
-        """Start copying `flags`, bool (width,), to the host, behind what was launched on the current stream.
+        """Start copying `flags`, bool (width,), to the host, after the earlier work of the current stream.
 
-        That is the side stream inside `beside`, and outside of it the one that generates.
+        The current stream is the side stream inside `beside`, and the generating stream elsewhere.
         """
         ...
 
 
 OpenChannel = Callable[[torch.device, int, int], FlagChannel | None]
-"""From device, width and how many copies are in flight at most to a channel; None where none is needed."""
+"""Takes device, width and the maximum copies in flight; returns a channel, or None if none is needed."""
 
 
 def open_channel(device: torch.device, width: int, in_flight: int) -> FlagChannel | None:
-    """The channel of a CUDA device; None for any other, whose flags are read where they are."""
+    """The channel of a CUDA device; None for any other device, where nothing is late."""
     return CudaFlagChannel(device, width, in_flight) if device.type == "cuda" else None
 
 
 class CudaFlagChannel:
-    """A stream of its own, and pinned buffers in turn.
+    """A side stream, and pinned buffers used in turn.
 
     Args:
         device: a CUDA device.
         width: flags in one copy.
-        in_flight: copies that are under way at once at most.
+        in_flight: maximum copies in flight.
     """
 
     def __init__(self, device: torch.device, width: int, in_flight: int) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # One more than may be in flight: whoever sends has read the oldest before its buffer comes round again.
+        # One more than may be in flight: the sender reads the oldest flags before their buffer is reused.
         self._ring = PinnedRing((width,), torch.bool, depth=in_flight + 1, device=device)
 
     @contextlib.contextmanager
@@ -111,19 +111,19 @@ class _Sent:
     first_length: int
     """Length of the sequences at the step of the first flag; each further flag is one step later."""
     inputs: list[Any]
-    """What the side stream reads: it must not be freed, and its memory reused, before it has been read."""
+    """Tensors that the side stream reads, kept alive until then so that their memory is not reused."""
 
 
 class FinishTracker:
-    """Sends one flag a step, `width` of them at once, and knows the first step whose flag was set, once it has arrived.
+    """Sends one flag a step, `width` flags in one copy, and finds the first step whose flag was set.
 
-    A finish is known at most `width * (in_flight + 1) - 1` steps late: nobody is further ahead than that.
+    The host learns of a finish at most `width * (in_flight + 1) - 1` steps late.
 
     Args:
-        channel: how flags travel.
-        device: where they are computed.
-        width: steps whose flags travel together, at least 1.
-        in_flight: copies under way at most, at least 1; one more is waited for.
+        channel: carries the flags.
+        device: of the flags.
+        width: steps whose flags share one copy, at least 1.
+        in_flight: maximum copies in flight, at least 1; for one more, the host waits.
     """
 
     def __init__(self, channel: FlagChannel, device: torch.device, *, width: int, in_flight: int) -> None:
@@ -136,23 +136,23 @@ class FinishTracker:
         self._sent: deque[_Sent] = deque()
         self._last_length = 0
         self.finished_at: int | None = None
-        """Length of the sequences when the last row stopped, as far as the host knows."""
+        """Length of the sequences when the last row stopped; None until the host knows."""
 
     def record(self, finished: torch.Tensor, length: int, *inputs: Any) -> bool:
-        """Note the flag of one step, on the current stream.
+        """Record the flag of one step, on the current stream.
 
         Args:
             finished: bool (batch,), rows that have stopped at this step or before.
             length: of the sequences at this step.
-            inputs: the tensors that `finished` was computed from, where that is beside the stream that frees them.
+            inputs: the tensors that `finished` was computed from, if another stream frees them.
 
         Returns:
-            Whether flags were sent: only then can there be something new to `poll`.
+            Whether flags were sent. Only then can `poll` find something new.
         """
         self._last_length = length
         if self._width == finished.numel() == 1:
             self._inputs.append((finished, *inputs))
-            self._send(finished)  # one row of one step: there is nothing to put together
+            self._send(finished)  # one flag needs no reduction
             return True
         torch.all(finished, dim=0, out=self._places[len(self._inputs)])
         self._inputs.append((finished, *inputs))
@@ -162,12 +162,12 @@ class FinishTracker:
         return full
 
     def poll(self) -> None:
-        """Look at what has arrived, without waiting for the rest."""
+        """Read the flags that have arrived, without waiting for the rest."""
         while self.finished_at is None and self._sent and self._sent[0].arrival.arrived():
             self._read()
 
     def drain(self) -> None:
-        """Wait for everything that was recorded, until a set flag is found."""
+        """Wait for all recorded flags, or until a set flag is found."""
         if self.finished_at is None and self._inputs:
             with self._channel.beside():
                 self._send(self._flags)
@@ -183,7 +183,7 @@ class FinishTracker:
 
     def _read(self) -> None:
         sent = self._sent.popleft()
-        # Behind the flags of fewer steps are some that were sent before; a set one would have been found there.
+        # A partly filled copy ends with old flags; if one of those were set, an earlier copy would have shown it.
         flags = sent.arrival.wait()
         if self.finished_at is None and any(flags):
             self.finished_at = sent.first_length + flags.index(True)

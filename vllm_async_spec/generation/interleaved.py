@@ -1,4 +1,4 @@
-"""The decode loop of our own for `generate` of transformers: its options, what it refuses, and one generation."""
+"""This package's decode loop for transformers' `generate`: its options, what it refuses, and one generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vllm_async_spec.generation.workspace import (
 )
 
 _KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (object,), "memory_limit": (int, type(None))}
-"""Types of the options that are not on or off; `compile_arguments` judges the first."""
+"""Types of the options that are not bool; `compile_arguments` checks the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class DecodeSwitches:
     """
 
     interleaved: bool
-    """Whether a step is launched before the stop flags of the one before are read."""
+    """Whether a step is launched before the previous step's stop flags are read."""
     static_cache: bool = True
-    """Whether keys and values are written to memory that is allocated once."""
+    """Whether keys and values use memory that is allocated once."""
     cuda_graphs: bool = True
-    """Whether a step is captured and then replayed, by one launch."""
+    """Whether a step is captured and then replayed by one launch."""
     torch_compile: Compile = False
     """Whether the model's forward is compiled; a name chooses the backend, a dict has arguments of `torch.compile`."""
     memory_limit: int | None = None
-    """Bytes that may be held between generations."""
+    """Bytes that may stay allocated between generations; None means no limit."""
 
     @classmethod
     def of(cls, interleaved: bool | None, **chosen: Any) -> DecodeSwitches | None:
-        """The switches of a call, None where it asks for transformers' own loop.
+        """The switches of a call; None if the call uses transformers' own loop.
 
         Raises:
-            ValueError: see the class; or an option is given to a loop that has not got it.
+            ValueError: as the class raises it, or an option was given without `interleaved`.
         """
         given = {name: value for name, value in chosen.items() if value is not None}
         if interleaved is None:
@@ -72,7 +72,7 @@ class DecodeSwitches:
 
     @property
     def compiles_with(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile`, None where nothing is compiled."""
+        """Arguments of `torch.compile`; None if nothing is compiled."""
         return compile_arguments(self.torch_compile)
 
     def __post_init__(self) -> None:
@@ -97,9 +97,9 @@ class DecodeSwitches:
 
 _REMEDY = "leave out interleaved, and transformers' own loop does it"
 _ALIGNED = 64
-"""Tokens that the room of a static cache is a multiple of, on a GPU."""
+"""On a GPU, a static cache holds a multiple of this many tokens."""
 _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
-"""What a step gets anew; everything else must be the same at each."""
+"""Arguments that each step prepares anew; all others must be the same at each step."""
 
 
 def decode_interleaved(
@@ -116,12 +116,12 @@ def decode_interleaved(
     given: dict[str, Any],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Decode greedily or by sampling with the loop that `switches` describe.
+    """Decode greedily or by sampling with the loop that `switches` select.
 
     Args:
         model: a `GenerationMixin`, decoder only.
         prompts: int64 (batch, length).
-        logits_processor: handed on.
+        logits_processor: a `LogitsProcessorList`, or None.
         stopping_criteria: a `StoppingCriteriaList`.
         generation_config: the prepared configuration.
         switches: which loop, and how a step is launched.
@@ -129,13 +129,13 @@ def decode_interleaved(
         max_in_flight: see `generate`.
         open_channel: see `generate`.
         given: what the caller of `model.generate` has passed for the model.
-        kwargs: what transformers made of it.
+        kwargs: the model arguments that transformers made from `given`.
 
     Returns:
         int64 (batch, length), what `model.generate` returns.
 
     Raises:
-        ValueError: something was asked for that this loop does not do.
+        ValueError: the call needs something that this loop does not support.
     """
     _refuse(model, generation_config, switches, given, kwargs)
     for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
@@ -189,7 +189,7 @@ def decode_interleaved(
 def _refuse(
     model: Any, generation_config: Any, switches: DecodeSwitches, given: dict[str, Any], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse what this loop would not do, or would do otherwise than transformers."""
+    """Refuse calls that this loop does not support, or that transformers would answer differently."""
     name = type(model).__name__
     asked = generation_config.cache_implementation or ""
     for reason, applies in (
@@ -237,7 +237,7 @@ def _workspace(
     switches: DecodeSwitches,
     kwargs: dict[str, Any],
 ) -> Workspace:
-    """The one that is kept, if it serves; else a new one, after the kept one was freed."""
+    """The model's kept workspace if it fits the call; else a new one, after the kept one was freed."""
     device = prompts.device
     positions = first_positions(model, kwargs)
     shape = (1,) if positions is None else tuple(positions.shape)
@@ -252,7 +252,7 @@ def _workspace(
         sorted((name, value) for name, value in kwargs.items() if name not in _PREPARED),
     ]
     if _captures(switches, device):
-        # A graph knows its weights by where they are.
+        # A graph reads weights by address.
         weights = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
         reuse_key += [tail.signature(), switches.torch_compile, weights]
     found = kept(model, reuse_key, longest)
@@ -261,7 +261,7 @@ def _workspace(
     release(model)
     cache, columns = None, longest
     if switches.static_cache:
-        # The last token is never fed to the model. Attention kernels copy a mask whose rows are not aligned.
+        # The model is never fed the last token. Attention kernels copy a mask whose rows are not aligned.
         columns = longest - 1 if device.type != "cuda" else _ALIGNED * math.ceil((longest - 1) / _ALIGNED)
         cache = full_static_cache(model, columns)
     buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
@@ -269,7 +269,7 @@ def _workspace(
 
 
 def _bound(model: Any, limit: int | None) -> None:
-    """Free what is kept for the model, and say why, where it is over the limit."""
+    """Free the model's workspace and raise `ValueError` if it exceeds the limit."""
     if limit is None:
         return
     report = memory_report(model)
@@ -285,7 +285,7 @@ def _captures(switches: DecodeSwitches, device: torch.device) -> bool:
 def _channel(
     workspace: Workspace, device: torch.device, width: int, in_flight: int, opens: OpenChannel
 ) -> FlagChannel | None:
-    """A channel for these flags: the kept one, unless the caller has a way of opening its own."""
+    """The workspace's channel for this `width` and `in_flight`, or one from the caller's own `open_channel`."""
     if opens is not open_channel:
         return opens(device, width, in_flight)
     if (width, in_flight) not in workspace.channels:
@@ -295,6 +295,6 @@ def _channel(
 
 
 def _optimised(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """What transformers 5 does to a model while it decodes."""
+    """The context in which transformers 5 decodes; an empty one for transformers 4."""
     optimise = getattr(model, "_optimize_model_for_decode", None)
     return contextlib.nullcontext() if optimise is None else optimise()

@@ -1,15 +1,15 @@
-"""Inputs of a step whose values the host knows, so that `_sample` of transformers does not ask the device for them.
+"""Inputs of a step whose values the host knows, so that transformers' `_sample` does not read them from the device.
 
-transformers decides by two inputs what a step does, and looks at them on the host, at each step:
+transformers reads two inputs on the host at each step, to decide what the step does:
 
     4.57    cache_position[-1] >= input_ids.shape[1]         with any cache
             padding_mask.all()                               with sdpa and a dynamic cache
-    5.19    padding_mask.sum() == padding_mask.numel()       the same, where the batch is padded
+    5.19    padding_mask.sum() == padding_mask.numel()       the same, if the batch is padded
 
-What they say is known before the loop: positions go on by one, and a mask is continued with ones. So both stay what
-they are, tensors of the device with the same values, and carry along what the host knows. Everything is still computed
-on the device; only a read is answered here. An operation that is not followed below, in a transformers to come, gives
-a tensor of which nothing is known: reading it waits, and is right.
+The answers are known before the loop: positions grow by one a step, and a mask grows by ones. So both inputs stay
+device tensors with the same values, and also carry what the host knows. The device still computes everything; the host
+only answers reads. If a later transformers uses an operation that is not handled below, its result carries nothing.
+Reading that result waits, and is correct.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 def known_inputs(
     model: Any, input_ids: torch.Tensor, generation_config: Any, kwargs: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """The arguments of `_sample`, those that a step looks at known to the host, while it runs; reads the device, once.
+    """Yield the arguments of `_sample`, with the inputs that a step reads known to the host. Reads the device once.
 
-    Left alone are 4-D masks and masks of anything but ones and zeros. A forward that is compiled is given plain
-    tensors, because it would be compiled anew for each value that is known. It reads no mask, so masks are left alone
-    there too; positions are known until the inputs of a step are prepared. Flex attention compiles its masks while
-    they are prepared, and there all is left alone.
+    4-D masks, and masks with values other than ones and zeros, stay unchanged. A compiled forward gets plain tensors,
+    because PyTorch would recompile it for each known value. It reads no mask, so its masks stay unchanged too. Its
+    positions are known only until the inputs of a step are prepared. Flex attention compiles its masks during that
+    preparation, so there everything stays unchanged.
 
     Args:
         model: a `GenerationMixin`.
         input_ids: int64 (batch, length), the prompts.
         generation_config: the prepared configuration.
-        kwargs: what `_sample` is given for the model.
+        kwargs: the model arguments that `_sample` receives.
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention":
         yield kwargs
@@ -57,7 +57,7 @@ def known_inputs(
             if known.get(name) is not None:
                 known[name] = _known_mask(known[name])
     has_positions = hasattr(model, "_get_initial_cache_position")
-    if has_positions:  # as `_sample` begins where there are such positions
+    if has_positions:  # `_sample` of transformers 4 starts with this call
         known = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, known)
         positions = known["cache_position"]
         known["cache_position"] = carry(positions, Value(positions.cpu()))
@@ -66,14 +66,14 @@ def known_inputs(
 
 
 def inputs_after(model: Any, change: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """Have `model.prepare_inputs_for_generation` return what `change` makes of its inputs.
+    """Apply `change` to each input that `model.prepare_inputs_for_generation` returns, in the block.
 
-    It is the last of transformers' own code that sees them before the forward, and the only seam there: what it was
-    given it may have read. Threads may generate with one model at a time, if each brings the same `change`.
+    transformers may read inputs up to this method, and has no other hook between it and the forward. Several threads
+    may generate with one model at a time, if each passes the same `change`.
 
     Args:
         model: a `GenerationMixin`.
-        change: from one input to the one that the forward is given.
+        change: takes one input, returns the input that the forward receives.
     """
     return replaced(model, "prepare_inputs_for_generation", functools.partial(_changed, change))
 
@@ -90,13 +90,13 @@ class Known(Protocol):
     """What the host knows of a tensor."""
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
-        """What it therefore knows of what `func` makes of the tensor, and of its other arguments; None if nothing."""
+        """What the host then knows of the result of `func` on the tensor and the other arguments; None if nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """All of it."""
+    """The host knows the whole tensor."""
 
     host: torch.Tensor
 
@@ -109,7 +109,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """That all are ones; or, if `padded`, that they are ones and at least one zero."""
+    """The host knows that the tensor is all ones; or, if `padded`, ones and at least one zero."""
 
     padded: bool
 
@@ -124,7 +124,7 @@ class Padding:
             found = [each.padded for each in parts if isinstance(each, Padding)]
             return Padding(any(found)) if len(found) == len(parts) else None
         if func is torch.Tensor.__getitem__:
-            return None if self.padded else self  # the zeros may be elsewhere
+            return None if self.padded else self  # the zeros may lie outside the part
         if func in _ALL and len(args) == 1 and not kwargs:
             return Value(torch.tensor(not self.padded, device="cpu"))
         if func in _SUM and len(args) == 1 and not kwargs and not args[0].is_floating_point():
@@ -134,7 +134,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """That it is `full`, or, if `padded`, less."""
+    """The host knows that the value is `full`; or, if `padded`, less."""
 
     full: int
     padded: bool
@@ -147,7 +147,7 @@ class Count:
 
 
 class KnownTensor(torch.Tensor):
-    """A tensor that carries along what the host knows of it, until it is written to."""
+    """A tensor that carries what the host knows of it, until it is written to."""
 
     _known: Known | None = None
     _version_known: int | None = None
@@ -157,12 +157,12 @@ class KnownTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer a read of what is known; compute all else, and carry along what follows from what is known."""
+        """Answer reads from what the host knows; compute all else, and derive what the host knows of the result."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if type(func) is MethodWrapperType:
-                return func(*args)  # a shape, a device: most of what is asked, and nothing follows from what is known
-            func, asked = getattr(func, "__wrapped__", func), func  # by whoever watches calls, as our audit does
+                return func(*args)  # such as a shape or a device: the most frequent calls, which need no tracking
+            func, asked = getattr(func, "__wrapped__", func), func  # an audit of calls, such as ours, wraps `func`
             subject = args[0] if args else None
             if func is torch.cat and subject:
                 subject = subject[0]
@@ -172,7 +172,7 @@ class KnownTensor(torch.Tensor):
             out = asked(*args, **kwargs)
             if func not in _MOVED and (out is subject or func is torch.Tensor.__setitem__):
                 if isinstance(subject, KnownTensor):
-                    subject._known = None  # written to; an inference tensor has no version that would show it
+                    subject._known = None  # written to; an inference tensor has no version counter to show that
             elif known is not None and isinstance(out, torch.Tensor):
                 follows = known.after(func, args, kwargs)
                 return out if follows is None else carry(out, follows)
@@ -180,7 +180,7 @@ class KnownTensor(torch.Tensor):
 
 
 def carry(tensor: torch.Tensor, known: Known) -> KnownTensor:
-    """`tensor`, the same memory, carrying along what is known of it."""
+    """`tensor` as a carrier of `known`, on the same memory."""
     carrier = tensor.as_subclass(KnownTensor)
     with torch._C.DisableTorchFunctionSubclass():
         carrier._known, carrier._version_known = known, _version(carrier)
@@ -189,12 +189,12 @@ def carry(tensor: torch.Tensor, known: Known) -> KnownTensor:
 
 
 def plain(each: Any) -> Any:
-    """The tensor that was made a carrier; anything else as it is."""
+    """The original tensor of a carrier; anything else unchanged."""
     return each._plain if isinstance(each, KnownTensor) else each
 
 
 def known_of(tensor: Any) -> Known | None:
-    """What the host knows of it; None of a tensor of another kind, and of one that was written to since."""
+    """What the host knows of `tensor`; None for another kind of tensor, or after a write."""
     if not isinstance(tensor, KnownTensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -202,7 +202,7 @@ def known_of(tensor: Any) -> Known | None:
 
 
 def _known_now(tensor: KnownTensor) -> Known | None:
-    """See `known_of`; where no operation comes back to the class."""
+    """As `known_of`, for callers that have disabled `__torch_function__`."""
     return tensor._known if tensor._version_known == _version(tensor) else None
 
 
@@ -212,7 +212,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _has_tensor(args: tuple[Any, ...]) -> bool:
     if all(type(each) in (int, slice) for each in args):
-        return False  # as in a step, where to look at leaves costs more than to compute
+        return False  # the usual case in a step, where walking the leaves costs more than computing
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args))
 
 
@@ -225,7 +225,7 @@ def _known_mask(mask: Any) -> Any:
 
 
 def _compiles(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether transformers or the user compiles the forward, or some of it."""
+    """Whether transformers or the user compiles the forward, or a part of it."""
     return model._valid_auto_compile_criteria(kwargs, generation_config) or any(map(_is_compiled, model.modules()))
 
 

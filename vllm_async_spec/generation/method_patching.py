@@ -1,4 +1,4 @@
-"""Replacing a method of one model for as long as anybody generates with it."""
+"""Replaces a method of one model while generations use it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from vllm_async_spec.patching import Transaction
 
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""From a method of the model to the one that takes its place."""
+"""Takes a method of the model; returns its replacement."""
 
 
 @dataclass(slots=True)
 class _Use:
     changes: Transaction
     hides_own: bool
-    """Whether the model itself, not its class, had something by that name."""
+    """Whether the model itself, not its class, had an attribute of that name."""
     generations: int = 0
 
 
@@ -29,14 +29,14 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def replaced(model: Any, name: str, change: Change) -> Iterator[None]:
-    """Have what `change` makes of `model.name` in its place.
+    """Replace the model's method `name` by what `change` makes of it, in the block.
 
-    Threads may generate with one model at a time, if each brings a `change` that does the same.
+    Several threads may generate with one model at a time, if each passes a `change` that does the same.
 
     Args:
         model: a `GenerationMixin`.
-        name: of a method.
-        change: the first to come is asked; it wraps, because transformers looks at signatures.
+        name: of the method.
+        change: wraps the method, because transformers inspects signatures. Only the first thread's is called.
     """
     with _lock:
         uses = _uses.setdefault(model, {})
@@ -57,7 +57,7 @@ def replaced(model: Any, name: str, change: Change) -> Iterator[None]:
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Whether the model itself, not its class, has something by that name that nobody `replaced` it with."""
+    """Whether the model itself, not its class, has an attribute of this name; `replaced` does not count."""
     with _lock:
         use = _uses.get(model, {}).get(name)
         return name in vars(model) if use is None else use.hides_own

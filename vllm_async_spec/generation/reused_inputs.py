@@ -1,14 +1,13 @@
-"""Inputs of a step with a static cache, made of those of the step before.
+"""Inputs of a decode step with a static cache, derived from those of the previous step.
 
-transformers 5 prepares each step from nothing. With a static cache that is two to three dozen operators, more than are
-left of a step whose forward is one launch: positions and padding are continued by a token, the newest is cut off again,
-and the mask of attention is built of ranges, index by index. Of all that three things change from one decode step to
-the next: the token, its position, and one place of the mask, which the cache itself counts on the device. So the first
-decode step is transformers' own, and the others are its inputs with these three renewed: the same values, shapes and
-strides.
+transformers 5 prepares each step from nothing. With a static cache this takes two to three dozen operators, more than
+the rest of a step whose forward is one launch. It extends positions and padding by a token and cuts off the newest
+again. It builds the attention mask from ranges, index by index. Only three things change between decode steps: the
+token, its position, and one place of the mask, which the cache itself counts on the device. So transformers prepares
+the first decode step, and later steps renew these three: the same values, shapes and strides.
 
-That holds where each layer keeps all tokens and attends to all of them, and the code is transformers' own. Otherwise,
-and as soon as anything else is changed between two steps, inputs are prepared as ever.
+This is exact only if each layer keeps and attends to all tokens, and only transformers' own code prepares inputs.
+Otherwise, and once any other argument changes between two steps, inputs are prepared as usual.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from vllm_async_spec.generation.method_patching import has_own, replaced
 
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 _RENEWED = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
-"""Arguments of a step that are none of `_Steps._others`; embeddings are of the prompt alone."""
+"""Arguments of a step that `_Steps._others` leaves out; embeddings belong to the prompt only."""
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
 @contextlib.contextmanager
 def reused_inputs(model: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Have decode steps of a generation take their inputs from the one before, where that is exact.
+    """Derive the inputs of decode steps from the previous step, where that is exact.
 
     Args:
         model: a `GenerationMixin`.
-        kwargs: what `_sample` is given for the model, its cache among them.
+        kwargs: the model arguments that `_sample` receives, with the cache.
     """
     cache = kwargs.get("past_key_values")
     if not (_has_whole_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
@@ -57,18 +56,18 @@ class _Steps:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._first: dict[str, Any] | None = None
-        """Inputs of the first, once there are."""
+        """Inputs of the first decode step, once prepared."""
         self._others: dict[str, Any] = {}
-        """What else it was prepared from: as long as that is the same, so is what became of it."""
+        """The other arguments of that step: while these stay the same, so do the inputs derived from them."""
         self._masks: Any = None
-        """A `_Mask`, or one for each type of layers."""
+        """A `_Mask`, or one for each layer type."""
         self._is_over = False
-        """Whether inputs are prepared as ever from now on."""
+        """Whether all further inputs are prepared as usual."""
         self._behind = 0
-        """Tokens that the padding mask has not been continued by."""
+        """Tokens by which the padding mask must still be extended."""
 
     def prepare(self, stock: Callable[..., dict[str, Any]], input_ids: torch.Tensor, kwargs: Any) -> dict[str, Any]:
-        """The inputs of a step; `stock` prepares them as ever."""
+        """The inputs of a step; `stock` prepares them as usual."""
         if self._first is not None and not self._is_over:
             if self._are_the_same(kwargs):
                 return self._renewed(self._first, input_ids, kwargs.get("position_ids"))
@@ -81,13 +80,13 @@ class _Steps:
         return inputs
 
     def update(self, stock: Callable[..., dict[str, Any]], outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What the next step is prepared from, after one; `stock` does all of it."""
+        """The arguments of the next step, after a step; `stock` is transformers' own update."""
         if self._first is None or self._is_over:
             return stock(outputs, kwargs)
         positions, mask = kwargs.pop("position_ids", None), kwargs.pop("attention_mask", None)
         kwargs = stock(outputs, kwargs)
         self._behind += 1
-        if kwargs["past_key_values"] is not self._cache:  # and nobody will ask this object again
+        if kwargs["past_key_values"] is not self._cache:  # then no later call reaches this object
             mask = None if mask is None else _continued(mask, self._behind)
         if positions is not None:
             kwargs["position_ids"] = positions[..., -1:] + 1
@@ -129,7 +128,7 @@ class _Steps:
 
 
 def _continued(mask: torch.Tensor, by: int) -> torch.Tensor:
-    """A padding mask, (batch, length), of so many tokens more."""
+    """The padding mask, (batch, length), extended by `by` tokens."""
     return torch.cat([mask, mask.new_ones((len(mask), by))], dim=-1) if by else mask
 
 
@@ -138,38 +137,38 @@ def _unchanging(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_layer_type(masks: Any, change: Callable[[Any], Any]) -> Any:
-    """Of one mask, or of those of each type of layers."""
+    """Apply `change` to one mask, or to the mask of each layer type."""
     return {name: change(each) for name, each in masks.items()} if isinstance(masks, dict) else change(masks)
 
 
 class _Mask:
-    """The places of a static cache that a step may attend to, as a number that the step's own is compared with.
+    """The mask of a decode step, stored as the first step that attends to each place of a static cache.
 
     Args:
-        mask: bool (batch, 1, 1, places), of the first step.
+        mask: bool (batch, 1, 1, places), of the first decode step.
         length: (), int64, device: the place of that step's token.
     """
 
     def __init__(self, mask: torch.Tensor, length: torch.Tensor) -> None:
         places = torch.arange(mask.shape[-1], device=mask.device)
-        # Of the places behind that token nothing is masked but for the time being; of the others, what is padding.
+        # Places after that token are masked only until they are written. Masked places before it are padding.
         self._from = torch.where(mask | (places > length), places, torch.iinfo(torch.int64).max)
-        """int64 (batch, 1, 1, places): the step from which on each is attended to."""
+        """int64 (batch, 1, 1, places): the token's place in the first step that attends to each place."""
         self._stride = mask.stride()
 
     @staticmethod
     def is_one(mask: Any) -> bool:
-        """Whether a mask is one that is continued so."""
+        """Whether a mask has the form that this class can extend."""
         return type(mask) is torch.Tensor and mask.dtype is torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
 
     def up_to(self, length: torch.Tensor) -> torch.Tensor:
-        """The mask of the step whose token goes to place `length`."""
+        """The mask of the step whose token goes to place `length`; bool (batch, 1, 1, places)."""
         mask = self._from <= length
         return mask if mask.stride() == self._stride else mask.as_strided(mask.shape, self._stride)
 
 
 _generations: dict[int, _Steps] = {}
-"""By the identity of the cache, which a generation has for itself: another thread may generate with the same model."""
+"""Keyed by the id of the cache, which belongs to one generation: other threads may use the same model."""
 
 
 def _preparing(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -204,7 +203,7 @@ def _has_whole_cache(cache: Any) -> bool:
 
 
 def _is_transformers_own(model: Any) -> bool:
-    """Whether nothing but transformers 5's own code for all models prepares a step."""
+    """Whether only transformers 5's own code for all models prepares a step."""
     return not (
         hasattr(model, "_get_initial_cache_position")  # 4.57
         or model.config.is_encoder_decoder
@@ -222,7 +221,7 @@ def _is_mixins(model: type, name: str) -> bool:
 
 
 def _attends_to_all(config: Any) -> bool:
-    """Whether masks are made by transformers' own function for `sdpa`, and let each token attend to all before it."""
+    """Whether transformers' own `sdpa` function makes the masks, and each token attends to all tokens before it."""
     from transformers import masking_utils
 
     text = config.get_text_config()

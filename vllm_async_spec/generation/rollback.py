@@ -1,4 +1,4 @@
-"""Undoing steps launched after the last row had stopped: tokens, collected outputs, the cache, and random draws."""
+"""Undoes extra steps, launched after the last row had stopped: tokens, collected outputs, the cache, random draws."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-# Fields of transformers' outputs with one entry a step; the encoder's have one a layer.
+# Fields of transformers' outputs with one entry a step; the encoder's fields have one entry a layer.
 _PER_STEP = (
     "scores",
     "logits",
@@ -22,7 +22,7 @@ _PER_STEP = (
 
 
 def crop_output(output: Any, steps: int) -> Any:
-    """What `_sample` returns, without its last `steps` steps; the cache is `crop_cache`'s.
+    """The output of `_sample` without its last `steps` steps; `crop_cache` crops the cache.
 
     Args:
         output: int64 (batch, length), or the dataclass of transformers that holds it as `sequences`.
@@ -38,11 +38,11 @@ def crop_output(output: Any, steps: int) -> Any:
 
 
 def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
-    """Why steps can't be undone in a cache, None where they can.
+    """The reason why steps can't be undone in a cache; None if they can.
 
     Args:
-        cache: what a model is given as `past_key_values`; None where there is none.
-        tokens: that it holds at most in the end; None if nobody knows.
+        cache: the `past_key_values` of a model; None if there is none.
+        tokens: maximum tokens that the cache will hold; None if unknown.
     """
     if cache is None:
         return None
@@ -65,10 +65,10 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
 
 
 def crop_cache(cache: Any, steps: int) -> None:
-    """Undo the last `steps` single-token updates of a cache for which `why_not_croppable` had nothing to say.
+    """Undo the last `steps` single-token updates of a cache that `why_not_croppable` allows.
 
     Raises:
-        ValueError: the cache has a layer of a kind that it can't undo, made during generation.
+        ValueError: generation added a layer of a kind that can't be cropped.
     """
     if cache is None:
         return
@@ -82,7 +82,7 @@ def crop_cache(cache: Any, steps: int) -> None:
 
 
 def _crop_static(layer: Any, steps: int) -> None:
-    """Zero what was written, in place: compiled graphs know the address, and 4.57 counts tokens by what is not zero."""
+    """Zero the written places in place: compiled graphs keep the address, and 4.57 counts tokens by nonzero keys."""
     length = layer.get_seq_length()
     written = torch.arange(-steps, 0, device=layer.keys.device) + length
     layer.keys.index_fill_(2, written, 0)
@@ -90,7 +90,7 @@ def _crop_static(layer: Any, steps: int) -> None:
     for name in ("cumulative_length", "cumulative_length_int"):
         if hasattr(layer, name):
             counter = getattr(layer, name)
-            counter -= steps  # a tensor in place
+            counter -= steps  # in place, if a tensor
             setattr(layer, name, counter)
 
 
@@ -123,13 +123,13 @@ class RngHistory:
         self._states: deque[tuple[int, torch.Tensor]] = deque(maxlen=steps)
 
     def mark(self, length: int) -> None:
-        """Remember the present state as that after the step that made the sequences `length` tokens long."""
+        """Record the current state for the step that made the sequences `length` tokens long."""
         self._states.append((length, generator_state(self._device)))
 
     def rewind(self, length: int) -> None:
-        """Put the generator back to where it was after that step.
+        """Restore the generator's state after the step that made the sequences `length` tokens long.
 
         Raises:
-            KeyError: the step is further back than was to be remembered.
+            KeyError: the history no longer holds that step.
         """
         set_generator_state(dict(self._states)[length], self._device)

@@ -1,4 +1,4 @@
-"""Two slots in which steps take turns, each with a stream of its own, and the events that keep them in order."""
+"""Two slots between which steps alternate, each with its own stream, and the events that order the steps."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ import torch
 class Slots(Protocol):
     """Where the steps of a generation run.
 
-    The device work of a step may read what the step before has written, and may overwrite what the step before that
-    wrote: flags, which are read beside. Each method here is one order that these two things need.
+    A step may read what the previous step wrote. It may overwrite the flags of the step before that, which a side
+    stream reads. Each method here enforces one order that these accesses need.
     """
 
     @property
     def streams(self) -> tuple[Any, ...]:
-        """A CUDA stream of each slot; none where there are no streams."""
+        """The CUDA stream of each slot; empty if there are no streams."""
         ...
 
     def turn(self) -> AbstractContextManager[None]:
-        """Keep the generations of other threads off the slots in the block, and put it behind those before."""
+        """Keep other threads' generations off the slots in the block, and run it after earlier generations."""
         ...
 
     def begin(self) -> None:
-        """Put both slots behind what the caller has launched so far."""
+        """Make both slots wait for the caller's device work so far."""
         ...
 
     def step(self, slot: int) -> AbstractContextManager[None]:
-        """Run the block's device work in `slot`: behind the last step of the other, and the reading of its flags."""
+        """Run the block's device work in `slot`, after the other slot's last step and the reading of its own flags."""
         ...
 
     def flags_read(self, slot: int) -> None:
-        """Note that the flags of the last step of `slot` have been read and judged; called beside, where they are."""
+        """Record, on the side stream, that the flags of the last step of `slot` have been evaluated and read."""
         ...
 
     def await_judgement(self, slot: int) -> None:
-        """Put what follows, in the block of the other slot's step, behind `flags_read` of `slot`."""
+        """Inside the other slot's step: make its further work wait for `flags_read` of `slot`."""
         ...
 
     def end(self) -> None:
-        """Put what the caller launches from here on behind both slots."""
+        """Make the caller's further device work wait for both slots."""
         ...
 
 
 class HostSlots:
-    """The slots of a device that does one thing after the other: everything is in order."""
+    """The slots of a device that runs everything in order, such as a CPU."""
 
     streams: tuple[Any, ...] = ()
 
     def turn(self) -> AbstractContextManager[None]:
-        """See `Slots`; there is nothing that two generations share."""
+        """See `Slots`; generations share nothing here."""
         return contextlib.nullcontext()
 
     def begin(self) -> None:
@@ -79,13 +79,13 @@ _turns: dict[torch.device, threading.RLock] = {}
 
 
 class CudaSlots:
-    """Two CUDA streams: the same for all generations on a device, because libraries keep memory for each stream.
+    """Two CUDA streams, the same for all generations on a device, because libraries keep memory for each stream.
 
-    So generations on a device take turns. Events order the steps of one generation. Two at once would share, unordered:
+    Generations on a device take turns; events order the steps of one generation. Two at once would share, unordered:
 
-    - memory: what one frees on a stream, while its step on the other stream still reads it, the other may take;
-    - the workspace of cuBLAS: graphs captured on one stream by one thread use the same, whichever model they are of;
-    - a capture, which takes in all that any thread launches on its stream;
+    - memory: one generation frees it while its other stream still reads it, and the other generation reuses it;
+    - the workspace of cuBLAS: graphs captured on one stream by one thread share it, even graphs of different models;
+    - a capture, which includes everything that any thread launches on its stream;
     - the state of the default random generator, which a launch writes to the device and a graph reads there.
 
     Args:
@@ -104,9 +104,9 @@ class CudaSlots:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """See `Slots`. A generation inside another one, in a stopping criterion say, is part of its turn."""
+        """See `Slots`. A nested generation, for example in a stopping criterion, is part of the outer turn."""
         with self._turn:
-            # The last steps of the generation before may still run, and this caller's stream is perhaps another.
+            # The previous generation's last steps may still run, and this caller's stream may be another.
             self.end()
             yield
 

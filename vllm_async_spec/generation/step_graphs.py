@@ -1,4 +1,4 @@
-"""One CUDA graph a slot of a decode step, captured once, from one memory pool."""
+"""One CUDA graph of a decode step for each slot, captured once, from one memory pool."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WAITS = "called a synchronizing CUDA operation"
 class StepGraphs:
     """The captured step of each slot.
 
-    The two graphs share one pool: the second uses the memory of the first again, which is right because they never run
-    at once. So two slots take no more than one.
+    The graphs share one memory pool, so two slots take no more memory than one. The second graph reuses the first
+    one's memory, which is safe because the graphs never run at once.
 
     Args:
         slots: where the steps run.
-        step: runs the step of a slot, and returns a tensor that is to be kept, or None. Each has run before.
-        rewind: called before each run: makes room for one more step.
+        step: runs the step of a slot, and returns a tensor to keep, or None. It has run in each slot before.
+        rewind: called before each run; makes room for one more step.
 
     Raises:
         RuntimeError: the step reads the device from the host, or does something else that can't be captured.
@@ -38,30 +38,30 @@ class StepGraphs:
         step: Callable[[int], torch.Tensor | None],
         rewind: Callable[[], None],
     ) -> None:
-        # Not on the slots' streams: what cuBLAS keeps for a stream is then made in the capture, and is of the pool.
+        # Run this off the slots' streams, so that cuBLAS allocates its workspace in the capture, from the pool.
         _refuse_host_reads(lambda: step(0), rewind)
         self.pool: Any = torch.cuda.graph_pool_handle()
         self._replays: list[Callable[[], torch.Tensor | None]] = []
         for slot in range(len(slots.streams)):
             rewind()
-            # One stream for both, whichever they are replayed on: what one stream frees, a pool gives to no other.
+            # Capture both on one stream, for replay on any: a pool never gives one stream's freed memory to another.
             how = {"stream": slots.streams[0], "capture_error_mode": "thread_local"}
             self._replays.append(captured(functools.partial(step, slot), self.pool, **how))
 
     def replay(self, slot: int) -> torch.Tensor | None:
-        """Launch the step of `slot` on the current stream; returns what it kept, written when the step has run."""
+        """Launch the step of `slot` on the current stream; return its kept tensor, valid once the step has run."""
         return self._replays[slot]()
 
 
 def _refuse_host_reads(step: Callable[[], object], rewind: Callable[[], None]) -> None:
-    """Run the step once more, and let PyTorch refuse what waits for the device.
+    """Run the step once more, and raise `RuntimeError` if it waits for the device.
 
-    Found out in a capture, the same would leave the allocator and the random generator in it.
+    Found during a capture, the wait would leave the allocator and the random generator in capture state.
     """
     mode = torch.cuda.get_sync_debug_mode()
     rewind()
     with _waits_refused():
-        # The mode is the process's: as an error it would also end what other threads read.
+        # The mode is process-wide: "error" would also make other threads' reads fail.
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
@@ -71,7 +71,7 @@ def _refuse_host_reads(step: Callable[[], object], rewind: Callable[[], None]) -
 
 @contextlib.contextmanager
 def _waits_refused() -> Iterator[None]:
-    """Make PyTorch's warning of a wait for the device an error in this thread, and nothing in others.
+    """Turn PyTorch's warning of a device wait into an error in this thread, and drop it in others.
 
     Raises:
         RuntimeError: the block waits for the device.

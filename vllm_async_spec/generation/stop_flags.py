@@ -1,15 +1,15 @@
-"""What `_sample` of transformers gets for its stop flags, so that it does not wait for them.
+"""Stop flags for transformers' `_sample` that do not make the host wait.
 
-Each step it does four things with them, the same in 4.57 and 5.19:
+Each step uses the flags in three lines, the same in 4.57 and 5.19:
 
     unfinished = unfinished & ~stopping_criteria(input_ids, scores)
     stop if unfinished.max() == 0
     tokens = tokens * unfinished + pad * (1 - unfinished)          in the next step, after the forward
 
-The second is the only one that makes the host wait. Here it is answered by what the host knows, and the first by what
-a flag means. Everything else is computed on the device when it is asked for; if the flags are computed on the side
-stream, the stream that asks waits for that first. An operation that is not in this list, in a transformers to come, is
-computed like any other: synchronous perhaps, and right.
+Only the second line makes the host wait. Here the host answers it from what it knows. The first line needs no
+computation, because a row that has stopped stays stopped. The device computes everything else on request; if a side
+stream computes the flags, the requesting stream waits for it first. If a later transformers uses another operation, the
+device computes it too: perhaps synchronously, but correctly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_async_spec.generation.flag_channel import FlagChannel
 
 
 class StopFlags(torch.Tensor):
-    """Flags of one step: rows that have stopped, bool (batch,), or, inverted, the others, int64 (batch,)."""
+    """Flags of one step: stopped rows, bool (batch,); or, inverted, the other rows, int64 (batch,)."""
 
     _step: StepFlags
     _are_unfinished: bool
@@ -38,7 +38,7 @@ class StopFlags(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer the operations that are named above; compute the others, behind the side stream."""
+        """Answer the operations that are named above; compute the others, after the side stream."""
         flags = args[-1] if args else None
         if isinstance(flags, StopFlags) and not kwargs:
             answer = flags._step.answer(func, args, flags)
@@ -51,27 +51,27 @@ class StopFlags(torch.Tensor):
 
 @dataclass(slots=True)
 class StepFlags:
-    """What is known of one step."""
+    """What the host knows of one step."""
 
     finished: torch.Tensor
     """bool (batch,): rows that have stopped at this step or before."""
     channel: FlagChannel
     beside: bool
-    """Whether `finished` is computed beside the current stream."""
+    """Whether a side stream computes `finished`."""
     length: int
-    """Of the sequences at this step."""
+    """Length of the sequences at this step."""
     is_first: bool
     stopped: bool
-    """Whether the host knows of a step at which no row was left."""
+    """Whether the host knows of a step at which every row had stopped."""
     unfinished: torch.Tensor | None = None
-    """int64 (batch,): the other rows, once anybody has asked for them."""
+    """int64 (batch,): the other rows, computed on the first request."""
 
     def verdict(self) -> StopFlags:
         """What a list of stopping criteria returns: `finished`."""
         return self._flags(are_unfinished=False)
 
     def answer(self, func: Callable[..., Any], args: tuple[Any, ...], flags: StopFlags) -> Any:
-        """The result of `func`, where it is known without computing it, else None; `flags` are the last of `args`."""
+        """The result of `func` if it is known without computing, else None; `flags` is the last of `args`."""
         if not flags._are_unfinished:
             return self._flags(are_unfinished=True) if func in _INVERT else None
         if func in _AND:
@@ -81,7 +81,7 @@ class StepFlags:
         return None
 
     def rows(self, *, are_unfinished: bool) -> torch.Tensor:
-        """The flags themselves: `finished`, or the others; on the current stream, which waits for the side stream."""
+        """`finished` or its inverse, as a plain tensor; the current stream waits for the side stream first."""
         if self.beside:
             self.channel.join()
             self.beside = False
@@ -92,7 +92,7 @@ class StepFlags:
         return self.unfinished
 
     def _holds_all_of(self, before: Any) -> bool:
-        """Whether `before & unfinished` is `unfinished`: a row that has stopped stays so, and at first none has."""
+        """Whether `before & unfinished` equals `unfinished`: a stopped row stays stopped, and at first none has."""
         if isinstance(before, StopFlags):
             step = before._step
             return before._are_unfinished and step.channel is self.channel and step.length <= self.length
@@ -105,7 +105,7 @@ class StepFlags:
 
 
 def _computed(argument: Any) -> Any:
-    """What is asked for instead of flags; they may be inside of an argument."""
+    """The argument with each `StopFlags` replaced by its plain tensor, also inside a tuple or list."""
     if isinstance(argument, StopFlags):
         return _rows(argument)
     return tree_map_only(StopFlags, _rows, argument) if isinstance(argument, tuple | list) else argument

@@ -1,4 +1,4 @@
-"""Stopping criteria that do not make the host wait: decided on the host, or on the device and learned late."""
+"""Stopping criteria that do not make the host wait: evaluated on the host, or on the device and read late."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _said: set[str] = set()
 
 
 class SynchronousGenerationWarning(UserWarning):
-    """Asynchronous stopping was asked for, and generation is synchronous: the same tokens, nothing won."""
+    """Asynchronous stopping was requested, but generation is synchronous: the same tokens, but no faster."""
 
 
 def warn_once(reason: str) -> None:
-    """Warn that generation is synchronous because of `reason`; each reason is told once a process."""
+    """Warn that generation is synchronous because of `reason`; each reason once a process."""
     if reason not in _said:
         _said.add(reason)
         message = f"stopping criteria are evaluated synchronously: {reason}"
@@ -34,10 +34,10 @@ _ZERO = torch.zeros((1, 1), dtype=torch.long, device="cpu")
 
 
 class HostCriteria:
-    """Those of some stopping criteria that the host can decide.
+    """The stopping criteria that the host can evaluate.
 
     Args:
-        criteria: any; the others are `rest`.
+        criteria: any criteria; `rest` keeps those that the host can't evaluate.
     """
 
     def __init__(self, criteria: Iterable[Any]) -> None:
@@ -47,23 +47,23 @@ class HostCriteria:
 
     def stopped(self, length: int) -> bool:
         """Whether the length or the clock stops all rows now. A criterion sees ids of that length, all zero."""
-        # No short cut: each is asked at each step, as in the synchronous loop.
+        # No early exit: each criterion runs at each step, as in the synchronous loop.
         verdicts = [bool(each(_ZERO.expand(1, length), None)) for each in self._own if not _is_silent(each, length)]
         return any(verdicts)
 
 
 def _is_silent(criterion: Any, length: int) -> bool:
-    """Whether it neither stops nor warns at that length. To ask it would make a tensor, at each step."""
+    """Whether the criterion neither stops nor warns at this length. Skipping it saves a tensor at each step."""
     if type(criterion) is not MaxLengthCriteria or length >= criterion.max_length:
         return False
     return criterion.max_position_embeddings is None or length <= criterion.max_position_embeddings
 
 
 class DeviceCriteria:
-    """Criteria that the host can't decide.
+    """Criteria that the host can't evaluate.
 
-    Ends of sequence are compared with the newest token by one operation, for all `EosTokenCriteria` together. All else
-    is called, a criterion at a time, as transformers does.
+    One operation compares the newest token with the ids of all `EosTokenCriteria`. All others are called one at a
+    time, as in transformers.
 
     Args:
         criteria: any.
@@ -75,25 +75,25 @@ class DeviceCriteria:
         self._others = [each for each in self._every if type(each) is not EosTokenCriteria]
         self._ends = end_ids(self._every, device)
         self.beside = bool(self._others)
-        """Whether they are worth a stream of their own: to change streams costs the host more than a comparison."""
+        """Whether to use a side stream. For one comparison alone, switching streams costs the host more."""
 
     def finished(
         self, before: torch.Tensor | None, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Rows that have stopped at this step or before, on the current stream.
+        """Compute the rows that have stopped at this step or before, on the current stream.
 
         Args:
             before: bool (batch,), rows that have stopped at an earlier step; None if there was none.
             input_ids: int64 (batch, length), with the token of this step.
-            scores: handed to the criteria.
-            kwargs: handed to the criteria.
+            scores: passed to the criteria.
+            kwargs: passed to the criteria.
 
         Returns:
             bool (batch,).
         """
         finished, called = before, self._others
         if kwargs:
-            called = self._every  # they may say how many tokens are new
+            called = self._every  # `kwargs` may say how many tokens are new
         elif self._ends is not None:
             ended = ends_of(input_ids.select(1, -1), self._ends)
             finished = ended if finished is None else finished | ended
@@ -107,25 +107,24 @@ class DeviceCriteria:
 class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # transformers is not typed here
     """Any stopping criteria, evaluated without waiting for the verdict; serves one generation.
 
-    Criteria run on a stream of their own, beside the one that generates; where all but those of the host are
-    `EosTokenCriteria`, which are a comparison of the newest token, they run on that one itself.
+    Criteria run on a side stream. If only `EosTokenCriteria` need the device, their comparison with the newest token
+    runs on the generating stream.
 
-    The host goes on launching steps until the flags of an earlier one arrive. `finish` tells how long the sequences
-    were when the last row stopped; what is longer is overshoot, which the caller crops. `max_length` and `max_time` are
-    decided on the host and never overshot, so a static cache is never written past its end.
+    The host keeps launching steps until the flags of an earlier step arrive. Steps launched after the last row has
+    stopped are extra steps; `finish` returns their number, and the caller crops them. The host evaluates `max_length`
+    and `max_time`, so they cause no extra steps, and a static cache is never written past its end.
 
-    On a device other than CUDA it is the list that it was given, and says so once.
+    On a device other than CUDA the list evaluates its criteria synchronously, and warns once.
 
     Args:
-        criteria: what to evaluate, any mix of transformers' own and custom ones. A criterion that keeps state on the
-            host is called for the overshoot too.
-        poll_every: tokens between two looks at the flags, at least 1.
-        max_in_flight: copies of flags that may be under way, at least 1. One more is waited for, so that the host is
-            never more than `poll_every * (max_in_flight + 1) - 1` steps ahead of what it knows.
-        rewind_generator: whether `finish` undoes what the overshoot drew from the device's default generator.
-        pads: whether who looks for an `eos_token_id` in the list finds it. transformers' loop does so to learn whether
-            rows that have stopped get pads. For one row it is as well without them, and launches less: what follows
-            its end does not count.
+        criteria: what to evaluate, transformers' own or custom criteria. Extra steps also call a criterion
+            that keeps state on the host.
+        poll_every: steps whose flags share one copy to the host, at least 1.
+        max_in_flight: copies of flags in flight, at least 1; for one more, the host waits. So at most
+            `poll_every * (max_in_flight + 1) - 1` extra steps run.
+        rewind_generator: whether `finish` undoes what extra steps drew from the device's default generator.
+        pads: whether the list shows criteria with an `eos_token_id`, for which transformers' loop pads stopped rows. A
+            single row needs no pads, because its tokens after the end are cropped; without pads a step launches less.
         open_channel: how flags reach the host; the default uses a CUDA stream and pinned memory.
 
     Raises:
@@ -158,7 +157,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
 
     @property
     def stopped(self) -> bool:
-        """Whether the host knows that every row has stopped; never waits. False where nothing is asynchronous."""
+        """Whether the host knows that every row has stopped; never waits. False if the list is synchronous."""
         return self._stopped_by_host is not None or (self._run is not None and self._run.watch.finished_at is not None)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -166,12 +165,12 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
 
         Args:
             input_ids: int64 (batch, length), with the token of this step.
-            scores: what was collected of them, handed to the criteria.
-            kwargs: handed to the criteria.
+            scores: the scores collected so far, passed to the criteria.
+            kwargs: passed to the criteria.
 
         Returns:
-            bool (batch,), rows that have stopped at this step or before. Its maximum, once inverted, is what the host
-            knows; any other use waits on the device, not on the host.
+            bool (batch,), rows that have stopped at this step or before. The host answers the maximum of its inverse;
+            any other use waits on the device, not on the host.
         """
         if self._run is None and not self._synchronous:
             self._start(input_ids.device)
@@ -181,16 +180,16 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         return self._run_step(self._run, input_ids, scores, kwargs)
 
     def finish(self) -> int:
-        """Wait for the flags still under way, and rewind the generator to the last step that counts.
+        """Wait for the flags in flight, and rewind the generator to the last step that counts.
 
         Returns:
-            Steps to undo: those launched after the one at which the last row stopped.
+            Number of extra steps, which the caller undoes.
         """
         run = self._run
         if run is None:
             return 0
         run.watch.drain()
-        # What the side stream still reads, of steps that don't count, may be freed from here on.
+        # Tensors of extra steps may be freed from here on, so their readers on the side stream come first.
         run.channel.join()
         length = run.watch.finished_at or self._length
         overshoot = self._length - length
@@ -240,7 +239,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
 
 
 class _Run:
-    """What one generation needs beside the criteria."""
+    """The state of one generation."""
 
     __slots__ = ("channel", "device_criteria", "finished", "host_criteria", "trail", "watch")
 

@@ -1,4 +1,4 @@
-"""What stays with a model between generations of ours: its device memory, its size, and the allocator's switch."""
+"""What a model keeps between interleaved generations: device memory, its size, and the allocator's switch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPANDABLE = "expandable_segments:True"
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes that stay with a model between its interleaved generations."""
+    """Bytes that stay allocated for a model between its interleaved generations."""
 
     cache: int
     """Keys and values of the static cache."""
@@ -30,17 +30,17 @@ class MemoryReport:
     graph_pool: int
     """Reserved for the graphs of both slots, which share it."""
     streams: tuple[int, ...]
-    """Reserved for each stream: those of the two slots, or none where there are no streams."""
+    """Reserved for the stream of each slot; empty if there are no streams."""
     expandable: bool
-    """Whether any of what is reserved is in expandable segments."""
+    """Whether any of this memory is in expandable segments."""
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Sum of the four parts."""
         return self.cache + self.buffers + self.graph_pool + sum(self.streams)
 
     def over(self, limit: int) -> str:
-        """What to say where the total is over `limit` bytes."""
+        """The error message for a total above `limit` bytes."""
         return (
             f"interleaved generation holds {self.total} bytes (cache {self.cache}, buffers {self.buffers}, "
             f"graphs {self.graph_pool}, streams {sum(self.streams)}), and memory_limit is {limit}; raise it, or "
@@ -51,7 +51,7 @@ class MemoryReport:
 def reserved(
     segments: list[dict[str, Any]], *, pool: Any | None, streams: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], bool]:
-    """What of the caching allocator's segments belongs to a pool of graphs, and to each of some streams outside it.
+    """Measure what the caching allocator reserves for a graph pool, and for each stream outside the pool.
 
     Args:
         segments: of `torch.cuda.memory_snapshot()`.
@@ -76,24 +76,24 @@ def reserved(
 
 @dataclass(slots=True)
 class Workspace:
-    """Device memory of one model's generations; serves one at a time."""
+    """Device memory for one model's generations; serves one generation at a time."""
 
     reuse_key: Any
-    """What a generation has to have in common with the one that this was made for."""
+    """What a generation must have in common with the first one to reuse this workspace."""
     longest: int
-    """Tokens of a sequence at most."""
+    """Maximum tokens of a sequence."""
     buffers: DecodeBuffers
     cache: Any
-    """A `StaticCache`, or None where each generation brings its own."""
+    """A `StaticCache`, or None if each generation brings its own cache."""
     slots: Slots
     graphs: StepGraphs | None = None
     read_by_graphs: tuple[torch.Tensor, ...] = ()
-    """What the graphs read beside buffers, cache and weights; it must live as long as they do."""
+    """Tensors that the graphs read beside buffers, cache and weights; they must live as long as the graphs."""
     channels: dict[Any, Any] = field(default_factory=dict)
-    """Flag channels by what they were opened with: a stream each, so that a new one is not taken at each call."""
+    """Flag channels by width and copies in flight. Each has a stream, so reuse keeps calls from taking new streams."""
 
     def report(self) -> MemoryReport:
-        """What it holds."""
+        """Measure the memory that this workspace holds."""
         in_pool, of_streams, expandable = reserved(
             torch.cuda.memory_snapshot() if self.slots.streams else [],
             pool=self.graphs.pool if self.graphs else None,
@@ -109,7 +109,7 @@ class Workspace:
 
 
 def slots_of(device: torch.device) -> Slots:
-    """Two streams of a CUDA device; of another, none."""
+    """Two streams on a CUDA device; no streams on another device."""
     return CudaSlots(device) if device.type == "cuda" else HostSlots()
 
 
@@ -119,10 +119,10 @@ _in_use: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDiction
 
 @contextlib.contextmanager
 def in_use(model: Any) -> Iterator[None]:
-    """Keep the workspace of the model from a second generation, of another thread or nested in this one.
+    """Reserve the model's workspace for one generation, in the block.
 
     Raises:
-        RuntimeError: there is one already.
+        RuntimeError: another generation has it, in another thread or around this call.
     """
     lock = _in_use.setdefault(model, threading.Lock())
     if not lock.acquire(blocking=False):
@@ -137,35 +137,35 @@ def in_use(model: Any) -> Iterator[None]:
 
 
 def kept(model: Any, reuse_key: Any, longest: int) -> Workspace | None:
-    """The workspace of the model's last generation, if one like it and as long fits into it."""
+    """The workspace of the model's last generation, if it fits this key and length."""
     found = _kept.get(model)
     fits = found is not None and found.reuse_key == reuse_key and found.longest >= longest
     return found if fits else None
 
 
 def keep(model: Any, workspace: Workspace) -> None:
-    """Keep it for the next generation."""
+    """Keep the workspace for the model's next generation."""
     _kept[model] = workspace
 
 
 def release(model: Any) -> None:
-    """Free what `generate(interleaved=...)` has kept for `model`: one workspace, that of the last generation.
+    """Free the workspace that `generate(interleaved=...)` keeps for `model`, that of the last generation.
 
-    The next generation makes it anew. Nothing happens where nothing is kept.
+    The next generation allocates a new one. If nothing is kept, nothing happens.
     """
     workspace = _kept.pop(model, None)
     if workspace is not None and workspace.slots.streams:
-        # Not while another thread captures, which waiting for the device would break.
+        # Take a turn, because waiting for the device would break another thread's capture.
         with workspace.slots.turn():
-            # Its streams may still run a step that did not count, and its memory goes to whoever asks next.
+            # An extra step may still run on its streams, and its memory goes to the next allocation.
             torch.cuda.synchronize(workspace.buffers.length.device)
 
 
 def memory_report(model: Any) -> MemoryReport:
-    """What is kept for `model` between its interleaved generations.
+    """The memory that `model` keeps between its interleaved generations.
 
     Raises:
-        LookupError: nothing is.
+        LookupError: the model keeps nothing.
     """
     workspace = _kept.get(model)
     if workspace is None:
@@ -174,12 +174,12 @@ def memory_report(model: Any) -> MemoryReport:
 
 
 def use_expandable_segments() -> None:
-    """Let the allocator grow its segments, so that memory of one stream or pool is not cut in pieces.
+    """Let the allocator grow its segments, so that memory of one stream or pool is not fragmented.
 
-    It is the switch `expandable_segments:True` of PYTORCH_ALLOC_CONF, for the whole process.
+    Sets `expandable_segments:True` of PYTORCH_ALLOC_CONF for the whole process.
 
     Raises:
-        RuntimeError: there is no CUDA device, or CUDA is initialised already.
+        RuntimeError: there is no CUDA device, or CUDA is already initialised.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("expandable segments are of CUDA memory, and PyTorch finds no CUDA device; leave them out")
@@ -190,7 +190,7 @@ def use_expandable_segments() -> None:
         )
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     settings = f"{chosen},{_EXPANDABLE}" if chosen else _EXPANDABLE
-    # Read once, when the allocator is first used, so for this process the environment alone may be too late.
+    # PyTorch reads the variable once, perhaps already: set this process's allocator too.
     os.environ["PYTORCH_ALLOC_CONF"] = settings
     of_any_device = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (of_any_device or torch.cuda.memory._set_allocator_settings)(settings)

@@ -1,7 +1,7 @@
-"""The attention backends of a batcher: an adapter each, and the kernels that take its arguments.
+"""The attention backends of a batcher: each joins an adapter to the kernels that take its arguments.
 
-A batch of decodes has as many tokens in each row, rows of padding included: one, or with drafts a few. A batch of
-prefills has no padding, and all its lengths are known on the host.
+In a batch of decodes, each row has the same number of tokens, padding rows included: one, or a few with drafts. A batch
+of prefills has no padding, and the host knows all its lengths.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
 class AttentionChoiceError(ValueError):
-    """The attention that was asked for can't be had; the message says why, and what can."""
+    """The requested attention is unavailable; the message says why, and what is available."""
 
 
 class SlowAttentionWarning(UserWarning):
-    """A CUDA device attends by the reference in plain PyTorch: right, and slow."""
+    """On a CUDA device, attention uses the reference in plain PyTorch, which is correct but slow."""
 
 
 class AttentionBackend(Protocol):
-    """One way to attend."""
+    """One attention backend, with its decode and prefill kernels."""
 
     name: str
-    """The adapter's."""
+    """Name of the adapter."""
 
     def decode(self, metadata: CommonAttentionMetadata) -> Attend:
-        """How a batch of decodes attends; may be captured in a CUDA graph."""
+        """The attention function for a batch of decodes; may be captured in a CUDA graph."""
         ...
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
-        """How a batch of prompts attends; never captured.
+        """The attention function for a batch of prompts; never captured.
 
         Args:
             metadata: the batch.
-            host: the same rows' inputs on the host.
-            device: and on the device.
+            host: inputs of the rows, on the host.
+            device: the same inputs, on the device.
         """
         ...
 
@@ -79,7 +79,7 @@ class FlashAttentionBackend:
     """flash-attn's `flash_attn_with_kvcache` for decodes and `flash_attn_varlen_func` for prompts.
 
     Raises:
-        AttentionChoiceError: the page size or the dtype is not one that flash-attn takes.
+        AttentionChoiceError: flash-attn does not take the page size or the dtype.
     """
 
     name = FlashAttentionAdapter.name
@@ -126,7 +126,7 @@ class FlashAttentionBackend:
 
 
 def default_page_size(attention: str, device: torch.device) -> int:
-    """Tokens in a page where none is asked for: what the backend that will be chosen takes."""
+    """Default number of tokens in a page, which suits the backend that `choose_backend` will choose."""
     if attention == FlashAttentionBackend.name or (
         attention == "auto" and device.type == "cuda" and _has("flash_attn")
     ):
@@ -143,18 +143,18 @@ def choose_backend(
     device: torch.device,
     query_tokens: int = 1,
 ) -> AttentionBackend:
-    """The backend of that name; of `auto`, the fastest that this machine has and that takes this model's shape.
+    """The backend named `attention`; for `auto`, the fastest that this machine has and the model's shape allows.
 
     Args:
-        attention: the name.
+        attention: the name, or `auto`.
         layers: shapes of the model's layers.
         page_size: tokens in a page.
         slots: steps that may be planned before the first of them has run.
         device: of the model.
-        query_tokens: tokens of a row that is decoded, at most.
+        query_tokens: maximum tokens of a decode row.
 
     Raises:
-        AttentionChoiceError: there is no such name, or the backend can't be had for this machine or shape.
+        AttentionChoiceError: the name is unknown, or the backend does not support this machine or shape.
     """
 
     def flashinfer() -> AttentionBackend:

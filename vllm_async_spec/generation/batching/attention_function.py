@@ -1,8 +1,8 @@
-"""The attention of every layer, entered through transformers' registry of attention functions.
+"""Attention of every layer, called through transformers' registry of attention functions.
 
-The model is unchanged; it calls the function that its configuration names. That one asks who is at work: a `Probe`,
-that finds out what the layers are like, or a `Forward`, that writes to the cache and attends over its pages. In a
-compiled model it is an operator, which asks the same when it runs: a compiler sees what goes in and what comes out.
+The model is unchanged and calls the function that its configuration names. That function asks the current worker. A
+`Probe` records the shapes of the layers. A `Forward` writes to the cache and attends over its pages. In a compiled
+model the function is an operator that asks the worker at run time. The compiler sees only its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelError(ValueError):
 
 class _Worker(Protocol):
     def layer(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-        """Attention of one layer; all are (1, heads, tokens, head size), the result (1, tokens, heads, head size)."""
+        """Attention of one layer; takes (1, heads, tokens, head size), returns (1, tokens, heads, head size)."""
         ...
 
 
@@ -40,7 +40,7 @@ _at_work: contextvars.ContextVar[_Worker | None] = contextvars.ContextVar("_at_w
 
 @contextlib.contextmanager
 def at_work(worker: _Worker) -> Iterator[None]:
-    """Let `worker` answer for the attention of the block."""
+    """Let `worker` compute the attention of model calls in the block."""
     token = _at_work.set(worker)
     try:
         yield
@@ -56,10 +56,10 @@ def paged_attention_of_layer(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function in transformers' registry.
+    """The attention function in transformers' registry.
 
     Raises:
-        RuntimeError: the model was called while it belongs to a batcher, but not by it.
+        RuntimeError: a model that belongs to a batcher was called from outside the batcher.
     """
     if torch.compiler.is_compiling():
         return _attend_in_layer(query, key, value, module.layer_idx), None
@@ -73,7 +73,7 @@ def _worker() -> Any:
     return worker
 
 
-# It mutates no argument: the cache is none, and nothing but this operator reads it.
+# It mutates no argument: the cache is not an argument, and only this operator reads it.
 @torch.library.custom_op("vllm_async_spec::attend_in_layer", mutates_args=())
 def _attend_in_layer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
     attended: torch.Tensor = _worker().attend_in(layer, query, key, value)
@@ -103,7 +103,7 @@ class Forward:
         return self.attend_in(module.layer_idx, query, key, value)
 
     def attend_in(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The same for the layer of this index."""
+        """As `layer`, for the layer with this index."""
         self.cache.write(index, self.slot_mapping, key[0].transpose(0, 1), value[0].transpose(0, 1))
         keys, values = self.cache.pages(index)
         attended = self.attend(self.cache.layers[index], query[0].transpose(0, 1).contiguous(), keys, values)
@@ -111,9 +111,9 @@ class Forward:
 
 
 class Probe:
-    """Learns the shapes of the layers from one call of the model, in which each token attends to itself alone.
+    """Records the shapes of the layers during one call of the model, in which each token attends only to itself.
 
-    With two tokens: for one, transformers 4.57 says of some decoders that they are not causal.
+    The call has two tokens: with one, transformers 4.57 reports some decoders as not causal.
     """
 
     def __init__(self) -> None:

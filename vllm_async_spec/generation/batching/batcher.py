@@ -1,7 +1,7 @@
-"""Continuous batching whose host plans and launches a step while the one before runs.
+"""Continuous batching whose host plans and launches a step while the previous step runs.
 
-`step` is the loop's body, synchronous and asynchronous: what differs is only how many steps may be launched before the
-tokens of one are read. With none it is the plain loop, and the specification of the other.
+`step` is the loop's body, synchronous and asynchronous. The modes differ only in how many steps may be launched before
+a step's tokens are read. With none launched ahead, the loop is synchronous, and specifies the asynchronous loop.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from vllm_async_spec.generation.compiling import compiling_each
 
 
 class ContinuousBatcher:
-    """Generates many sequences at once, each joining and leaving when it does.
+    """Generates many sequences at once, each of which joins and leaves on its own.
 
-    The model is unchanged but for its attention implementation, which `close` puts back; until then only the batcher
-    may call it. Use it with `with`, or close it.
+    Only the model's attention implementation changes, and `close` restores it. Until then only the batcher may call
+    the model. Use the batcher in a `with` statement, or close it.
 
     Args:
         model: a causal language model of transformers, in evaluation mode, on one device.
-        tokenizer: encodes prompts that are strings; needed for those only.
-        config: the settings; required. An attribute `synchronous` may be changed while nothing runs.
-        draft_model: another decoder of the same vocabulary, whose drafts the model verifies. The tokens are those
-            without it, and greedy. It belongs to the batcher as the model does.
-        open_streams: where work is launched; streams on a CUDA device by default.
-        settings: deprecated; those of `BatcherConfig`, in place of `config`.
+        tokenizer: encodes prompts that are strings; needed only for these.
+        config: the settings; required. The batcher's attribute `synchronous` may be changed while nothing runs.
+        draft_model: a decoder with the same vocabulary, whose drafts the model verifies. Tokens stay the model's own,
+            and are greedy. Until `close`, only the batcher may call it.
+        open_streams: opens the streams of the steps; CUDA streams on a CUDA device by default.
+        settings: deprecated; settings of `BatcherConfig`, in place of `config`.
 
     Raises:
         ModelError: the model can't be batched.
-        AttentionChoiceError: the attention can't be had for this model here.
+        AttentionChoiceError: the attention is unavailable for this model or machine.
         BatcherError: the KV cache does not fit into memory.
-        ValueError: a setting can't be for this model; the message names it.
+        ValueError: the model does not allow a setting; the message names it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ContinuousBatcher:
         self._ahead = 0 if config.synchronous else config.steps_ahead
         max_batch, max_length = config.max_batch, max_length_of(models, config.max_length)
         page_size = default_page_size(config.attention, device) if config.page_size is None else config.page_size
-        # The drafts behind the last token have places too; and with them padding is a sequence of two tokens.
+        # Drafts after the last token need places too. With drafts, a padding row is a sequence of two tokens.
         width = -(-(max_length + drafts + (drafts > 0)) // page_size)
         cached = max_batch * width if config.cache_tokens is None else -(-config.cache_tokens // page_size)
         sizes = Sizes(max_batch, config.max_prefills, config.max_prefill_tokens, width, drafts)
@@ -111,7 +111,7 @@ class ContinuousBatcher:
             eos_token_ids = ends_of_sequence(model, config.eos_token_id)
             target = paged(model, 1 + drafts)
             self.attention = target.backend.name
-            """The adapter that was chosen."""
+            """Name of the adapter that was chosen."""
             decoding: Decoding
             if draft_model is None:
                 decoding = SingleTokens(target, max_batch, eos_token_ids, device)
@@ -158,22 +158,22 @@ class ContinuousBatcher:
         self._stepping_thread: int | None = None
         self._driver = Driver()
         self._closed: str | None = None
-        """Why no request is taken any more; the step that runs is the last."""
+        """Why the batcher takes no more requests, so that a running step is the last; None while it is open."""
         self._reason = ""
-        """What those that are left are told."""
+        """The error message for requests that are left."""
         self._gives_model_back = False
 
     def submit(self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> Request:
-        """Queue a request; from any thread. It is served by `step`, `run` or iteration over it.
+        """Queue a request, from any thread; `step`, `run` or iteration over the request serves it.
 
         Args:
             prompt: token ids, in a sequence or a tensor, or text where there is a tokenizer.
-            max_new_tokens: after which it ends, if no end of sequence comes before.
+            max_new_tokens: maximum new tokens; an end of sequence may come first.
             temperature: 0 is greedy.
             seed: of sampling.
 
         Raises:
-            RequestError: it can never be served; nothing is queued.
+            RequestError: the request can never be served; nothing is queued.
             BatcherError: the batcher is closed.
         """
         if self._closed:
@@ -181,17 +181,17 @@ class ContinuousBatcher:
         request = self._intake.request(prompt, max_new_tokens, temperature, seed)
         self._commands.append(functools.partial(self._scheduler.add, request))
         if self._closed:
-            # By another thread, in the meantime: nobody looks at commands any more.
+            # Another thread has closed the batcher meanwhile, so no step reads commands any more.
             raise BatcherError(self._closed)
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request, from any thread: no token is given for it after the next step has been planned."""
+        """End a request, from any thread. The request gets no token after the next step has been planned."""
         self._commands.append(functools.partial(self._scheduler.cancel, request))
 
     @property
     def synchronous(self) -> bool:
-        """Whether each step is waited for before the next is planned."""
+        """Whether the batcher waits for each step before it plans the next step."""
         return self._ahead == 0
 
     @synchronous.setter
@@ -202,30 +202,30 @@ class ContinuousBatcher:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do for `step`."""
+        """Whether `step` has anything left to do."""
         return self._closed is None and bool(self._commands or self._in_flight or self._scheduler.busy)
 
     @property
     def accepted(self) -> float:
-        """Tokens that a step gave a sequence that it decoded, on average of what the host knows of so far.
+        """Mean number of tokens that a decode step gives a sequence, over the results known so far.
 
-        1 where no draft is accepted, or there are none; `draft_tokens` + 1 where all are.
+        1 if no draft is accepted or there are none; `draft_tokens` + 1 if all are accepted.
         """
         return self._scheduler.given / self._scheduler.verified if self._scheduler.verified else 1.0
 
     @property
     def free_pages(self) -> int:
-        """Pages of the cache that no request has."""
+        """Number of pages of the cache that no request holds."""
         return self._scheduler.pages.free
 
     def step(self) -> bool:
-        """Launch the next step, then read the tokens of the one launched `steps_ahead` steps before.
+        """Launch the next step, then read the tokens of the step launched `steps_ahead` steps before.
 
         Returns:
             Whether there is more to do.
 
         Raises:
-            BatcherError: another thread is in `step`.
+            BatcherError: a `step` is already running.
         """
         return self._step(wait=False)
 
@@ -237,7 +237,7 @@ class ContinuousBatcher:
     async def stream(
         self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
     ) -> AsyncIterator[int]:
-        """Submit a request and give its tokens as they arrive; leaving the loop early cancels it.
+        """Submit a request and yield its tokens as they arrive; leaving the loop early cancels the request.
 
         Steps run in a thread beside the event loop, which all streams of a batcher share.
 
@@ -254,19 +254,19 @@ class ContinuousBatcher:
                 self.cancel(request)
 
     def start(self) -> None:
-        """Let steps run in a thread beside the running event loop, until nothing is left to do or the loop ends.
+        """Run steps in a thread beside the running event loop, until nothing is left to do or the loop ends.
 
-        Each event loop that iterates over requests may call this. One drives; when it ends, another takes over.
+        Each event loop that iterates over requests may call this. One loop drives; when it ends, another takes over.
 
         Raises:
-            BatcherError: a driver was stopped, and its last step has not returned.
+            BatcherError: the last step of a stopped driver has not returned.
         """
         self._driver.start(self._work())
 
     def close(self) -> None:
-        """Cancel what is left, wait for the steps in flight, and give the model its attention back; twice is once.
+        """Cancel what is left, wait for steps in flight, and restore the model's attention; may be repeated.
 
-        Called inside a step, by a hook of the model or a signal's handler, it takes effect when the step has ended.
+        During a step, in a hook of the model or a signal handler, the call takes effect when the step has ended.
         """
         self._gives_model_back = True
         self._take_no_more("the batcher is closed; make another", "the batcher was closed")
@@ -322,9 +322,9 @@ class ContinuousBatcher:
             self._in_flight.collect()
 
     def _obey(self) -> None:
-        # No more than there are now: others may go on submitting.
+        # Only the commands queued by now: other threads may go on submitting.
         for _ in range(len(self._commands)):
-            # Taken off when it is done: an interrupt in between would lose a request.
+            # Remove a command only after it has run: an interrupt in between would lose a request.
             self._commands[0]()
             self._commands.popleft()
 
@@ -334,7 +334,7 @@ class ContinuousBatcher:
             self._closed = closed
 
     def _end(self) -> None:
-        """End what is left of a batcher that takes no more; again, where an interrupt has ended this half-way."""
+        """End the remaining requests of a closed batcher; can be repeated after an interrupt."""
         self._obey()
         self._in_flight.forget()
         self._scheduler.fail_all(RequestError(self._reason))
@@ -352,7 +352,7 @@ class ContinuousBatcher:
 
 
 def _config_of(config: BatcherConfig | None, settings: dict[str, Any]) -> BatcherConfig:
-    """The config, also of a caller who gives the settings one by one."""
+    """The config, made from `settings` if the caller gave these one by one."""
     if config is not None:
         if settings:
             raise TypeError(f"a config and {', '.join(settings)} were given; put all settings into the BatcherConfig")

@@ -23,47 +23,47 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatcherConfig:
-    """Settings of a `ContinuousBatcher`, checked when they are given; what they need of the model, by the batcher.
+    """Settings of a `ContinuousBatcher`, checked when given; the batcher checks what depends on the model.
 
     Raises:
-        ValueError: a setting can't be; the message names it.
+        ValueError: a setting is invalid; the message names it.
     """
 
     max_batch: int
     """Sequences that run at once."""
     draft_tokens: int | None = None
-    """Drafts of each sequence and step; 4 if None and there is a draft model."""
+    """Drafts of each sequence in a step; None means 4 if there is a draft model."""
     max_length: int | None = None
-    """Tokens of a sequence, prompt and generated; 2048, or as many positions as the models have, if None."""
+    """Tokens of a sequence, prompt and generated; None means 2048, or the models' positions if these are fewer."""
     page_size: int | None = None
-    """Tokens in a page of the KV cache; what suits the attention backend if None."""
+    """Tokens in a page of the KV cache; None means what suits the attention backend."""
     cache_tokens: int | None = None
-    """Tokens that the cache holds in all; enough for `max_batch` sequences of `max_length` if None."""
+    """Tokens that the whole cache holds; None means enough for `max_batch` sequences of `max_length`."""
     max_prefill_tokens: int = 2048
-    """Prompt tokens in a step; a longer prompt takes several."""
+    """Prompt tokens in a step; a longer prompt takes several steps."""
     max_prefills: int = 8
     """Prompts in a step.
 
-    With 1, and one decode size, what else is in the batch changes no bit of a sequence's logits where a kernel's rows
-    are independent of each other, as they are in those used here.
+    With 1 and one decode size, the rest of the batch changes no bit of a sequence's logits, if kernels compute rows
+    independently. The kernels used here do.
     """
     attention: str = "auto"
     """`auto`, `FLASH_ATTN`, `FLASHINFER_TRTLLM` or `TORCH_REFERENCE`."""
     eos_token_id: int | Sequence[int] | None = None
-    """Tokens that end a sequence; those of the model's generation configuration if None."""
+    """Tokens that end a sequence; None means those of the model's generation configuration."""
     decode_sizes: Sequence[int] | None = None
-    """Numbers of sequences that decodes are padded to; powers of two and `max_batch` if None."""
+    """Numbers of sequences that decodes are padded to; None means powers of two and `max_batch`."""
     cuda_graphs: bool | None = None
-    """Whether decodes are captured, one graph for each size and slot; on a CUDA device if None."""
+    """Whether decodes are captured, one graph for each size and slot; None means True on a CUDA device."""
     torch_compile: Compile = False
     """Whether the forward of decodes is compiled, for each size once, when the batcher is made.
 
-    A name chooses the backend, a dict has arguments of `torch.compile`. Its kernels round in their own way.
+    A name chooses the backend, a dict holds arguments of `torch.compile`. Compiled kernels round differently.
     """
     steps_ahead: int = 1
-    """Steps launched before the tokens of one are read; more than 1 learns later, and seldom wins."""
+    """Steps launched before a step's tokens are read. With more than 1 the host learns later, and seldom gains."""
     synchronous: bool = False
-    """Wait for each step before the next is planned, as the specification of what must come out."""
+    """Wait for each step before the next is planned: the reference for the asynchronous loop's tokens."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -75,7 +75,7 @@ class BatcherConfig:
 
     @property
     def compile_with(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile` for the forward of decodes, None where they are not compiled."""
+        """Arguments of `torch.compile` for the forward of decodes; None if decodes are not compiled."""
         return compile_arguments(self.torch_compile)
 
     @property

@@ -1,7 +1,7 @@
-"""How rows are decoded on the device: what a row of a step feeds to the model, and what it writes to its request slot.
+"""How rows are decoded on the device: what a row feeds to the model, and what it writes to its request slot.
 
-A request slot is what the device remembers of a request between two steps. For `SingleTokens` it is the token that the
-request was given last. The other is `drafting.DraftedTokens`.
+A request slot holds what the device remembers of a request between two steps. For `SingleTokens` that is the last
+token of the request. The other `Decoding` is `drafting.DraftedTokens`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 
 class Decoding(Protocol):
-    """One way of decoding. What `forward` returns may be that of a CUDA graph, written again at each replay."""
+    """One way of decoding. A CUDA graph may own the result of `forward`, and overwrites it at each replay."""
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Any:
-        """Call the model for `size` rows, padding included; may be captured. Changes no request slot.
+        """Call the model for `size` rows, padding rows included; may be captured. Changes no request slot.
 
         Args:
             inputs: the rows.
-            size: how many.
-            longest: upper bound of their sequences, the tokens of this step included.
+            size: number of rows.
+            longest: upper bound of the sequences' lengths, this step's tokens included.
         """
         ...
 
     def commit(self, found: Any, inputs: DecodeInputs, size: int, sampled: bool, results: torch.Tensor) -> None:
-        """Choose tokens, and leave them at the request slots and in the step's results.
+        """Choose tokens, and write them to the request slots and the step's results.
 
         Args:
             found: what `forward` returned.
             inputs: the rows.
-            size: how many.
-            sampled: whether one of them is not greedy.
+            size: number of rows.
+            sampled: whether any row is not greedy.
             results: (size, columns) int64, see `StepSlot.results`.
         """
         ...
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
-        """Compute what else a prompt needs, beside the model's own keys and values."""
+        """Compute what a prompt needs beside the model's own keys and values."""
         ...
 
     def commit_prefill(
@@ -55,11 +55,11 @@ class Decoding(Protocol):
 
 
 class SingleTokens:
-    """One token a row and step. How long a sequence is, the host always knows.
+    """One token a row and step. The host always knows the length of each sequence.
 
     Args:
         target: the model.
-        batch: rows at most, and request slots; padding has one of its own behind them.
+        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
         eos_token_ids: tokens that end a sequence.
         device: of the model.
     """
@@ -67,7 +67,7 @@ class SingleTokens:
     def __init__(self, target: PagedModel, batch: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._target = target
         self._last_tokens = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-        """(request slots + 1,) int64: the last token of each request; that of padding at the end."""
+        """(request slots + 1,) int64: the last token of each request; the last entry is for padding."""
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
         self._starts_cpu = torch.arange(batch + 1, dtype=torch.int32)
@@ -97,7 +97,7 @@ class SingleTokens:
         self._leave(tokens, inputs.request_slots[:size], results)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
-        """See `Decoding`; it needs nothing else."""
+        """See `Decoding`; nothing else is needed."""
 
     def commit_prefill(
         self, logits: torch.Tensor, inputs: PrefillInputs, rows: int, sampled: bool, results: torch.Tensor
@@ -109,7 +109,7 @@ class SingleTokens:
 
     def _leave(self, tokens: torch.Tensor, request_slots: torch.Tensor, results: torch.Tensor) -> None:
         stops = ends_of(tokens, self._eos)
-        # Last, and without an allocation: a step that fails leaves all tokens as they were.
+        # Last, without an allocation: a step that fails leaves all tokens as they were.
         results[:, TOKEN].copy_(tokens)
         results[:, STOPS].copy_(stops)
         self._last_tokens.index_copy_(0, request_slots, tokens)

@@ -1,13 +1,12 @@
 """Speculative decoding: a small model drafts, the large one verifies, and neither waits for the host.
 
-In a step of a row the drafter is called K times, and then the target once, on the last token and the K drafts. Of the
-target's own choices those are kept whose tokens before it were drafted rightly: one at least, K + 1 at most (greedy
-verification: Leviathan, Kalman and Matias, ICML 2023, at temperature 0). So the tokens are the target's, and the
-drafter decides only how many there are. The count stays on the device; the next step takes positions, lengths and slots
-from it.
+For each row, a step calls the drafter K times. Then it calls the target once, on the last token and the K drafts. The
+target's choice at a position is kept if all drafts before that position equal the target's choices. That keeps at least
+one choice and at most K + 1 (greedy verification: Leviathan, Kalman and Matias, ICML 2023, at temperature 0). So the
+tokens are the target's, and the drafter decides only how many there are. The count stays on the device; the next step
+computes positions, lengths and slots from the count.
 
-The first call of the drafter is on the last two tokens: where all drafts were accepted, it has not seen the last of
-them.
+The first call of the drafter takes the last two tokens, because after K accepted drafts it has not seen the last draft.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a step has computed, before anything is chosen."""
+    """Results of a step's forward, before tokens are chosen."""
 
     start: torch.Tensor
     """(rows,) int64: position of the last token."""
     fed: torch.Tensor
-    """(rows, K + 1) int64: the last token, and the drafts."""
+    """(rows, K + 1) int64: the last token, then the drafts."""
     logits: torch.Tensor
-    """(rows * (K + 1), vocabulary): the target's, after each of these."""
+    """(rows * (K + 1), vocabulary): the target's, after each token of `fed`."""
 
 
 class DraftedTokens:
@@ -40,10 +39,10 @@ class DraftedTokens:
 
     Args:
         target: the model whose tokens are generated.
-        drafter: the one that drafts; its cache has the same pages.
+        drafter: the model that drafts; its cache uses the same pages.
         drafts: K.
-        batch: rows at most, and request slots; padding has one of its own behind them.
-        max_length: tokens of a sequence at most.
+        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
+        max_length: maximum tokens of a sequence.
         eos_token_ids: tokens that end a sequence.
         device: of both models.
     """
@@ -64,9 +63,9 @@ class DraftedTokens:
         self._drafts = drafts
         self._last_position = max_length - 1
         self._computed = torch.zeros(batch + 1, dtype=torch.int64, device=device)
-        """(request slots + 1,) int64: position of each request's last token, behind what is computed. The truth."""
+        """(request slots + 1,) int64: exact position of each request's last token; the tokens before are computed."""
         self._recent = torch.zeros(batch + 1, 2, dtype=torch.int64, device=device)
-        """(request slots + 1, 2) int64: the token before that, and that."""
+        """(request slots + 1, 2) int64: the second-last and the last token of each request."""
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
         self._offsets = torch.arange(-1, drafts + 1, device=device)
         self._seconds = torch.arange(batch, device=device) * 2 + 1
@@ -75,10 +74,10 @@ class DraftedTokens:
         self._starts = {width: starts.to(device) for width, starts in self._starts_cpu.items()}
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Drafted:
-        """Draft, and let the target say what it would have chosen. See `Decoding`."""
+        """Draft, and compute the target's logits for verification. See `Decoding`."""
         request_slots, table = inputs.request_slots[:size], inputs.block_table[:size]
-        # The host's bound keeps a request that has ended, and whose end nobody knows of yet, within its pages. A
-        # sequence has two tokens at least; padding is given a second.
+        # The host may not know yet that a request has ended; the host's bound keeps the request within its pages. A
+        # sequence has at least two tokens, so padding gets a second token.
         start = torch.minimum(self._computed.index_select(0, request_slots), inputs.positions[:size]).clamp(min=1)
         at = start[:, None] + self._offsets
         recent = self._recent.index_select(0, request_slots)
@@ -92,18 +91,18 @@ class DraftedTokens:
         return Drafted(start, tokens, self._call(self._target, tokens, at[:, 1:], table, longest))
 
     def commit(self, found: Drafted, inputs: DecodeInputs, size: int, sampled: bool, results: torch.Tensor) -> None:
-        """Verify. See `Decoding`; no row is sampled."""
+        """Verify the drafts. See `Decoding`; no row is sampled."""
         chosen = found.logits.argmax(-1).view(size, -1)
         agrees = chosen[:, :-1] == found.fed[:, 1:]
         accepted = agrees.long().cumprod(1).sum(1, keepdim=True)
         stops = ends_of(chosen, self._eos) & (self._offsets[1:] <= accepted)
-        # What comes behind an end of sequence is not given.
+        # Tokens after an end of sequence are dropped.
         behind = stops.long().cumsum(1) - stops.long() > 0
         count = (~behind & (self._offsets[1:] <= accepted)).sum(1)
         ended = stops.any(1)
         computed = found.start + accepted[:, 0] + 1
         recent = torch.cat([found.fed.gather(1, accepted), chosen.gather(1, accepted)], dim=1)
-        # Last, and without an allocation: a step that fails leaves all request slots as they were.
+        # Last, without an allocation: a step that fails leaves all request slots as they were.
         results[:, STOPS].copy_(ended)
         results[:, COUNT].copy_(count)
         results[:, TOKEN:].copy_(chosen)
@@ -112,7 +111,7 @@ class DraftedTokens:
         self._recent.index_copy_(0, request_slots, recent)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
-        """Let the drafter read the prompts too. See `Decoding`."""
+        """Run the drafter on the prompts too. See `Decoding`."""
         self._drafter.prefill(metadata, host, inputs)
 
     def commit_prefill(
@@ -138,7 +137,7 @@ class DraftedTokens:
         longest: int,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of `tokens`, (rows, width) int64 like their positions `at`, which are the last of each sequence."""
+        """Logits of `tokens`, the last of each sequence; `tokens` and their positions `at` are (rows, width) int64."""
         size, width = tokens.shape
         page_size = model.cache.page_size
         slots = table.gather(1, at // page_size).long() * page_size + at % page_size
@@ -153,6 +152,6 @@ class DraftedTokens:
             block_table_tensor=table,
             slot_mapping=slots.flatten(),
         )
-        # A draft may lie behind the model's last position. Nothing that it gives is kept.
+        # A draft may lie past the model's last position. Its results are dropped.
         positions = at.clamp(max=self._last_position).flatten()
         return model.decode(metadata, tokens.flatten(), positions, wanted)

@@ -1,4 +1,4 @@
-"""Steps in a thread beside an event loop.
+"""Runs steps in a thread beside an event loop.
 
 One thread drives at a time. When the event loop that started it ends, another loop that waits for tokens takes over.
 """
@@ -18,10 +18,10 @@ from vllm_async_spec.generation.batching.request import BatcherError
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is driven."""
+    """The work to drive."""
 
     step: Callable[[], object]
-    """Does one step; after that of another thread, if one is in it."""
+    """Runs one step, after the step of another thread if one is running."""
     busy: Callable[[], bool]
     """Whether there is anything left to do."""
 
@@ -55,10 +55,10 @@ class _Drive:
 
 
 class Driver:
-    """Runs steps as long as there is work and an event loop that wants them.
+    """Runs steps while there is work and an event loop that wants them.
 
-    The thread is the driver's own: an event loop's executor may be full of callers that wait for tokens. The work
-    is known to it alone: what an event loop keeps of a task would keep the batcher, and with it the cache.
+    The driver has its own thread, because an event loop's executor may be full of callers that wait for tokens. No
+    task of an event loop refers to the work: the task would keep the batcher alive, and with it the cache.
     """
 
     def __init__(self) -> None:
@@ -68,10 +68,10 @@ class Driver:
         self._followers: set[asyncio.AbstractEventLoop] = set()
 
     def start(self, work: Work) -> None:
-        """Drive from the running event loop, unless another drives.
+        """Drive from the running event loop, unless another loop drives.
 
         Raises:
-            BatcherError: the driver before was stopped, and its last step has not returned.
+            BatcherError: the last step of a stopped driver has not returned.
         """
         current = self._current
         if current is not None and current.stopped:
@@ -79,7 +79,7 @@ class Driver:
         self.follow(work)
 
     def follow(self, work: Work) -> None:
-        """Drive from the running event loop; while another drives, or its last step runs, as soon as that has ended."""
+        """Drive from the running event loop, as soon as the current drive and its last step have ended."""
         loop = asyncio.get_running_loop()
         with self._lock:
             current = self._current
@@ -92,7 +92,7 @@ class Driver:
             thread = loop.run_in_executor(self._thread, self._run, current, work)
             current.task = loop.create_task(current.watch(thread))
         except BaseException:
-            # No thread can be had, for one. The next who starts must find no driver.
+            # For example, no thread could be started. The next `start` must find no driver.
             self._hand_over(current, work)
             raise
 
@@ -106,7 +106,7 @@ class Driver:
             self._hand_over(drive, work)
 
     def _has_work(self, drive: _Drive, work: Work) -> bool:
-        # Under the lock: who submits after this look, and then follows, finds no driver.
+        # Under the lock: a caller that submits after this check, and then calls `follow`, finds no driver.
         with self._lock:
             if self._current is drive and not work.busy():
                 self._current = None
@@ -120,6 +120,6 @@ class Driver:
             self._current = None
             followers, self._followers = self._followers, set()
         for loop in followers:
-            # The first to run `follow` drives, and the others follow it. A closed loop runs nothing.
+            # The first loop to run `follow` drives, and the others follow it. A closed loop raises, and is skipped.
             with contextlib.suppress(Exception):
                 loop.call_soon_threadsafe(self.follow, work)

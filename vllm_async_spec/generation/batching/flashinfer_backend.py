@@ -1,7 +1,7 @@
-"""FlashInfer: decodes by XQA or trtllm-gen, which plan nothing, and prompts by its planned wrapper.
+"""FlashInfer: XQA or trtllm-gen for decodes, which need no plan, and the planned wrapper for prompts.
 
-Prompts are planned from exact lengths, which the host knows. What a plan reads of the host is a step's own buffer, and
-what it fills is one of `PlanBuffers`, so that a plan made while the one before is still being copied leaves that alone.
+Prompts are planned from exact lengths, which the host knows. A plan reads the step's own host buffers, and fills one of
+`PlanBuffers`. So a new plan does not overwrite the previous plan while that is still being copied.
 
 Source: flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1: `xqa_batch_decode_with_kv_cache` and
 `trtllm_batch_decode_with_kv_cache` of `decode.py`, `BatchPrefillWithPagedKVCacheWrapper` of `prefill.py`.
@@ -28,17 +28,17 @@ _PREFILL_WORKSPACE = 384 << 20
 
 
 class FlashInferBackend:
-    """XQA or trtllm-gen, and a wrapper for each shape of layers.
+    """XQA or trtllm-gen for decodes, and one prefill wrapper for each layer shape.
 
     Args:
-        layers: the shapes.
+        layers: shapes of the model's layers.
         page_size: tokens in a page.
         slots: steps that may be planned before the first of them has run.
         device: a CUDA device.
-        query_tokens: tokens of a row that is decoded, at most.
+        query_tokens: maximum tokens of a decode row.
 
     Raises:
-        UnsupportedShapeError: neither kernel takes a shape, or this machine.
+        UnsupportedShapeError: the kernel does not take a shape, or this machine.
     """
 
     name = TrtllmAdapter.name
@@ -75,7 +75,7 @@ class FlashInferBackend:
             )
             for layer in shapes
         }
-        # XQA wants zeros before its first use.
+        # XQA needs zeros before its first use.
         self._workspace = torch.zeros(_DECODE_WORKSPACE, dtype=torch.uint8, device=device)
         shared = torch.empty(_PREFILL_WORKSPACE, dtype=torch.uint8, device=device)
         self._wrappers = {layer: BatchPrefillWithPagedKVCacheWrapper(shared, _LAYOUT) for layer in shapes}

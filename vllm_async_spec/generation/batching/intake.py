@@ -1,4 +1,4 @@
-"""From what a caller submits to a request that can be served."""
+"""Turns what a caller submits into a request that can be served."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _COLDEST = 0.01
 
 
 class Intake:
-    """Makes requests, and refuses in the caller's thread whatever a step could fail at.
+    """Makes requests, and refuses in the caller's thread whatever would make a step fail.
 
     Args:
         tokenizer: encodes prompts that are strings; None if there are none.
-        vocabulary: how many tokens the model knows.
-        samples: whether a request may have a temperature.
-        check: raises `RequestError` for a request that has no place in the batch.
+        vocabulary: number of tokens in the model's vocabulary.
+        samples: whether a request may have a temperature other than 0.
+        check: raises `RequestError` for a request that can never fit the batch.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, *, samples: bool, check: Callable[[Request], None]) -> None:
@@ -33,10 +33,10 @@ class Intake:
         self._check = check
 
     def request(self, prompt: Prompt, max_new_tokens: int, temperature: float, seed: int) -> Request:
-        """The request; arguments as those of `ContinuousBatcher.submit`.
+        """Make a request; arguments as for `ContinuousBatcher.submit`.
 
         Raises:
-            RequestError: it can never be served.
+            RequestError: the request can never be served.
         """
         made = Request(
             self._encoded(prompt),

@@ -1,4 +1,4 @@
-"""Whether a model can be batched continuously, and what its layers are like. Found out by calling it once."""
+"""Checks whether a model can be batched continuously, and finds its layers' shapes by calling the model once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHANGING_ROPE = ("dynamic", "longrope")
 
 
 def take_over(model: Any) -> str:
-    """Make the model attend through our function; returns the name of the one before.
+    """Make the model attend through this package's function; return the name of its previous attention.
 
     Raises:
-        ModelError: its attention is not taken from transformers' registry, or that of a batcher already.
+        ModelError: a batcher owns the model, the model has an encoder, or its attention bypasses the registry.
     """
     name, before = type(model).__name__, str(model.config._attn_implementation)
     if before == IMPLEMENTATION:
@@ -38,7 +38,7 @@ def take_over(model: Any) -> str:
 
 
 def layers_of(model: Any) -> dict[int, LayerShape]:
-    """Shape of each layer of a model that `take_over` has taken, by its index.
+    """Shape of each layer, by index, of a model that `take_over` has prepared.
 
     Raises:
         ModelError: the model can't be batched.
@@ -62,12 +62,12 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
 
 
 def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
-    """Drafts of each sequence and step; none without a draft model.
+    """Number of drafts of each sequence in a step; 0 without a draft model.
 
     Args:
         model: verifies the drafts.
         draft_model: drafts; None if there is none.
-        given: by the caller, if at all.
+        given: the caller's number, or None.
 
     Raises:
         ModelError: the draft model is the model, has another vocabulary, or is on another device.
@@ -93,11 +93,11 @@ def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
 
 
 def max_length_of(models: Sequence[Any], given: int | None) -> int:
-    """Tokens of a sequence at most, prompt and generated: what was given, or a default that the models take.
+    """Maximum tokens of a sequence, prompt and generated: `given`, or a default that the models allow.
 
     Args:
         models: the model, and the draft model if there is one.
-        given: by the caller, if at all.
+        given: the caller's number, or None.
 
     Raises:
         ValueError: one of the models has fewer positions.
@@ -114,12 +114,12 @@ def max_length_of(models: Sequence[Any], given: int | None) -> int:
 
 
 def takes_logits_to_keep(model: Any) -> bool:
-    """Whether the model can be told which tokens' logits are wanted."""
+    """Whether the model takes `logits_to_keep`, which selects the tokens that get logits."""
     return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def ends_of_sequence(model: Any, given: int | Sequence[int] | None) -> list[int]:
-    """Tokens that end a sequence: what was given, or those of the model's generation configuration, if it has any."""
+    """Tokens that end a sequence: `given`, or those of the model's generation configuration, if any."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
     if ids is None:
         return []
@@ -127,7 +127,7 @@ def ends_of_sequence(model: Any, given: int | Sequence[int] | None) -> list[int]
 
 
 def _positions_of(model: Any) -> int | None:
-    """Tokens of a sequence that the model takes at most; None if its configuration names no limit."""
+    """Maximum tokens of a sequence for this model; None if its configuration names no limit."""
     positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return positions
 

@@ -1,4 +1,4 @@
-"""Keys and values of all layers in pages, and what a layer's attention is like."""
+"""Keys and values of all layers in pages, and the shape of a layer's attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What does not change from step to step in the attention of a layer. Layers of one shape share their plans."""
+    """The constant properties of a layer's attention. Layers of one shape share their plans."""
 
     num_heads: int
     num_kv_heads: int
@@ -19,13 +19,13 @@ class LayerShape:
     scale: float
     """Factor on the logits."""
     sliding_window: int | None
-    """How many tokens back, itself included, a token sees; all if None."""
+    """How many tokens back, itself included, a token sees; None means all."""
 
 
 class PagedCache:
     """Pages of keys and of values, each (pages, page size, KV heads, head size), for every layer.
 
-    Zeros at first: a kernel may multiply what is beyond a sequence's end by zero, which of a NaN is a NaN.
+    Pages start as zeros: a kernel may multiply values past a sequence's end by zero, and zero times NaN is NaN.
 
     Args:
         layers: shape of each layer, by its index.
@@ -48,7 +48,7 @@ class PagedCache:
             )
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer."""
+        """Keys and values of a layer, each (pages, page size, KV heads, head size)."""
         return self._pages[layer]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -56,7 +56,7 @@ class PagedCache:
 
         Args:
             layer: index of the layer.
-            slot_mapping: (tokens,) int64, device. Several rows of padding may share a slot.
+            slot_mapping: (tokens,) int64, device. Several padding rows may share a slot.
             key: (tokens, KV heads, head size).
             value: the same.
         """

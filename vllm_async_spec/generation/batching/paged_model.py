@@ -1,4 +1,4 @@
-"""A model whose keys and values are in pages: one call of it, from tokens to logits."""
+"""A model whose keys and values are in pages: one call, from tokens to logits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class PagedModel:
-    """A causal language model of transformers that attends through our function, a cache and an attention backend."""
+    """A causal language model of transformers, with its paged cache and attention backend."""
 
     model: Any
     cache: PagedCache
     backend: AttentionBackend
     keeps: bool
-    """Whether it can be told which tokens' logits are wanted."""
+    """Whether the model takes `logits_to_keep`."""
     forward: Callable[..., Any]
-    """For decodes, compiled if it is to be."""
+    """The forward for decodes, compiled if requested."""
 
     @classmethod
     def of(
         cls, model: Any, cache: PagedCache, backend: AttentionBackend, *, compile_with: dict[str, Any] | None = None
     ) -> PagedModel:
-        """The same, having asked the model what it can be told; with arguments of `torch.compile`, or None."""
+        """Make a `PagedModel`; `compile_with` holds arguments of `torch.compile`, or is None."""
         forward = model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
         return cls(model, cache, backend, takes_logits_to_keep(model), forward)
 
@@ -43,13 +43,13 @@ class PagedModel:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits of a batch of decodes, which come in few sizes; may be captured in a CUDA graph.
+        """Logits of a batch of decodes, padded to one of a few sizes; may be captured in a CUDA graph.
 
         Args:
             metadata: the batch.
             tokens: (tokens,) int64.
             positions: (tokens,) int64.
-            wanted: (rows,) int64, among `tokens`; all if None.
+            wanted: (rows,) int64, indices into `tokens`; None means all.
 
         Returns:
             (rows, vocabulary), or (tokens, vocabulary).
@@ -58,12 +58,12 @@ class PagedModel:
         return self._logits(self.forward, metadata, attend, tokens, positions, wanted)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> torch.Tensor:
-        """Logits of the last token of each prompt, or of each chunk of one.
+        """Logits of the last token of each prompt, or of each prompt chunk.
 
         Args:
             metadata: the batch.
-            host: its inputs on the host.
-            inputs: and on the device.
+            host: inputs of the batch, on the host.
+            inputs: the same inputs, on the device.
 
         Returns:
             (rows, vocabulary).
@@ -83,7 +83,7 @@ class PagedModel:
         positions: torch.Tensor,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Of a batch whose keys and values are written on the way."""
+        """Logits of a batch; the forward also writes its keys and values to the cache."""
         keep = {"logits_to_keep": wanted} if wanted is not None and self.keeps else {}
         with at_work(Forward(self.cache, metadata.slot_mapping, attend)):
             logits: torch.Tensor = forward(

@@ -1,11 +1,11 @@
-"""Which pages of the KV cache are free. Only numbers: the tensors are those of `PagedCache`."""
+"""Tracks by number which pages of the KV cache are free; `PagedCache` holds the tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 NULL_PAGE = 0
-"""What rows of padding write to and read from; never handed out."""
+"""The page that padding rows write and read; never handed out."""
 
 
 class PageAllocator:
@@ -28,7 +28,7 @@ class PageAllocator:
 
     @property
     def capacity(self) -> int:
-        """Pages that requests can have in all."""
+        """Pages that all requests together can hold."""
         return self.num_pages - 1
 
     @property
@@ -37,7 +37,7 @@ class PageAllocator:
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` pages, or None where so many are not free."""
+        """Take `count` pages; None if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -45,10 +45,10 @@ class PageAllocator:
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Free what `take` gave.
+        """Free pages that `take` returned.
 
         Raises:
-            ValueError: one of them is not taken.
+            ValueError: a page is not taken.
         """
         for page in pages:
             if page not in self._taken:

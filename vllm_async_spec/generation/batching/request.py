@@ -1,7 +1,7 @@
-"""A request, as whoever submitted it sees it: what was asked for, and what has been generated so far.
+"""A request as its caller sees it: its parameters, and the tokens generated so far.
 
-The thread that steps runs no code of those who iterate. It asks their event loops to wake them, which never waits. So
-an iterator that is slow or raises harms itself alone.
+The stepping thread runs no code of the request's readers. It asks their event loops to wake them, which never waits.
+So a reader that is slow or raises harms only itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 class BatcherError(RuntimeError):
-    """The batcher can't go on, or was called in a way that can't be; the message says why."""
+    """The batcher can't go on, or was called wrongly; the message says why."""
 
 
 class RequestError(ValueError):
@@ -28,14 +28,14 @@ class Request:
     temperature: float = 0.0
     """0 is greedy."""
     seed: int = 0
-    """Of sampling: the same seed gives the same tokens, whatever else is in the batch."""
+    """Seed of sampling: the same seed gives the same tokens, whatever else is in the batch."""
     tokens: list[int] = field(default_factory=list)
-    """What has been generated so far, the end of sequence included."""
+    """Tokens generated so far, the end of sequence included."""
     finish_reason: str | None = None
-    """`eos`, `length`, `cancelled` or `error`; None while it goes on."""
+    """`eos`, `length`, `cancelled` or `error`; None until the request is finished."""
     error: RequestError | None = None
     _listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = field(default_factory=dict)
-    """What each iterator waits for, and the event loop that it does so in."""
+    """The event that each iterator waits for, and the iterator's event loop."""
 
     @property
     def finished(self) -> bool:
@@ -46,7 +46,7 @@ class Request:
         """The tokens of a finished request.
 
         Raises:
-            RequestError: it could not be finished, or has not been yet.
+            RequestError: the request failed, or is not finished yet.
         """
         self._raise_error()
         if not self.finished:
@@ -54,19 +54,19 @@ class Request:
         return self.tokens
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """The tokens from the first on, each when it is known; several may iterate.
+        """Yield the tokens from the first on, each when it is known; several readers may iterate.
 
-        The event loop must live as long as the iteration: one that is closed in the middle ends the request.
+        The event loop must live as long as the iteration: closing the loop midway ends the request.
 
         Raises:
-            RequestError: it could not be finished. What was generated before is given first.
+            RequestError: the request failed. Tokens generated before are yielded first.
         """
         changed, given = asyncio.Event(), 0
         self._listeners[changed] = asyncio.get_running_loop()
         try:
             while True:
                 changed.clear()
-                # Read before the tokens: another thread appends the last one first, and finishes then.
+                # Read this before the tokens: another thread appends the last token before it finishes the request.
                 finished = self.finished
                 for token in self.tokens[given:]:
                     given += 1
@@ -80,23 +80,23 @@ class Request:
         self._raise_error()
 
     def emit(self, tokens: Sequence[int]) -> RequestError | None:
-        """Append tokens; for the batcher.
+        """Append tokens; called by the batcher.
 
         Returns:
-            Why an iterator can't be told of them, if so. It will never take another.
+            An error if an iterator's event loop takes no more tokens, else None.
         """
         self.tokens.extend(tokens)
         return self._tell()
 
     def finish(self, reason: str, error: RequestError | None = None) -> None:
-        """Say that no more will come; for the batcher."""
+        """End the request; called by the batcher."""
         self.error = error
         self.finish_reason = reason
         self._tell()
 
     def _raise_error(self) -> None:
         if self.error is not None:
-            # A new one: each raise adds to an error's traceback, and so keeps the frames of a caller alive for others.
+            # A copy: each raise extends an error's traceback, which would keep one caller's frames alive for others.
             raise RequestError(*self.error.args)
 
     def _tell(self) -> RequestError | None:
@@ -105,7 +105,7 @@ class Request:
             try:
                 loop.call_soon_threadsafe(changed.set)
             except Exception as error:
-                # Where it is gone, the iteration had ended before the event loop did.
+                # If the listener is gone already, its iteration ended before the event loop did.
                 if self._listeners.pop(changed, None) is not None:
                     failure = RequestError(
                         f"the event loop that iterates over this request takes no more tokens, because "

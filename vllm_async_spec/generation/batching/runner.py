@@ -1,7 +1,7 @@
-"""What a step is on the device: its inputs in, the model, its tokens out.
+"""Runs a step on the device: copies its inputs in, calls the model, and copies its tokens out.
 
-The token that a request was given last stays on the device, in its request slot. The step that decodes it takes it
-from there, whether or not the host has seen it. `Decoding` says what else is there.
+The last token of each request stays on the device, in its request slot. The step that decodes the token reads it there,
+whether or not the host has seen it. `Decoding` defines what else a request slot holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Launched:
 
     arrival: Arrival
     results: torch.Tensor
-    """(rows, columns) int64, host, as `StepSlot.results`; valid once they have arrived."""
+    """(rows, columns) int64, host, as `StepSlot.results`; valid once `arrival` has happened."""
 
 
 class Runner:
@@ -38,13 +38,13 @@ class Runner:
 
     Args:
         target: the model.
-        decoding: how its rows are decoded, and what is kept of them.
+        decoding: how rows are decoded, and what request slots hold.
         streams: where work is launched.
-        sizes: of a step.
-        slots: sets of inputs that steps use in turn: one more than the steps ahead of what is known.
+        sizes: limits of a step.
+        slots: sets of buffers that steps use in turn: one more than the steps launched ahead.
         decode_sizes: numbers of rows that decodes are padded to, ascending; the last is `sizes.batch`.
-        longest: tokens of a sequence at most, those of drafts behind its end included.
-        cuda_graphs: whether decodes are captured, each size in each slot; all share one pool of memory.
+        longest: maximum tokens of a sequence, drafts after its end included.
+        cuda_graphs: whether decodes are captured, each size in each slot; all graphs share one memory pool.
 
     Raises:
         ModelError: the model can't be captured.
@@ -68,14 +68,14 @@ class Runner:
         self._streams = streams
         self._sizes = sizes
         self.batch = sizes.batch
-        """Results of decodes come before this row, those of prompts from it on."""
+        """Index of the first prefill row in the results; decode rows come before."""
         self._decode_sizes = decode_sizes
         self._longest = longest
         self._slots = StepSlots(slots, sizes, device)
         self._padding_slot = sizes.batch
         self._graphs: dict[tuple[int, int], Callable[[], Any]] = {}
         if device.type == "cuda":
-            # All of these, and the request slots, were made on the current stream, which the streams don't wait for.
+            # The buffers and the request slots were made on the current stream, for which `streams` do not wait.
             torch.cuda.current_stream(device).synchronize()
         self._warm_up()
         if cuda_graphs:
@@ -90,11 +90,11 @@ class Runner:
                 ) from error
 
     def open(self) -> OpenStep:
-        """Begin a step in the slot whose turn it is."""
+        """Begin a step in the next slot."""
         return OpenStep(self, *self._slots.next())
 
     def _warm_up(self) -> None:
-        """Call every kernel once, on the null page: what is compiled at first use is compiled now."""
+        """Call every kernel once, on the null page, so that kernels are compiled now."""
         slot, host, _ = self._slots.next()
         for name in ("query_start_loc", "page_indptr"):
             host.prefill[name][:2] = (0, 1)
@@ -112,13 +112,13 @@ class Runner:
         with torch.inference_mode():
             self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, sampled=True)
             for size in self._decode_sizes:
-                # Padding has one token, or with drafts two and these.
+                # A padding row has one token, or with drafts two tokens and the drafts.
                 self._decode(slot, size, longest=2 + self._sizes.drafts, sampled=True)
 
     def _capture(self, streams: CudaStreams) -> None:
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
-            # The largest first: the others fit into the memory that it took.
+            # Capture the largest size first, so that the others fit into its memory.
             for size in reversed(self._decode_sizes):
                 for slot in self._slots.slots:
                     forward = functools.partial(self._decoding.forward, slot.inputs.decode, size, self._longest)
@@ -128,7 +128,7 @@ class Runner:
         streams.drain()
 
     def size_of(self, rows: int) -> int:
-        """The number of rows that so many decodes are padded to."""
+        """The decode size that this number of rows is padded to."""
         return next(size for size in self._decode_sizes if size >= rows)
 
     def _decode(self, slot: StepSlot, size: int, *, longest: int, sampled: bool) -> None:
@@ -167,7 +167,7 @@ class Runner:
 
 
 class OpenStep:
-    """One step while it is launched: `fill`, then `decode` and `prefill`, then `close`."""
+    """One step while it is launched: call `fill`, then `decode` and `prefill`, then `close`."""
 
     def __init__(self, runner: Runner, slot: StepSlot, host: HostInputs, results: torch.Tensor) -> None:
         self._runner = runner
@@ -177,7 +177,7 @@ class OpenStep:
         self._sampled_decodes = self._sampled_prefills = False
 
     def fill(self, decodes: Sequence[Row], prefills: Sequence[Row]) -> None:
-        """Write the inputs of both, and send them to the device."""
+        """Write the inputs of all rows, and send them to the device."""
         runner, slot, host = self._runner, self._slot, self._host
         self._sampled_decodes = self._sampled_prefills = False
         page_size, padding_slot = runner._target.cache.page_size, runner._padding_slot

@@ -1,8 +1,8 @@
-"""Tokens from logits, on the device: greedily, or by sampling that depends on a request's seed and position alone.
+"""Tokens from logits, on the device: greedily, or by sampling that depends only on a request's seed and position.
 
 Sampling adds Gumbel noise to the logits and takes the largest, which draws from the softmax (Gumbel, 1954). The noise
-is a hash of seed, position and token (the finaliser of SplitMix64: Steele, Lea and Flood, OOPSLA 2014), so it does not
-depend on which rows share a step, and a row computed twice draws the same token twice.
+is a hash of seed, position and token (the finaliser of SplitMix64: Steele, Lea and Flood, OOPSLA 2014). So the noise
+does not depend on which rows share a step, and a row computed twice draws the same token twice.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _FIRST = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _SECOND = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
-# One less than a float32's significand has: the half that is added must not be rounded up to 1.
+# One bit less than a float32's significand, so that adding one half is never rounded up to 1.
 _BITS = 23
 
 
 def sample(
     logits: torch.Tensor, temperature: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each row.
+    """Choose one token for each row.
 
     Args:
         logits: (rows, vocabulary) floating point.
         temperature: (rows,) float32, 0 where a row is greedy; None if all are.
         seeds: (rows,) int64.
-        positions: (rows,) int, of the tokens that the logits are those of.
+        positions: (rows,) int, position of the fed token that gave each row's logits.
 
     Returns:
         (rows,) int64.
@@ -33,7 +33,7 @@ def sample(
     greedy = logits.argmax(-1)
     if temperature is None:
         return greedy
-    # The logits of a greedy row are divided by something, too; what comes of it is dropped.
+    # Greedy rows are divided by 1, and their draws are dropped.
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
     drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(-1)
     return torch.where(temperature > 0, drawn, greedy)
@@ -63,5 +63,5 @@ def _mixed(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """To the right, with zeros from the left; that of int64 copies the sign."""
+    """Shift right with zeros from the left; the shift of int64 copies the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)

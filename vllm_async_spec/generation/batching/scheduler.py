@@ -1,14 +1,13 @@
-"""What each step computes, planned before it is known what the steps in flight gave. Plain Python, no tensors.
+"""Plans each step before the results of the steps in flight are known. Plain Python, no tensors.
 
-How far a request has got is known when a step is planned, not when it has run: each row of a step that samples adds one
-token. What is learned late is only whether that token ended the sequence. A row planned in between computes a token too
-many, which is dropped.
+A request's progress is known when a step is planned: each row that samples adds one token. The host only learns late
+whether that token ended the sequence. A row planned in between computes one token too many, which is dropped.
 
-With drafts a row adds one token at least, and one more for each draft at most. How many is learned late too. Until then
-a request is taken to be as long as if all were accepted, and to have as many tokens as if none were.
+With drafts, a row adds at least one token, and at most one more for each draft. The host learns the number late. Until
+then the scheduler's length assumes that all drafts in flight are accepted, and its token count assumes none.
 
-A request has its slot and all pages that it can ever need, from the step that admits it to the last one that writes to
-them. So nothing that runs is ever pushed out, and no page changes hands while a step in flight may write to it.
+A request holds its slot and all pages that it can ever need. It holds them from the step that admits it to the last
+step that writes to them. So no request is preempted, and no page changes owner while a step in flight may write to it.
 """
 
 from __future__ import annotations
@@ -28,35 +27,35 @@ def _no_pages() -> array[int]:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the scheduler's books. Its counts include the steps in flight."""
+    """A request with the scheduler's counts, which include the steps in flight."""
 
     request: Request
     request_slot: int = -1
-    """Where the device keeps its last token; -1 before it is admitted."""
+    """Where the device keeps the request's last token; -1 before admission."""
     pages: array[int] = field(default_factory=_no_pages)
-    """Of the cache; of a kind that numpy copies without looking at each."""
+    """Pages of the cache, in an array that numpy copies without a look at each element."""
     computed: int = 0
-    """Tokens whose keys and values the steps planned so far write; with drafts in flight, at most."""
+    """Tokens whose keys and values the planned steps write; an upper bound with drafts in flight."""
     sampled: int = 0
-    """Tokens that the steps planned so far sample; with drafts in flight, at least."""
+    """Tokens that the planned steps sample; a lower bound with drafts in flight."""
     given: int = 0
-    """Tokens that the request has been given; the list that it keeps of them belongs to the caller."""
+    """Tokens given to the request so far; the caller may change the list `request.tokens`."""
     in_flight: int = 0
-    """Steps that have a row of it and of which nothing is known yet."""
+    """Steps with a row of the request whose results are not known yet."""
 
     @property
     def in_prompt(self) -> bool:
-        """Whether a part of the prompt is in no step yet."""
+        """Whether part of the prompt is not planned yet."""
         return self.computed < len(self.request.prompt)
 
     @property
     def may_decode(self) -> bool:
-        """Whether a step may add a token to it, as far as is known."""
+        """Whether a step may add a token, as far as is known."""
         return not self.in_prompt and self.sampled < self.request.max_new_tokens
 
     @property
     def last(self) -> int:
-        """The last position whose token may be fed to the model: the one before the last of the sequence."""
+        """The last position whose token may be fed to the model: the second-last of the sequence."""
         return len(self.request.prompt) + self.request.max_new_tokens - 2
 
 
@@ -68,35 +67,35 @@ class Row:
     start: int
     stop: int
     samples: bool
-    """Whether it gives a token: not before the prompt's last."""
+    """Whether the row yields a token: only if it reaches the end of the prompt."""
     drafts: int = 0
-    """How many of its tokens are drafts, each of which may give one more."""
+    """How many of the row's tokens are drafts, each of which may yield one more token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: rows of tokens that the device has, and rows of prompts."""
+    """One step: decode rows, whose tokens are on the device, and prefill rows."""
 
     decodes: list[Row]
     prefills: list[Row]
 
     @property
     def rows(self) -> list[Row]:
-        """All of them, decodes first."""
+        """All rows, decodes first."""
         return self.decodes + self.prefills
 
 
 class Scheduler:
-    """First come, first served; decodes in each step, beside prefills in chunks.
+    """First come, first served: decodes in each step, beside prefills in chunks.
 
     Args:
-        pages: of the KV cache.
+        pages: allocates pages of the KV cache.
         page_size: tokens in a page.
         max_batch: requests that run at once.
         max_length: tokens of a sequence, prompt and generated.
         max_prefill_tokens: prompt tokens in a step.
         max_prefills: prompts in a step.
-        drafts: drafts of each row that is decoded.
+        drafts: drafts of each decode row.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Scheduler:
     ) -> None:
         self.pages = pages
         self.verified = self.given = 0
-        """Rows with drafts of which is known what they gave, and the tokens that they gave."""
+        """Rows with drafts whose results are known, and the number of tokens that they gave."""
         self._drafts = drafts
         self._page_size = page_size
         self._max_length = max_length
@@ -124,11 +123,11 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is not finished, or a step in flight has a row of one."""
+        """Whether a request is unfinished, or a step in flight still has a row of a finished request."""
         return bool(self._waiting or self._running)
 
     def check(self, request: Request) -> None:
-        """Refuse what can never be served.
+        """Refuse a request that can never be served.
 
         Raises:
             RequestError: the prompt is empty, no token is asked for, or the sequence is longer than fits.
@@ -151,11 +150,11 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request that `check` has let pass."""
+        """Queue a request that `check` has accepted."""
         self._waiting.append(Job(request))
 
     def cancel(self, request: Request) -> None:
-        """Plan no more of a request, unless it is finished; what steps in flight give for it is dropped."""
+        """Plan no more of an unfinished request; drop what steps in flight give for it."""
         if request.finished:
             return
         for job in [*self._waiting, *self._running]:
@@ -164,9 +163,9 @@ class Scheduler:
                 return
 
     def plan(self) -> Step | None:
-        """The next step, counted as in flight from now on; None where there is nothing to compute before more is known.
+        """Plan the next step, which counts as in flight from now on. None if nothing can be computed yet.
 
-        Every step must be handed to `apply_results`, in order, or its rows to `undo`.
+        Pass every step to `apply_results`, in order, or its rows to `undo`.
         """
         decodes: list[Row] = []
         prefills: list[Row] = []
@@ -185,12 +184,12 @@ class Scheduler:
         return Step(decodes, prefills) if decodes or prefills else None
 
     def apply_results(self, rows: Sequence[Row], results: Iterable[tuple[Sequence[int], bool]]) -> None:
-        """Take in what a step gave.
+        """Apply the results of a step.
 
         Args:
-            rows: its rows.
-            results: for each, its tokens, and whether the last is an end of sequence; of rows that don't sample,
-                anything.
+            rows: the step's rows.
+            results: for each row, its tokens, and whether the last token ends the sequence; ignored for rows that don't
+                sample.
         """
         for row, (tokens, stops) in zip(rows, results, strict=True):
             row.job.in_flight -= 1
@@ -199,7 +198,7 @@ class Scheduler:
             self._release_if_left(row.job)
 
     def undo(self, rows: Iterable[Row]) -> None:
-        """Take back rows of the step planned last, which was not run: the next has them again."""
+        """Take back rows of the newest step, which did not run: the next step has them again."""
         for row in rows:
             row.job.computed = row.start
             row.job.sampled -= row.samples
@@ -212,7 +211,7 @@ class Scheduler:
             self._end(job, "error", error)
 
     def fail_all(self, error: RequestError) -> None:
-        """End all requests with an error, when no step is in flight any more or ever will be."""
+        """End all requests with an error, once no step will be planned or read any more."""
         for job in [*self._waiting, *self._running]:
             job.in_flight = 0
             self.fail(job, error)
@@ -254,7 +253,7 @@ class Scheduler:
             return None
         pages = self.pages.take(self._pages_of(self._waiting[0].request))
         if pages is None:
-            # Nobody behind it is let past: it would wait for ever.
+            # No later request overtakes this one, which could otherwise wait for ever.
             return None
         job = self._waiting.popleft()
         job.pages, job.request_slot = array("i", pages), self._request_slots.pop()
@@ -262,7 +261,7 @@ class Scheduler:
         return job
 
     def _pages_of(self, request: Request) -> int:
-        # The last token is never fed to the model, so it needs no place; drafts behind the one before it do.
+        # The last token is never fed to the model and needs no place. Drafts after the second-last token do.
         return -(-(len(request.prompt) + request.max_new_tokens - 1 + self._drafts) // self._page_size)
 
     def _end(self, job: Job, reason: str, error: RequestError | None = None) -> None:
@@ -272,7 +271,7 @@ class Scheduler:
         self._release_if_left(job)
 
     def _release_if_left(self, job: Job) -> None:
-        """Free what a finished request has, once no step in flight writes to it."""
+        """Free the pages and the slot of a finished request, once no step in flight writes to them."""
         if job.request.finished and not job.in_flight and job.request_slot >= 0:
             self._running.remove(job)
             self.pages.give_back(job.pages)

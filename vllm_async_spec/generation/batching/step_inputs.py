@@ -1,4 +1,4 @@
-"""Filling the host's inputs of a step from its rows. Nothing here touches the device."""
+"""Fills the host's inputs of a step from its rows. Nothing here touches the device."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from vllm_async_spec.generation.batching.step_slots import Array, HostInputs
 
 
 def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size: int, padding_slot: int) -> bool:
-    """Write rows that are decoded, and padding up to `size` rows.
+    """Write the decode rows, and padding up to `size` rows.
 
-    With drafts, a row may be planned beyond its request's last token; it is computed at the last place that it has.
+    With drafts, a row may be planned to start past `Job.last`; its position is then `Job.last`.
 
-    A row of padding is a sequence of one token on the null page, so that no kernel has to know of it.
+    A padding row is a sequence of one token on the null page, so that kernels need not know of padding.
 
     Returns:
-        Whether one of the rows is sampled, and not greedy.
+        Whether any row is not greedy.
     """
     fields, count = host.decode, len(rows)
     table, temperature = fields["block_table"], fields["temperature"]
     jobs = [row.job for row in rows]
     starts = [min(row.start, row.job.last) for row in rows]
     temperatures = [job.request.temperature for job in jobs]
-    # A list at once: an element at a time costs numpy as much each.
+    # Assign whole lists: numpy spends as much on a single element.
     fields["request_slots"][:count] = [job.request_slot for job in jobs]
     fields["positions"][:count] = starts
     fields["slot_mapping"][:count] = [
@@ -47,10 +47,10 @@ def fill_decodes(host: HostInputs, rows: Sequence[Row], *, size: int, page_size:
 
 
 def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padding_slot: int) -> bool:
-    """Write rows of prompts, one behind the other.
+    """Write the prefill rows, one after another.
 
     Returns:
-        Whether one of the rows is sampled, and not greedy.
+        Whether any row yields a token and is not greedy.
     """
     fields, sampled, token, page = host.prefill, False, 0, 0
     fields["query_start_loc"][0] = fields["page_indptr"][0] = 0
@@ -59,7 +59,7 @@ def fill_prefills(host: HostInputs, rows: Sequence[Row], *, page_size: int, padd
         at = np.arange(row.start, row.stop)
         here = slice(token, token + len(at))
         pages = np.asarray(job.pages, dtype=np.int32)
-        # Of the prompt alone: a plan reads as many as the sequence has now.
+        # Only the pages that the sequence uses by now: a plan expects exactly these.
         used = pages[: -(-row.stop // page_size)]
         fields["tokens"][here] = request.prompt[row.start : row.stop]
         fields["positions"][here] = at

@@ -1,7 +1,7 @@
-"""The inputs of a step, on the host and on the device, and its results: sets of buffers that steps use in turn.
+"""Sets of buffers that steps use in turn: a step's inputs, on the host and on the device, and its results.
 
-All inputs of a step are one buffer, so they are one copy. What every step has comes first; the copy of a step without
-prompts ends there.
+All inputs of a step share one buffer, so one copy sends them. Decode inputs come first; the copy of a step without
+prompts ends after them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from vllm_async_spec.host_copy import PinnedRing
 _ALIGNMENT = 16
 
 STOPS, COUNT, TOKEN = range(3)
-"""Columns of a step's results: whether the last token ends the sequence, how many tokens there are, and the first."""
+"""Columns of a step's results: whether the last token ends the sequence, the number of tokens, the first token."""
 
 Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """Of rows that are decoded; the device has their tokens."""
+    """Inputs of decode rows; the device has their tokens."""
 
     request_slots: torch.Tensor
-    """(rows,) int64: where each row's last token is, and its next goes."""
+    """(rows,) int64: where each row reads its last token and writes its next token."""
     positions: torch.Tensor
-    """(rows,) int64: of the last token; with drafts an upper bound, where all of those in flight are accepted."""
+    """(rows,) int64: of the last token; with drafts an upper bound, as if all drafts in flight were accepted."""
     slot_mapping: torch.Tensor
-    """(rows,) int64: where its keys and values are written; with drafts nobody reads it."""
+    """(rows,) int64: where keys and values are written; unused with drafts."""
     seq_lens: torch.Tensor
-    """(rows,) int32, this token included; with drafts nobody reads it."""
+    """(rows,) int32, this token included; unused with drafts."""
     block_table: torch.Tensor
     """(rows, pages of a request) int32"""
     temperature: torch.Tensor
@@ -46,7 +46,7 @@ class DecodeInputs:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """Of rows that are in their prompt."""
+    """Inputs of prefill rows."""
 
     tokens: torch.Tensor
     """(tokens,) int64"""
@@ -61,15 +61,15 @@ class PrefillInputs:
     block_table: torch.Tensor
     """(rows, pages of a request) int32"""
     last: torch.Tensor
-    """(rows,) int64: the last token of each row, among `tokens`."""
+    """(rows,) int64: index in `tokens` of each row's last token."""
     request_slots: torch.Tensor
-    """(rows,) int64: where the row's next token goes; the request slot of padding for a row that gives none."""
+    """(rows,) int64: where each row's next token goes; the padding slot for a row that yields no token."""
     temperature: torch.Tensor
     """(rows,) float32"""
     seeds: torch.Tensor
     """(rows,) int64"""
     page_indptr: torch.Tensor
-    """(rows + 1,) int32: where each row's pages begin in `page_indices`, as FlashInfer's plans want it."""
+    """(rows + 1,) int32: where each row's pages begin in `page_indices`, as FlashInfer's plans expect."""
     page_indices: torch.Tensor
     """(rows * pages of a request,) int32"""
     last_page_len: torch.Tensor
@@ -78,22 +78,22 @@ class PrefillInputs:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the buffers are."""
+    """The limits that set the buffers' sizes."""
 
     batch: int
-    """Rows that are decoded at most."""
+    """Maximum decode rows."""
     prefills: int
-    """Rows in their prompt at most."""
+    """Maximum prefill rows."""
     prefill_tokens: int
-    """Tokens of those together at most."""
+    """Maximum tokens of all prefill rows together."""
     pages: int
-    """Pages of one request at most."""
+    """Maximum pages of one request."""
     drafts: int = 0
-    """Drafts of a row that is decoded."""
+    """Drafts of a decode row."""
 
     @property
     def results(self) -> int:
-        """Rows of results: of decodes first, then of prefills."""
+        """Rows of results: decodes first, then prefills."""
         return self.batch + self.prefills
 
     @property
@@ -103,7 +103,7 @@ class Sizes:
 
 
 def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
-    """Numbers of rows that decodes are padded to, ascending: what was given, or powers of two and `batch`.
+    """Numbers of rows that decodes are padded to, ascending: `given`, or powers of two and `batch`.
 
     Raises:
         ValueError: one is not positive, or the largest is not `batch`.
@@ -117,7 +117,7 @@ def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
 
 
 class Inputs:
-    """One buffer, and both kinds of inputs as views of it."""
+    """One buffer, with decode inputs and prefill inputs as views of it."""
 
     def __init__(self, buffer: torch.Tensor, sizes: Sizes) -> None:
         self.buffer = buffer
@@ -153,12 +153,12 @@ class Inputs:
 
     @staticmethod
     def nbytes(sizes: Sizes) -> int:
-        """Bytes that the buffer must have."""
+        """Bytes that the buffer needs."""
         return _Cursor.measure(sizes)
 
 
 class _Cursor:
-    """Cuts typed tensors off a buffer of bytes, one after the other."""
+    """Cuts typed tensors off a buffer of bytes, one after another."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
@@ -172,7 +172,7 @@ class _Cursor:
 
     @staticmethod
     def measure(sizes: Sizes) -> int:
-        # Of no memory: only its end is asked for.
+        # A meta tensor takes no memory; only the last offset is needed.
         buffer = torch.empty(1 << 40, dtype=torch.uint8, device="meta")
         last = Inputs(buffer, sizes).prefill.last_page_len
         end = last.storage_offset() * last.element_size() + last.numel() * last.element_size()
@@ -180,12 +180,12 @@ class _Cursor:
 
 
 def arrays(inputs: DecodeInputs | PrefillInputs) -> dict[str, Array]:
-    """The same memory for numpy, which writes single rows with far less ado."""
+    """The same memory as numpy arrays, which write single rows much faster."""
     return {each.name: getattr(inputs, each.name).numpy() for each in dataclasses.fields(inputs)}
 
 
 class HostInputs:
-    """What the host fills for one step: pinned where the device is a CUDA device."""
+    """The host's inputs of one step; pinned if the model is on a CUDA device."""
 
     def __init__(self, buffer: torch.Tensor, sizes: Sizes) -> None:
         self.tensors = Inputs(buffer, sizes)
@@ -194,10 +194,10 @@ class HostInputs:
 
 
 class StepSlot:
-    """One set: inputs on the device, and results there.
+    """One set of buffers on the device: inputs and results.
 
     Args:
-        number: which one.
+        number: index of the set.
         sizes: of the buffers.
         device: of the model.
     """
@@ -206,15 +206,15 @@ class StepSlot:
         self.number = number
         self.inputs = Inputs(torch.zeros(Inputs.nbytes(sizes), dtype=torch.uint8, device=device), sizes)
         self.results = torch.zeros((sizes.results, sizes.columns), dtype=torch.int64, device=device)
-        """(rows, columns) int64: of each row what `STOPS` and `COUNT` name, then its tokens."""
-        self.results[:, COUNT] = 1  # for good, but where drafts are verified
+        """(rows, columns) int64: for each row the columns `STOPS` and `COUNT`, then its tokens."""
+        self.results[:, COUNT] = 1  # only rows with drafts change this
 
 
 class StepSlots:
-    """The sets, handed out in turn, and the host's buffers for them, each fenced by the copy that uses it.
+    """The sets, used in turn, and the host's buffers for them, each fenced by the copy that uses it.
 
     Args:
-        count: one more than the steps that are launched before the results of one are read.
+        count: one more than the steps launched before a step's results are read.
         sizes: of the buffers.
         device: of the model.
     """
@@ -228,17 +228,17 @@ class StepSlots:
         self._host = {buffer.data_ptr(): HostInputs(buffer, sizes) for buffer in buffers}
 
     def next(self) -> tuple[StepSlot, HostInputs, torch.Tensor]:
-        """The slot whose turn it is, the host's inputs to fill for it, and the host's results, shaped as the slot's."""
+        """The next slot, the host's inputs to fill for it, and the host's results, shaped as the slot's."""
         self._turn = (self._turn + 1) % len(self.slots)
         return self.slots[self._turn], self._host[self._inputs.next().data_ptr()], self._results.next()
 
     def send(self, slot: StepSlot, host: HostInputs, *, prefills: bool) -> None:
-        """Copy the inputs to the device; launched on the stream for that."""
+        """Copy the inputs to the device, on the current stream."""
         end = None if prefills else host.tensors.decode_bytes
         slot.inputs.buffer[:end].copy_(host.tensors.buffer[:end], non_blocking=True)
         self._inputs.fence()
 
     def fetch(self, slot: StepSlot, host: torch.Tensor) -> None:
-        """Copy the results to the host; launched on the stream for that."""
+        """Copy the results to the host, on the current stream."""
         host.copy_(slot.results, non_blocking=True)
         self._results.fence()

@@ -1,4 +1,4 @@
-"""The steps that were launched and of whose tokens the scheduler has not been told."""
+"""The launched steps whose tokens the scheduler does not have yet."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class _InFlight:
 
 
 class StepsInFlight:
-    """Launches what the scheduler has planned, and tells it what came of that, oldest first.
+    """Launches planned steps, and passes their results to the scheduler, oldest first.
 
     Args:
-        scheduler: whose steps they are.
+        scheduler: plans the steps.
         runner: launches them.
         streams: of the runner.
         device: of the model.
@@ -47,7 +47,7 @@ class StepsInFlight:
         return len(self._steps)
 
     def launch(self, step: Step) -> None:
-        """Launch a step; a request for which the device's memory does not suffice ends."""
+        """Launch a step. If rows find no memory on the device, the last of their requests ends."""
         with _on(self._device):
             opened = self._spare or self._runner.open()
             opened.fill(step.decodes, step.prefills)
@@ -57,11 +57,11 @@ class StepsInFlight:
                 self._spare = None
                 self._steps.append(_InFlight(Step(decodes, prefills), opened.close()))
             else:
-                # The next turn's slot may be that of a step in flight.
+                # Reuse this slot next: the slot after it may belong to a step in flight.
                 self._spare = opened
 
     def collect(self) -> None:
-        """Read the tokens of the oldest step, after waiting for them if need be, and hand them to the scheduler."""
+        """Read the tokens of the oldest step, after a wait if needed, and pass them to the scheduler."""
         step, launched = self._steps[0].step, self._steps[0].launched
         counted_wait(launched.arrival, "tokens of a step", launched.results.nbytes)
         self._steps.popleft()
@@ -71,17 +71,17 @@ class StepsInFlight:
         self._scheduler.apply_results(step.rows, [(row[TOKEN : TOKEN + row[COUNT]], bool(row[STOPS])) for row in found])
 
     def forget(self) -> None:
-        """Read no more of them."""
+        """Drop all steps in flight without reading their results."""
         self._steps.clear()
 
     def _tried(self, launch: Callable[[Sequence[Row]], None], rows: list[Row]) -> list[Row]:
-        """The rows that were launched: all, or, where memory does not suffice, none, and one request less next time."""
+        """The rows that were launched: all, or none if memory ran out; then the last row's request fails."""
         if not rows:
             return rows
         try:
             launch(rows)
         except torch.OutOfMemoryError as error:
-            # What was launched of it reads the step's buffers still; no hurry now.
+            # Kernels launched before the failure may still read the step's buffers.
             self._streams.drain()
             last = rows[-1].job
             self._scheduler.undo(rows)
@@ -92,5 +92,5 @@ class StepsInFlight:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make the device current in this thread, which may not be the one that made the batcher."""
+    """Make the device current in this thread, which may not be the thread that made the batcher."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""The three streams that the work of a step goes through: to the device, on the device, and back.
+"""The three stages of a step's work: copy to the device, compute, and copy back.
 
-On a CUDA device each is a stream, and events join them, so that the inputs of a step travel while the one before runs,
-and its tokens while the next one does. Elsewhere what is launched has run when the call returns.
+On a CUDA device each stage has a stream, and events order them. A step's inputs travel while the previous step runs,
+and its tokens travel while the next step runs. On other devices, work has run when the call returns.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ Work = Callable[[], None]
 
 
 class Streams(Protocol):
-    """Where the parts of steps are launched. A slot is one of the sets of inputs that steps use in turn."""
+    """Where the stages of steps are launched. A slot is one of the sets of buffers that steps use in turn."""
 
     def copy_in(self, slot: int, copy: Work) -> None:
-        """Launch the copy of a slot's inputs to the device, after all that computed with those before."""
+        """Launch the copy of a slot's inputs to the device, after all work on the slot's previous inputs."""
         ...
 
     def compute(self, slot: int, work: Work) -> None:
-        """Launch what computes with a slot's inputs, after their copy and all that was launched here before."""
+        """Launch work on a slot's inputs, after their copy and all earlier work launched here."""
         ...
 
     def copy_out(self, slot: int, copy: Work) -> Arrival:
-        """Launch the copy of a slot's results to the host, after what computed them."""
+        """Launch the copy of a slot's results to the host, after the work that computed them."""
         ...
 
     def drain(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched work."""
         ...
 
 
 OpenStreams = Callable[[torch.device, int], Streams]
-"""From a device and how many slots there are to the streams."""
+"""Takes a device and the number of slots; returns the streams."""
 
 
 def open_streams(device: torch.device, slots: int) -> Streams:
-    """Streams on a CUDA device; else none, and all is done at once."""
+    """CUDA streams for a CUDA device; for others, `HostStreams`, which run all work at once."""
     return CudaStreams(device, slots) if device.type == "cuda" else HostStreams()
 
 
 class HostStreams:
-    """Of a device that nothing is late on."""
+    """The stages of a device without streams: each runs at once."""
 
     def copy_in(self, slot: int, copy: Work) -> None:
         """See `Streams`."""
@@ -76,7 +76,7 @@ class _Arrived:
 
 @dataclass(frozen=True, slots=True)
 class _Events:
-    """Of one slot."""
+    """The events of one slot."""
 
     copied_in: torch.cuda.Event
     computed: torch.cuda.Event
@@ -84,16 +84,16 @@ class _Events:
 
 
 class CudaStreams:
-    """Three streams of a device.
+    """Three CUDA streams, one for each stage.
 
     Args:
         device: a CUDA device.
-        slots: how many sets of inputs steps use in turn.
+        slots: number of buffer sets that steps use in turn.
     """
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.stream = torch.cuda.Stream(device)
-        """The one that computes."""
+        """The stream that computes."""
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._events = [_Events(torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()) for _ in range(slots)]
@@ -114,7 +114,7 @@ class CudaStreams:
             with torch.cuda.stream(self.stream):
                 work()
         finally:
-            # Also of work that failed half-way: it may read the inputs still.
+            # Record after a failure too: work already launched may still read the inputs.
             events.computed.record(self.stream)
 
     def copy_out(self, slot: int, copy: Work) -> Arrival:
