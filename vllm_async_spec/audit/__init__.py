@@ -1,1 +1,1 @@
-"""Host reads of device state in a running engine, observed from outside: the engine is not asked to take part."""
+"""Audit a running engine from outside: find its host reads of device state without changing the engine."""

@@ -1,4 +1,4 @@
-"""From what was recorded to what is reported."""
+"""Turn recordings into the findings of a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_async_spec.audit.waits import Wait
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The parts of a report that the recordings alone give."""
+    """The parts of a report that come from the recordings alone."""
 
     steps: int
     simulated: bool
@@ -28,11 +28,11 @@ class Findings:
 
 
 def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
-    """Say what recordings of the same load show.
+    """Analyse recordings of the same load.
 
     Args:
-        full: with phases and waits.
-        quiet: by CUPTI alone; None where there is no device.
+        full: recorded with phases and waits.
+        quiet: recorded by CUPTI alone; None without a GPU.
     """
     causes, unseen = _causes(full)
     return Findings(
@@ -47,7 +47,7 @@ def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
 
 
 _LOCK_MS = 0.02
-"""What a thread loses to Python's lock after its waits in a step, before it is worth a note."""
+"""Milliseconds a step lost to Python's lock after waits; a larger loss gets a note."""
 
 
 def _notes(recorded: Recorded, unseen: int) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _notes(recorded: Recorded, unseen: int) -> Iterator[str]:
 
 
 def _causes(recorded: Recorded) -> tuple[tuple[Cause, ...], int]:
-    """Waits by who asked, and how many nobody was seen asking for."""
+    """Waits grouped by the line that asked, and the number of waits without a Python call."""
     inside = Innermost(recorded)
     found: dict[tuple[object, ...], list[Wait]] = defaultdict(list)
     about: dict[tuple[object, ...], tuple[WaitKind, Place, str, Phase, tuple[Frame, ...]]] = {}

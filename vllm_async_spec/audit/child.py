@@ -1,7 +1,7 @@
-"""The engine of `vllm-async-spec audit --model`: `python -m vllm_async_spec.audit.child SETUP`, a process of its own.
+"""The engine process of `vllm-async-spec audit --model`: `python -m vllm_async_spec.audit.child SETUP`.
 
-It says on its standard output, a JSON object a line, how far it is, and at last the report or why there is none. The
-engine's own processes are as vLLM lays them out.
+The process writes JSON lines to standard output: its progress, then the report or the error. The engine's own processes
+are as vLLM lays them out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_async_spec.json_child import answering
 
 
 def main() -> None:
-    """Make the engine, audit it, and say what was found."""
+    """Make the engine, audit it, and write the report."""
     with answering() as answer:
         try:
             report = _audit(json.loads(sys.argv[1]), lambda stage: answer({"stage": stage}))
@@ -33,7 +33,7 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
 
     Args:
         setup: `engine_arguments`, as on vLLM's command line; `load`, `batch`, `steps`.
-        stage: told what is being done.
+        stage: called with what is being done.
     """
     stage("starting the engine")
     import vllm
@@ -92,7 +92,7 @@ def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:
         for field in dataclasses.fields(EngineArgs)
         if getattr(parsed, field.name) != getattr(defaults, field.name)
     }
-    # The audit's own, unless the user said otherwise: what runs together, and no prompt that is found in a cache.
+    # Defaults of the audit, which the user may override: the batch size, and no prefix caching.
     return {
         "max_num_seqs": batch,
         "enable_prefix_caching": False,
@@ -119,7 +119,7 @@ class _Runner:
         ]
 
     def __call__(self) -> Ran:
-        """Run it once."""
+        """Run the load once."""
         drafts, accepted = self._counters()
         start = time.perf_counter()
         outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)

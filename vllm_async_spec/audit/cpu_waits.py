@@ -1,10 +1,9 @@
 """Reads that would be waits on a GPU, in an engine on a CPU: `host_reads.CpuProbe` with call stacks and events.
 
-The probe follows what the forward computed through every operator of a thread. Here it also keeps where each read is,
-follows the threads that fetch outputs, and understands a copy that is waited for by its event: what was copied without
-blocking before an event was recorded is the host's once somebody has waited for that event, and the wait is counted
-there. Which side a tensor is on can't be seen on a CPU, so a copy within the device that was asked for without
-blocking passes for one to the host.
+The probe follows what the forward computed through every operator of a thread. `CpuWaits` also keeps each read's call
+stack, follows the threads that fetch outputs, and understands events. Non-blocking copies made before an event was
+recorded become the host's when a thread waits for the event; that wait is counted. A tensor's side can't be seen on a
+CPU, so a non-blocking copy within the device counts as a copy to the host.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Read:
 
     thread: int
     what: str
-    """What was called: `item`, `tolist`, `numpy`, `cpu`, `to`, or `event`."""
+    """The method or operator called, such as `item`, `to` or `nonzero`, or `event`."""
     late: bool
-    """Whether what was read is of an earlier step than the newest whose forward has been launched."""
+    """Whether the value read is of an earlier step than the newest launched one."""
     at: int
     """Nanoseconds since the epoch."""
     stack: RawStack
@@ -46,9 +45,9 @@ class CpuWaits(CpuProbe):
         self._followed = threading.local()
         self._changes = Transaction()
         self._copies: dict[int, torch.Tensor] = {}
-        """By number, what copies without blocking have written and nobody has waited for."""
+        """Targets of non-blocking copies that no thread has waited for, by number."""
         self._copied = 0
-        # The thread that fetches outputs waits for them while the worker goes on.
+        # The thread that fetches outputs waits for copies while the worker makes new ones.
         self._lock = threading.Lock()
         AuditedCpuEvent.waits = self
 
@@ -59,7 +58,7 @@ class CpuWaits(CpuProbe):
 
     @contextlib.contextmanager
     def following(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Follow tensors on this thread, whatever it is given; may be entered within itself."""
+        """Follow tensors on this thread; arguments are ignored, and contexts may nest."""
         if getattr(self._followed, "active", False):
             yield
             return
@@ -73,29 +72,29 @@ class CpuWaits(CpuProbe):
             self._followed.active = False
 
     def on_device(self, tensor: torch.Tensor, *, unless: Iterable[torch.Tensor | None]) -> None:
-        """Take `tensor` for the device's from now on, unless it shares its memory with one of the host's."""
+        """Treat `tensor` as the device's from now on, unless it shares memory with a tensor in `unless`."""
         storages = {host.untyped_storage()._cdata for host in unless if host is not None}
         if tensor.untyped_storage()._cdata not in storages:
             self.mark(tensor, self._step)
 
     def read(self, what: str, step: int) -> None:
-        """Keep a read of something that depends on `step`."""
+        """Record a read of a value that depends on `step`."""
         super().read(what, step)
         self.found.append(Read(threading.get_ident(), what, step < self._step, time.time_ns(), take()))
 
     def copying(self, host: torch.Tensor) -> None:
-        """Remember a copy that nobody has waited for yet."""
+        """Remember a copy until a thread waits for it."""
         if self.step_of(host) is not None:
             with self._lock:
                 self._copied += 1
                 self._copies[self._copied] = host
 
     def recorded(self) -> tuple[int, int]:
-        """What an event that is recorded now stands for."""
+        """The newest step and copy number, for an event that is recorded now."""
         return self._step, self._copied
 
     def waited(self, stands_for: tuple[int, int]) -> None:
-        """Count a wait for an event: what was copied before it was recorded is the host's from now on."""
+        """Count a wait for an event; copies made before the event was recorded become the host's."""
         step, copies = stands_for
         self.read("event", step)
         with self._lock:
@@ -108,7 +107,7 @@ class CpuWaits(CpuProbe):
         self._changes.set(owner, name, value)
 
     def adopt(self, event: Any) -> None:
-        """Hear an event of somebody else's stand-in class, made before; None before its first record."""
+        """Observe an existing event of another stand-in class; waits before its next record are not counted."""
         stands_for: tuple[int, int] | None = None
 
         def record(*args: Any) -> None:
@@ -123,7 +122,7 @@ class CpuWaits(CpuProbe):
         self.replace(event, "synchronize", synchronize)
 
     def reads_as_data(self) -> list[dict[str, Any]]:
-        """What was found, as plain data."""
+        """The reads, as plain data."""
         return [
             {"thread": r.thread, "what": r.what, "late": r.late, "at": r.at, "stack": plain(r.stack)}
             for r in self.found
@@ -131,7 +130,7 @@ class CpuWaits(CpuProbe):
 
 
 class AuditedCpuEvent:
-    """What `torch.Event` is on a CPU while audits are possible: it does nothing, and can be heard."""
+    """Replaces `torch.Event` on a CPU while audits are possible; reports waits to the audit, and does nothing else."""
 
     waits: CpuWaits | None = None
 
@@ -139,18 +138,18 @@ class AuditedCpuEvent:
         self._stands_for: tuple[int, int] | None = None
 
     def record(self, *args: Any) -> None:
-        """Note what has been done so far."""
-        waits = self.waits  # which another thread may end meanwhile
+        """Note the newest step and copy."""
+        waits = self.waits  # another thread may end the audit meanwhile
         self._stands_for = waits.recorded() if waits is not None else None
 
     def synchronize(self) -> None:
-        """Wait for what had been done when the event was recorded."""
+        """Report a wait for the work before the event."""
         waits = self.waits
         if waits is not None and self._stands_for is not None:
             waits.waited(self._stands_for)
 
     def wait(self, *args: Any) -> None:
-        """Nothing: there is one stream."""
+        """Do nothing: there is one stream."""
 
     def query(self) -> bool:
         """True: everything is done at once."""

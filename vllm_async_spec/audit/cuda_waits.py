@@ -1,9 +1,8 @@
-"""Which Python line asked for a wait of a CUDA device, at the cost of microseconds a wait.
+"""Find the Python lines that wait for a CUDA device, at the cost of microseconds a wait.
 
-CUPTI sees every wait and how long it took, but not who asked. Here is who asked: PyTorch's sync debug mode warns, on
-the thread and at the line, of every synchronising operation of its own; events, `torch.cuda.synchronize` and copies
-that were asked for without blocking, of which it says nothing, are called through functions that note the call.
-`analysis` joins the two by thread and time.
+CUPTI sees every wait and its duration, but not the Python line. PyTorch's sync debug mode warns of every synchronising
+operation of its own, on the thread and at the line. The mode does not warn of events, `torch.cuda.synchronize` and
+non-blocking copies, so these functions are wrapped to note each call. `waits` joins both by thread and time.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WARNING = "called a synchronizing CUDA operation"
 class Call:
     """One call that may have waited, in nanoseconds since the epoch, which is the clock of CUPTI's records.
 
-    A warning comes after the wait: its start and end are both its own time.
+    A warning comes after the wait; its start and end are both the warning's time.
     """
 
     thread: int
@@ -47,7 +46,7 @@ class CudaWaits:
     _changes: Transaction = field(default_factory=Transaction)
 
     def start(self) -> None:
-        """Begin to note."""
+        """Start noting calls."""
         changes = self._changes
         changes.undo_with(_listen(self._on_warning))
         changes.set(torch.cuda.Event, "synchronize", self._noting(torch.cuda.Event.synchronize, "event"))
@@ -73,7 +72,7 @@ class CudaWaits:
         return noting
 
     def _noting_copies(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # a subclass of Tensor is told of what it is asked for by this function
+        @functools.wraps(function)  # KnownTensor recognises the function by its __wrapped__
         def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             start = time.time_ns()
             out = function(tensor, *args, **kwargs)
@@ -100,7 +99,7 @@ class CudaWaits:
 
 
 class AuditedEvent(torch.Event):
-    """`torch.Event`, whose waits can be heard; its own class is written in C and can't be changed."""
+    """A `torch.Event` that reports its waits; `torch.Event` itself is written in C and can't be changed."""
 
     listener: Callable[[Callable[[], None]], None] | None = None
 
@@ -114,13 +113,13 @@ class AuditedEvent(torch.Event):
 
 
 def hear_events() -> None:
-    """Have events that are made from now on be such whose waits can be heard."""
+    """Make `torch.Event` report its waits: events made from now on are `AuditedEvent`s."""
     if isinstance(torch.Event, type) and not issubclass(torch.Event, AuditedEvent):
         torch.Event = AuditedEvent  # type: ignore[misc]
 
 
 def _listen(heard: Callable[[], None]) -> Callable[[], None]:
-    """Turn PyTorch's sync debug mode on and call `heard` at each of its warnings; what is returned undoes it."""
+    """Turn on PyTorch's sync debug mode and call `heard` at each of its warnings; the returned function undoes both."""
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns that it is a prototype

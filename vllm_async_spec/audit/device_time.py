@@ -13,12 +13,12 @@ from vllm_async_spec.audit.report import DeviceTime, Gap, asking
 from vllm_async_spec.audit.stack import readable
 
 LAUNCH_GAP_NS = 3_000
-"""A gap shorter than this is between kernels that are already launched; a longer one is the host's, or a dependency."""
+"""Shorter gaps lie between kernels already launched; the host or a dependency causes longer gaps."""
 _GAPS_SHOWN = 12
 
 
 def gaps_between(trace: DeviceTrace, start: int, end: int) -> list[tuple[int, int, int]]:
-    """When nothing ran between two moments: from, to, and the index of the work that ended it, or -1."""
+    """Gaps of the device between two moments: start, end, and index of the work that ended the gap, or -1."""
     gaps, cursor = [], start
     for index in range(int(np.searchsorted(trace.start, end))):
         a, b = int(trace.start[index]), int(trace.end[index])
@@ -30,20 +30,20 @@ def gaps_between(trace: DeviceTrace, start: int, end: int) -> list[tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the time between two moments was spent on, as shares of it."""
+    """How the device spent the time between two moments, in shares of that time."""
 
     busy: float
-    """In which anything ran."""
+    """Share in which any work ran."""
     launch_gaps: float
-    """In gaps shorter than 3 µs."""
+    """Share in gaps shorter than 3 µs."""
     host_idle: float
-    """In longer ones."""
+    """Share in longer gaps."""
     host_gaps: int
-    """How many these are."""
+    """Number of longer gaps."""
 
 
 def shares_between(trace: DeviceTrace, start: int, end: int) -> Shares:
-    """What the time between two moments was spent on."""
+    """How the device spent the time between two moments."""
     gaps = [b - a for a, b, _ in gaps_between(trace, start, end)]
     long = [gap for gap in gaps if gap >= LAUNCH_GAP_NS]
     idle, host_idle, whole = sum(gaps), sum(long), end - start
@@ -54,8 +54,8 @@ def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
     """The shares of the device's time, and its longest gaps.
 
     Args:
-        quiet: recorded by CUPTI alone: what the shares are taken from.
-        full: recorded with the host's phases and waits: what the gaps are taken from.
+        quiet: recorded by CUPTI alone; source of the shares.
+        full: recorded with the host's phases and waits; source of the gaps.
     """
     assert quiet.trace is not None
     trace = quiet.trace
@@ -91,7 +91,7 @@ class _Meanwhile:
         self._waits = [wait for wait in recorded.waits if wait.thread == recorded.main]
 
     def __call__(self, start: int, end: int, launched: int) -> str:
-        """Say it of the gap from `start` to `end`, which the work ended that was launched at `launched`."""
+        """Describe the gap from `start` to `end`, which ended with work launched at `launched`."""
         if launched < start:
             return "nothing was left to launch: a dependency between streams, or within a graph"
         until = max(min(launched, end), start + 1)

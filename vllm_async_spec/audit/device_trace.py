@@ -23,7 +23,7 @@ class Runtime:
     start: int
     end: int
     copy: str = ""
-    """Of a copy, such as `DtoH Pageable`."""
+    """Direction and host memory of a copy, such as `DtoH Pageable`; empty for other calls."""
     bytes: int = 0
 
 
@@ -34,14 +34,14 @@ class DeviceTrace:
     start: Times
     end: Times
     launched: Times
-    """When the host made the call that put the work into its stream; the start of the work where that is unknown."""
+    """When the host's call put the work into its stream; if unknown, the start of the work."""
     stream: Times
     is_copy: npt.NDArray[np.bool_]
     names: tuple[str, ...]
     calls: tuple[Runtime, ...]
-    """Every call of the CUDA runtime or driver, by start; copies are not told."""
+    """Every call of the CUDA runtime or driver, by start, without `copy` and `bytes`."""
     blocking: tuple[Runtime, ...]
-    """Those that can block, by start, with their copies."""
+    """The calls that can block, by start, with `copy` and `bytes`."""
 
 
 _WAITS = re.compile(r"^(cuda|cu)(Stream|Event|Device|Ctx)Synchronize|^cudaFree(Host)?$|^cudaMemcpy(2D)?$")
@@ -50,13 +50,13 @@ _DIRECTION = re.compile(r"Memcpy (\w+) \((\w+) -> (\w+)\)")
 
 
 def cupti_thread(ident: int) -> int:
-    """How CUPTI's records name the thread that Python calls `ident`: its lower 32 bits, signed, without the sign."""
+    """CUPTI's number for Python's thread `ident`: the absolute value of its lower 32 bits, taken as signed."""
     low = ident & 0xFFFFFFFF
     return abs(low - (1 << 32) if low >= 1 << 31 else low)
 
 
 def read_trace(path: Path) -> DeviceTrace:
-    """Read what PyTorch's profiler exported."""
+    """Read a trace that PyTorch's profiler exported."""
     data = json.loads(path.read_text(encoding="utf-8"))
     base = int(data.get("baseTimeNanoseconds", 0))
     device, calls = [], []

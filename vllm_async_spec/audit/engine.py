@@ -1,4 +1,4 @@
-"""Auditing an engine that this process holds: `vllm.LLM`, whatever its processes."""
+"""Audit an engine that this process holds: a `vllm.LLM`, in whatever processes it runs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ RPC = "async_spec_audit"
 """The name by which `collective_rpc` reaches the audit's agents in an engine's processes."""
 _LONGEST_S = 600
 _QUIET = 1.03
-"""Up to here CUPTI's records have not changed what they show."""
+"""Up to this ratio of step times, CUPTI's records do not distort what they show."""
 SKIP = 8
-"""Steps left out before a recording: the prompts', and what a batch needs to settle."""
+"""Steps left out before a recording: prefills, and steps until the batch settles."""
 
 Ask = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Sends a request to every process of an engine, and gives their answers: the engine core's first."""
 Files = dict[str, Any]
-"""What `worker` and, where it is another process, `core` (else None) saved; JSON."""
+"""Files saved by `worker`, and by `core` if that is another process (else None); JSON."""
 Saved = dict[str, Files]
 """The files of each recording, by the value of its `How`."""
 
@@ -42,7 +42,7 @@ class AuditError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a load came to."""
+    """The result of running a load once."""
 
     tokens: int
     seconds: float
@@ -63,11 +63,11 @@ def audit_llm(
 
     Args:
         llm: the engine.
-        work: gives the engine something to do, once, and says what it came to; called two times or more.
+        work: runs the load once and returns the result; called at least twice.
         steps: steps to record.
         skip: steps to leave out before them.
         name: what the report calls the load.
-        requests: how many run at once, for the report.
+        requests: number of requests that run at once, for the report.
         decided_by: why asynchronous scheduling is as it is.
 
     Raises:
@@ -98,7 +98,7 @@ def answers(replies: list[str]) -> list[dict[str, Any]]:
     """The answers of an engine's agents, the engine core's first.
 
     Raises:
-        AuditError: one of them says why it can't.
+        AuditError: an agent answered with an error.
     """
     found = [json.loads(reply) for reply in replies]
     for answer in found:
@@ -122,10 +122,10 @@ def described(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_seconds(seconds: float) -> float:
-    """How long an audit of a server may take in all.
+    """Time limit for the whole audit of a server, in seconds.
 
     Args:
-        seconds: how long one of its recordings may take.
+        seconds: time limit of one recording.
     """
     return 4 * seconds + 60
 
@@ -137,7 +137,7 @@ def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
 
 
 def recordings(facts: dict[str, Any]) -> tuple[How, ...]:
-    """What is recorded, in this order, of an engine with these facts: without a device there is nothing quieter."""
+    """The recordings to make of an engine with these facts, in order; without a GPU none is by CUPTI alone."""
     return (How.PLAIN, How.DEVICE, How.FULL) if facts["driver"] else (How.PLAIN, How.FULL)
 
 
@@ -153,7 +153,7 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
     Args:
         facts: what ran.
         saved: the files of each recording.
-        given: what the engine had to do.
+        given: the engine's load.
 
     Raises:
         AuditError: too little was recorded.
@@ -186,7 +186,7 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
 
 
 def _overstated(report: Report) -> Iterator[str]:
-    """A note where recording alone made steps longer, and so the device idle."""
+    """A note if recording itself lengthened steps and so left the device idle."""
     cost, idle = report.overhead, report.plain_idle
     if cost is not None and idle is not None and cost.device_ratio > _QUIET:
         yield (
@@ -201,7 +201,7 @@ def _plain_steps(files: dict[str, str]) -> Spread:
 
 
 def command_line() -> str:
-    """How this process was started, to be typed again; but for a server's key, which is nobody else's business."""
+    """The command line of this process, quoted for a shell, with `KEY` in place of a server's API key."""
     arguments = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for index, argument in enumerate(arguments):
         if argument.startswith("--api-key="):

@@ -1,4 +1,4 @@
-"""What the terminal and the page both show of a report: its key figures, its facts, and how numbers are written."""
+"""What the terminal and the page both show of a report: key figures, facts and number formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIMULATED = (
     "Recorded on a CPU, where nothing waits for a device: these are the places that would wait on a GPU. "
     "They are counted, not timed."
 )
-"""What a reader of a simulated report must know before anything else."""
+"""Warning at the top of a simulated report."""
 
 INCOMPARABLE = "One of the two was recorded on a CPU, the other on a GPU: there is nothing to compare."
 
@@ -26,7 +26,7 @@ PLACES = {
 }
 
 UNSEEN = "no Python call seen"
-"""Stands for the site of a cause without a stack."""
+"""Shown in place of the site of a cause without a stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +43,26 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pair(Generic[T]):
-    """The same thing in the report of before and in that of after, where it is in both."""
+    """One item of two reports, before and after; None where a report lacks the item."""
 
     before: T | None
     after: T | None
 
     @property
     def either(self) -> T:
-        """The one that there is; that of after, if there are two."""
+        """The item of after, or else that of before."""
         found = self.before if self.after is None else self.after
         if found is None:
             raise ValueError("a pair of nothing")
         return found
 
     def all(self, *, compared: bool) -> tuple[T | None, ...]:
-        """What a table shows of it: both in a comparison, else the one."""
+        """The items that a table shows: both in a comparison, else that of after."""
         return (self.before, self.after) if compared else (self.after,)
 
 
 def key_figures(report: Report) -> tuple[Figure, ...]:
-    """The figures that sum a report up; those that need a clock or a device only where there was one."""
+    """The figures that sum a report up, without times or device figures if none were measured."""
     found = [_waits(report, Place.CRITICAL)]
     if report.simulated:
         return (*found, _waits(report, Place.OVERLAPPED), _waits(report, Place.HIDDEN))
@@ -85,14 +85,14 @@ def compared_figures(before: Report, after: Report) -> tuple[tuple[Figure, Figur
 
 
 def is_timed(*reports: Report | None) -> bool:
-    """Whether times of these reports mean something: all were made where a wait can be timed."""
+    """Whether times of these reports mean something: none is simulated."""
     return not any(report.simulated for report in reports if report)
 
 
 def paired_causes(before: Report | None, after: Report) -> tuple[Pair[Cause], ...]:
-    """The causes of both reports, the worst of either first; without a report of before, as they are.
+    """The causes of both reports in pairs, the worst first; without a report of before, in the report's order.
 
-    A cause is the same in both if it waits in the same way at the same line of the same thread, and holds up the same.
+    Two causes are the same if their kind, place, thread and site are equal.
     """
     left: dict[tuple[str, ...], list[Cause]] = {}
     for cause in before.causes if before else ():
@@ -106,14 +106,14 @@ def paired_causes(before: Report | None, after: Report) -> tuple[Pair[Cause], ..
 
 
 def paired_phases(before: Report | None, after: Report) -> tuple[Pair[PhaseTime], ...]:
-    """The phases of both reports in the order of a step, those of one thread together."""
+    """The phases of both reports in pairs, in the order of after; phases that only before has come last."""
     left = {(time.thread, time.phase): time for time in before.phases} if before else {}
     pairs = [Pair(left.pop((time.thread, time.phase), None), time) for time in after.phases]
     return (*pairs, *(Pair(time, None) for time in left.values()))
 
 
 def facts(report: Report) -> dict[str, str]:
-    """What ran and what it was given to do, by name."""
+    """Facts of the engine and its load, by name."""
     engine, load = report.engine, report.load
     scheduling = "asynchronous" if engine.async_scheduling else "synchronous"
     return {
@@ -157,7 +157,7 @@ def percent(share: float) -> str:
 
 
 def ratio(before: float, after: float) -> str:
-    """How many times what was before; of nothing there is none."""
+    """`after / before`, or `-` if that is undefined."""
     if not before or not math.isfinite(after / before):
         return "-"
     return number(after / before)

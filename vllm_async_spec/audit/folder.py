@@ -11,17 +11,17 @@ _PREFIX = "vllm-async-spec-audit-"
 
 
 def make_folder() -> tempfile.TemporaryDirectory[str]:
-    """A new one, which only this user can enter; with what is in it, it goes when the `with` block ends."""
+    """A new folder that only this user can enter; the end of the `with` block deletes it."""
     return tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
 
 
 def check_folder(folder: str) -> Path:
     """The folder, if `make_folder` may have made it.
 
-    Whoever reaches an engine's `collective_rpc` can name any path, and what is written there replaces what is there.
+    A caller of an engine's `collective_rpc` can name any path, and a recording overwrites files there.
 
     Raises:
-        ValueError: it is another; the message says why.
+        ValueError: `make_folder` can't have made the folder; the message says why.
     """
     path, temporary = Path(folder), Path(tempfile.gettempdir())
     if path.parent != temporary or not path.name.startswith(_PREFIX):

@@ -1,4 +1,4 @@
-"""The one sentence at the top of a report: is it on, on what, what blocks most, what to change."""
+"""The headline of a report: is asynchronous scheduling on, on which engine, what blocks most, what to change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from vllm_async_spec.audit.analysis import Findings
 from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place, WaitKind
 
 NOTHING_TO_WIN = 0.01
-"""Share of the time below which idle that the host causes is not worth anybody's work."""
+"""Share of host-caused idle below which removing waits is not worth the work."""
 
 
 def headline(engine: EngineFacts, found: Findings) -> str:
-    """Say it.
+    """The headline, one sentence.
 
     Args:
         engine: what ran.
@@ -60,6 +60,6 @@ def _remedy(cause: Cause) -> str:
 
 
 def _beside(slowest: PhaseTime) -> str:
-    """What the host does for so long that removing waits alone can't help."""
+    """A clause on a phase so long that removing waits alone can't help."""
     why = ", as it does where the forward runs without a CUDA graph" if slowest.phase is Phase.LAUNCH else ""
     return f"; beside the waits, {slowest.phase.value} takes {slowest.ms_per_step:.1f} ms of the host a step{why}"

@@ -1,9 +1,9 @@
-"""Counting the moments at which the engine's thread reads what the device computed.
+"""Count host reads of device results on the engine's thread.
 
-Two probes of one interface. `CudaProbe` sees the real waits of a CUDA device. `CpuProbe` runs where host and device are
-the same memory: it follows what the model computed through every operator and counts the reads that would be waits on
-a GPU. Both tell reads of the step that was launched last (*now*: the host can't go on before the device has
-finished) from reads of the one before (*late*: the device has work queued meanwhile).
+Two probes share an interface. `CudaProbe` sees the real waits for a CUDA device. `CpuProbe` runs on a CPU, where host
+and device share memory: it follows the model's results through every operator and counts the reads that would wait on
+a GPU. Both separate reads of the newest step (*now*: the host stops until the device has finished) from reads of the
+step before (*late*: the device has work queued meanwhile).
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class CpuProbe:
     def __init__(self) -> None:
         self.reads = HostReads()
         self._step = 0
-        # Storage by address to the step that wrote it. Kept alive, lest its address is given to another.
+        # From a storage's address to the step that wrote it; the storage is kept alive, so its address stays unique.
         self._written: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._modes = self.modes()
 
     def modes(self) -> tuple[Any, ...]:
-        """What must be entered on a thread for the probe to see what that thread does."""
+        """The modes to enter on a thread for the probe to see what that thread does."""
         return _Follow(self), _Watch(self)
 
     def forward(self, run: Callable[[], Any]) -> Any:
         """Run the target's forward: a new step, whose results are the device's."""
         self.reads.steps += 1
         self._step += 1
-        # A list first, and one by one: another thread may be marking, or waiting.
+        # Iterate over a copy, and pop with a default: other threads may change the dict meanwhile.
         for key, (step, _) in list(self._written.items()):
             if step < self._step - 1:
                 self._written.pop(key, None)
@@ -82,13 +82,13 @@ class CpuProbe:
         steps = [
             written[0]
             for leaf in tree_leaves(values)
-            # In one look: another thread may be waiting for it.
+            # One lookup, because another thread may remove the entry.
             if isinstance(leaf, torch.Tensor) and (written := self._written.get(leaf.untyped_storage()._cdata))
         ]
         return max(steps, default=None)
 
     def read(self, what: str, step: int) -> None:
-        """Count a read of something that depends on `step`."""
+        """Count a read of a value that depends on `step`."""
         self.reads.add(what, late=step < self._step)
 
     def fetched(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class CpuProbe:
         return copy
 
     def copying(self, host: torch.Tensor) -> None:
-        """Told of each copy into `host` that was asked for without blocking."""
+        """Called for each non-blocking copy into `host`; subclasses may note the copy."""
 
     def __enter__(self) -> HostReads:
         for mode in self._modes:
@@ -113,7 +113,7 @@ class CpuProbe:
 
 
 class _Follow(TorchDispatchMode):
-    """Whatever an operator computes or overwrites depends on what it was given."""
+    """Counts reads by operators, and marks what an operator writes with the newest step among its inputs."""
 
     def __init__(self, probe: CpuProbe) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,8 +138,8 @@ class _Follow(TorchDispatchMode):
 
 
 _ATEN = torch.ops.aten
-# `item` arrives whole in inference mode, and as what it is made of elsewhere. The others give a shape, or a value of
-# Python's, that only the tensor's content tells.
+# `item` is one operator in inference mode, and its parts elsewhere. The others return a Python value, or a shape, that
+# depends on the tensor's content.
 _OPERATORS = {
     _ATEN.item.default: "item",
     _ATEN._local_scalar_dense.default: "item",
@@ -151,13 +151,13 @@ _OPERATORS = {
     _ATEN.unique_dim.default: "nonzero",
     _ATEN.unique_consecutive.default: "nonzero",
     _ATEN.bincount.default: "bincount",
-    # Whole in inference mode, like `item`.
+    # One operator in inference mode, like `item`.
     _ATEN.nonzero_numpy.default: "nonzero",
     _ATEN.argwhere.default: "nonzero",
     _ATEN.where.default: "nonzero",
 }
 _WRITES_BY_INDEX = {_ATEN.index_put_.default, _ATEN.index_put.default}
-# Their results are as long as the repeats say, unless the caller says it.
+# The repeats decide the result's length, unless the caller gives it.
 _REPEATS = {_ATEN.repeat_interleave.Tensor, _ATEN.repeat_interleave.self_Tensor}
 
 
@@ -166,7 +166,7 @@ def _read_by(probe: CpuProbe, func: Any, args: tuple[Any, ...], kwargs: dict[str
     if func is _ATEN.index.Tensor and _has_mask(probe, args[1]):
         return "boolean index"
     if func in _WRITES_BY_INDEX and _has_mask(probe, args[1]):
-        # A single value is filled in under the mask, and nobody counts.
+        # A single value is filled in under the mask, without counting the mask.
         return "boolean index" if args[2].numel() != 1 else None
     if func in _REPEATS and kwargs.get("output_size") is None:
         return "repeat_interleave"
@@ -174,12 +174,12 @@ def _read_by(probe: CpuProbe, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _has_mask(probe: CpuProbe, indices: Sequence[torch.Tensor | None]) -> bool:
-    """Whether an index is a mask of the device's; one of the host's is counted there, and waits for nothing."""
+    """Whether an index is a device mask; a host mask is counted on the host, without a wait."""
     return any(i is not None and i.dtype is torch.bool and probe.step_of(i) is not None for i in indices)
 
 
 class _Watch(TorchFunctionMode):
-    """Reads that reach no operator on a CPU, because there they are nothing: the tensor is where it is wanted."""
+    """Finds reads that run no operator on a CPU, because the tensor is already on the host."""
 
     def __init__(self, probe: CpuProbe) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class _Watch(TorchFunctionMode):
         if what is None or (what == "to" and not _is_blocking_copy_to_host(args, kwargs)):
             out = func(*args, **kwargs)
             if kwargs.get("non_blocking") and func in (torch.Tensor.to, torch.Tensor.copy_):
-                # On a GPU what `to` gives is a tensor of its own.
+                # On a GPU `to` returns a new tensor.
                 out = out.clone() if out is args[0] and func is torch.Tensor.to else out
                 self._probe.copying(out)
             return out
@@ -200,7 +200,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         self._probe.read(what, step)
         out = func(*args, **kwargs)
-        # On a GPU this is a new tensor on the host, whose readers wait no more.
+        # On a GPU this is a new host tensor, so later reads do not wait.
         return self._probe.fetched(out) if isinstance(out, torch.Tensor) else out
 
 
@@ -221,9 +221,9 @@ def _is_blocking_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 class CudaProbe:
     """Counts this thread's waits for a CUDA device: calls that wait, and what PyTorch's sync debug mode warns of.
 
-    An event wait is late if the event was recorded before the newest step was launched; any other wait is for all
-    that is queued, so for the newest step. Calls are seen through the interpreter's profiling hook, because PyTorch's
-    events are of an immutable type; it slows Python down several times, so nothing is timed while it is active.
+    An event wait is late if the event was recorded before the newest step was launched. Any other wait is for all
+    queued work, so for the newest step. The interpreter's profiling hook sees the calls, because PyTorch's event type
+    is immutable. The hook slows Python down several times, so nothing is timed while the probe is active.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ class CudaProbe:
         self._restore: list[Callable[[], None]] = []
 
     def forward(self, run: Callable[[], Any]) -> Any:
-        """Run the target's forward; a new step from when it has been launched."""
+        """Run the target's forward; the new step begins once it is launched."""
         results = run()
         self.reads.steps += 1
         self._step += 1

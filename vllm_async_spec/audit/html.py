@@ -1,4 +1,4 @@
-"""An audit as one HTML file that needs nothing else."""
+"""Render an audit as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_async_spec.audit.report import Report
 
 
 def render_html(report: Report, before: Report | None = None) -> str:
-    """The page of a report; with the report of an earlier state, both beside each other."""
+    """The page of a report; with an earlier report, both side by side."""
     named: list[tuple[str, Report]] = [("before", before), ("after", report)] if before else [("", report)]
     return _PAGES.get_template("page.html").render(
         report=report,
@@ -26,7 +26,7 @@ def render_html(report: Report, before: Report | None = None) -> str:
 
 
 def _timelines(named: list[tuple[str, Report]]) -> list[dict[str, Any]]:
-    """What the page's script draws; a CPU's times are not drawn, since they say nothing of a GPU's."""
+    """Timelines for the page's script, without simulated ones, whose times say nothing of a GPU's."""
     return [
         {"name": name, **asdict(report.timeline)} for name, report in named if report.timeline and not report.simulated
     ]

@@ -1,4 +1,4 @@
-"""Having an engine audited from another process: one that is started for it, or a server that runs already."""
+"""Audit an engine in another process: a newly started engine, or a running server."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def audit_model(
 
     Args:
         engine_arguments: as on vLLM's command line.
-        load: what it is given to do; see `loads`.
+        load: the engine's load; see `loads`.
         batch: requests that run together, at most.
         steps: steps to record.
-        plugin: whether the plugin is on, or vLLM is stock.
+        plugin: whether the plugin is on; otherwise vLLM is stock.
         log: where the engine's log goes.
-        stage: told what is being done.
+        stage: called with what is being done.
 
     Raises:
-        AuditError: it can't be done; the message says why, and where the log is.
+        AuditError: the audit failed; the message says why, and where the log is.
     """
     setup = {"engine_arguments": engine_arguments, "load": load, "batch": batch, "steps": steps}
     environment = os.environ | {"VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -49,7 +49,7 @@ def audit_model(
         log=log,
         env=environment,
         fail=lambda why: AuditError(f"the engine could not be audited: {why}"),
-        end_s=None,  # killed, it would leave vLLM's own processes behind
+        end_s=None,  # a killed child would leave vLLM's own processes behind
     ) as child:
         while "report" not in (answer := child.answer()):
             stage(answer["stage"])
@@ -62,15 +62,15 @@ def audit_server(
     """Audit a server.
 
     Args:
-        url: of the server, such as `http://127.0.0.1:8000`.
-        load: what it is sent meanwhile; None to audit it over what it is serving anyway.
+        url: the server's address, such as `http://127.0.0.1:8000`.
+        load: the load to send meanwhile; None to audit the server's live traffic.
         batch: requests that are sent at once.
         steps: steps to record.
-        seconds: how long the server may take to go through them, once for each of three recordings.
-        api_key: one of the server's, if it has some.
+        seconds: time limit for each of the three recordings.
+        api_key: one of the server's keys, if it has any.
 
     Raises:
-        AuditError: it can't be asked, or can't answer; the message says why.
+        AuditError: the server can't be asked, or can't answer; the message says why.
     """
     url = url.rstrip("/")
     headers = _headers(api_key)
@@ -79,7 +79,7 @@ def audit_server(
         refused: list[AuditError] = []
         if load is not None:
             model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
-            # Token identifiers that any vocabulary has; a step gives a request no more than a few of them.
+            # Any vocabulary has 200 tokens; a step gives a request only a few.
             work = Work.make(
                 load,
                 batch=batch,
@@ -106,10 +106,10 @@ def audit_server(
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    """What a server's guard is shown.
+    """The HTTP header with the API key, if there is one.
 
     Raises:
-        AuditError: it can't be a key; the message does not tell it.
+        AuditError: the value can't be a key; the message does not show the value.
     """
     if not api_key:
         return {}
@@ -119,7 +119,7 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
-    """Get, or with a body post, JSON.
+    """GET JSON, or POST if there is a body.
 
     Raises:
         AuditError: there is no such server, or it refuses; the message says why.
@@ -128,7 +128,7 @@ def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         for name, value in headers.items():
-            request.add_unredirected_header(name, value)  # another server has no business with a key
+            request.add_unredirected_header(name, value)  # a redirect must not get the key
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
@@ -141,7 +141,7 @@ def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
 
 @contextlib.contextmanager
 def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[list[AuditError]]:
-    """Keep the server busy with `work`, over and over; what is yielded fills with its refusals, if it refuses."""
+    """Send `work` to the server over and over; yield a list that collects the server's refusals."""
     refused: list[AuditError] = []
     requests = itertools.cycle(work.requests)
     lock, stop = threading.Lock(), threading.Event()

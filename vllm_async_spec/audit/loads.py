@@ -1,4 +1,4 @@
-"""What an audited engine is given to do."""
+"""Loads for an audited engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT_TOKENS = 64
 
 
 class LoadError(ValueError):
-    """A load that does not exist or can't be read; the message says what there is."""
+    """A load does not exist or can't be read; the message says what to give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests that are given to an engine at once; it runs as many of them together as it may."""
+    """Requests for an engine, of which at most `together` run at once."""
 
     name: str
     requests: tuple[Request, ...]
@@ -33,20 +33,20 @@ class Work:
 
     @classmethod
     def make(cls, load: str, *, batch: int, steps: int, tokens_a_step: int, vocabulary: int, longest: int) -> Work:
-        """The load that `load` names.
+        """Make the load that `load` names.
 
         Args:
-            load: `decode`: `batch` prompts of 64 tokens, each long enough for the steps; `mixed`: 8 times as many,
-                prompts of 64 to 511 tokens, 16 to 127 tokens out, so that prompts arrive among decodes; else the path
-                of a file with a JSON object a line: `prompt` (text) or `prompt_token_ids`, and `max_tokens` (128).
+            load: `decode`: `batch` prompts of 64 tokens, with output enough for the steps. `mixed`: 8 times as many,
+                prompts of 64 to 511 tokens, 16 to 127 output tokens, so that prompts arrive among decodes. Else the
+                path of a file with a JSON object a line: `prompt` (text) or `prompt_token_ids`, `max_tokens` (128).
             batch: requests that run together, at most.
             steps: steps that the recording needs.
             tokens_a_step: tokens that a request gets in a step, at most.
-            vocabulary: tokens are drawn below this.
-            longest: tokens that a request may have in all.
+            vocabulary: size of the vocabulary from which prompts are drawn.
+            longest: tokens of a request, prompt and output, at most.
 
         Raises:
-            LoadError: there is no such load.
+            LoadError: there is no such load, or its file can't be read.
         """
         rng = random.Random(0)
 

@@ -1,4 +1,4 @@
-"""How pages that need nothing else are made: one HTML file, no network, no font, no script but its own."""
+"""Templates of self-contained pages: one HTML file, no network, no font, only its own script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from markupsafe import Markup, escape
 
 
 def page_environment(package: str) -> Environment:
-    """Templates of the folder `page` in `package`, with the filter `breakable`; a name that they lack is an error."""
+    """Templates of the folder `page` in `package`, with the filter `breakable`; an undefined name is an error."""
     environment = Environment(
         loader=PackageLoader(package, "page"),
         autoescape=True,

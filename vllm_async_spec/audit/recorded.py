@@ -1,4 +1,4 @@
-"""A recording as it was saved, read back: everything on one clock, nanoseconds since the epoch."""
+"""Read a saved recording back; all times are nanoseconds since the epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_async_spec.audit.waits import Wait, waits_on_cpu, waits_on_gpu
 SETTLING = 2
 """Steps at the start of a recording that are not counted: the profiler has just started."""
 ENGINE_CORE = -1
-"""Stands for the engine core's thread where that is in another process, whose own identifiers mean nothing here."""
+"""Stands for the engine core's thread in another process, whose thread identifiers mean nothing here."""
 
 Stretch = tuple[int, int]
 
@@ -35,7 +35,7 @@ class Recorded:
     """The thread that launches the forward."""
     threads: dict[int, str]
     spans: tuple[Span, ...]
-    """By start; those of one thread nest."""
+    """By start; spans of one thread nest."""
     waits: tuple[Wait, ...]
     """By start."""
     trace: DeviceTrace | None
@@ -43,34 +43,34 @@ class Recorded:
 
     @property
     def start(self) -> int:
-        """Where the counted steps start."""
+        """Start of the counted steps."""
         return self.steps[0]
 
     @property
     def end(self) -> int:
-        """Where they end."""
+        """End of the counted steps."""
         return self.steps[-1]
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Number of counted steps."""
         return len(self.steps) - 1
 
     @property
     def step_ms(self) -> Spread:
-        """How long a step took."""
+        """Step times in milliseconds."""
         return spread([ms(b - a) for a, b in itertools.pairwise(self.steps)])
 
     def name_of(self, thread: int) -> str:
-        """What a report calls a thread."""
+        """A thread's name in reports."""
         return "worker" if thread == self.main else self.threads.get(thread, f"thread {thread}")
 
 
 def load(files: dict[str, str], core: dict[str, str] | None = None) -> Recorded:
-    """Read what a worker's recorder saved, and the engine core's where that is another process.
+    """Read what a worker's recorder saved, and the engine core's if that is another process.
 
     Raises:
-        ValueError: the recording has fewer steps than are needed to say anything.
+        ValueError: the recording has too few steps.
     """
     data = _json(files)
     steps = data["steps"][SETTLING:]
@@ -122,18 +122,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A span, and the stretches of time in which its thread was in it and in no other span within it."""
+    """A span, and the stretches of time in which its thread was in the span but in no inner span."""
 
     span: Span
     stretches: tuple[Stretch, ...]
 
     def within(self, start: int, end: int) -> int:
-        """Nanoseconds that its stretches have between two moments."""
+        """Nanoseconds of the stretches between two moments."""
         return sum(max(min(b, end) - max(a, start), 0) for a, b in self.stretches)
 
 
 def own_times(recorded: Recorded) -> list[Own]:
-    """Every span with what is its own."""
+    """Every span with its own stretches."""
     inner: dict[Span, list[Span]] = defaultdict(list)
     around: dict[int, list[Span]] = defaultdict(list)
     for span in recorded.spans:
@@ -147,13 +147,13 @@ def own_times(recorded: Recorded) -> list[Own]:
 
 
 def _between(span: Span, inner: Sequence[Span]) -> list[Stretch]:
-    """What is left of a span without those directly within it, which follow each other."""
+    """The stretches of a span outside its direct inner spans, which follow each other."""
     edges = [span.start, *itertools.chain.from_iterable((one.start, one.end) for one in inner), span.end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
 
 
 class Innermost:
-    """Which watched function a thread was in at a moment."""
+    """Finds the watched function that a thread was in at a moment."""
 
     def __init__(self, recorded: Recorded) -> None:
         self._spans: dict[int, list[Span]] = defaultdict(list)
@@ -164,6 +164,6 @@ class Innermost:
     def __call__(self, thread: int, moment: int) -> Span | None:
         """The innermost span around `moment`, or None."""
         spans = self._spans.get(thread, [])
-        # Spans nest, so it is the last to have started among those that have not ended; a step has a few dozen.
+        # Spans nest, so the innermost is the last started that has not ended; a step has a few dozen spans.
         last = int(np.searchsorted(self._starts.get(thread, []), moment, side="right"))
         return next((span for span in reversed(spans[max(last - 200, 0) : last]) if span.end >= moment), None)

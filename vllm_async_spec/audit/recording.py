@@ -1,7 +1,7 @@
-"""What one process notes in some consecutive steps of an engine, and keeps as plain data until somebody analyses it.
+"""Record some consecutive steps of an engine in one process, as plain data for later analysis.
 
-A `Recorder` is armed, and from then on told of every step; it leaves some out, records some, and stops by itself. All
-that it hooks into the process is there only in between. Its clock is nanoseconds since the epoch, as CUPTI's.
+An armed `Recorder` is called at every step; it skips some steps, records some, and stops by itself. Its hooks are in
+the process only while it records. Its clock is nanoseconds since the epoch, as CUPTI's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_async_spec.audit.spans import Watch
 from vllm_async_spec.audit.stack import plain
 
 DONE = "done"
-"""A file of this name appears in the order's folder with the last step, so that waiting for it disturbs nothing."""
+"""A file of this name appears in the order's folder with the last step, so that waiting does not disturb the engine."""
 
 
 class How(str, enum.Enum):
@@ -34,40 +34,40 @@ class How(str, enum.Enum):
     PLAIN = "plain"
     """When steps start, and nothing else: what the load costs without an audit."""
     DEVICE = "device"
-    """Steps and CUPTI's records: what the device did, with little that could change it. Only where there is one."""
+    """Steps and CUPTI's records: what the GPU did, with little disturbance. Only with a GPU."""
     FULL = "full"
-    """Steps, phases, waits and, where there is one, the device."""
+    """Steps, phases, waits and, with a GPU, CUPTI's records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What somebody asks a recorder for."""
+    """An order to a recorder."""
 
     how: How
     skip: int
-    """Steps to leave out first, until the batch is the one that is meant."""
+    """Steps to leave out first, until the batch has settled."""
     steps: int
     folder: str
-    """Where the recording is put: a directory that the one who asks can read."""
+    """Directory for the recording, which the sender of the order can read."""
 
 
 class UnderWay(RuntimeError):
-    """Somebody else's recording has not ended."""
+    """Another recording has not ended."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """Records steps of the thread that tells it of them.
+    """Records steps of the thread that calls `on_step`.
 
     Args:
-        watch_all: called as a recording starts: says which functions of this process are which phase.
+        watch_all: called when a recording starts; watches this process's functions by phase.
     """
 
     watch_all: Callable[[Watch, CpuWaits | None], None]
     order: Order | None = None
     done: bool = False
     failure: str | None = None
-    """Why the recording ended before its time."""
+    """Why the recording failed; None if it did not."""
     steps: list[int] = field(default_factory=list)
     """When each recorded step started, and when the one after the last did."""
     _seen: int = 0
@@ -83,7 +83,7 @@ class Recorder:
         return max(len(self.steps) - 1, 0)
 
     def arm(self, order: Order) -> None:
-        """Record as `order` says, from the steps to come.
+        """Record the next steps as `order` says.
 
         Raises:
             UnderWay: a recording has not ended.
@@ -97,7 +97,7 @@ class Recorder:
         self.order = order
 
     def cancel(self) -> None:
-        """Stop at once, and forget what was recorded."""
+        """Stop at once, and discard the recording."""
         self._stop()
         self._forget()
 
@@ -111,7 +111,7 @@ class Recorder:
             return
         try:
             self._note_step(order)
-        except Exception as error:  # an audit that fails must not take the engine with it
+        except Exception as error:  # a failed audit must not stop the engine
             self.failure = f"recording failed: {type(error).__name__}: {error}"
             with contextlib.suppress(Exception):
                 self._end(order)
@@ -132,7 +132,7 @@ class Recorder:
         Path(order.folder, DONE).touch()
 
     def start_phases(self) -> None:
-        """Watch functions from now on: for a process that has phases and no steps."""
+        """Watch functions from now on, in a process that has phases but no steps."""
         self._thread = threading.get_ident()
         self.watch_all(self._watch, None)
 
@@ -163,10 +163,10 @@ class Recorder:
         self._watch, self._cpu, self._cuda, self._profile = Watch(), None, None, None
 
     def save(self, name: str) -> dict[str, str]:
-        """Write what was recorded into the folder of the order, and be free for the next one.
+        """Write the recording into the order's folder, and be ready for the next order.
 
         Returns:
-            The files: `recording`, and `trace`, which is CUPTI's, if there is a device.
+            The files: `recording`, and with a GPU CUPTI's `trace`.
 
         Raises:
             RuntimeError: recording failed; the message says why.

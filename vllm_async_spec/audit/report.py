@@ -1,6 +1,6 @@
-"""What an audit found, as plain data: the one thing that the terminal, the HTML page and the JSON file are made from.
+"""What an audit found, as plain data: the only source of the terminal, the HTML page and the JSON file.
 
-Times are host time; per-step figures are over the steps of the recording. Everything here is a frozen dataclass that
+Times are host time; per-step figures are averages over the recorded steps. All classes are frozen dataclasses, which
 `to_dict` and `from_dict` carry through JSON unchanged.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 SCHEMA = 1
-"""Raised by one whenever a reader of older files would misunderstand a newer one."""
+"""Increase it whenever a reader of older files would misunderstand a newer one."""
 
 
 class WaitKind(str, enum.Enum):
@@ -32,19 +32,19 @@ class WaitKind(str, enum.Enum):
     COPY_TO_DEVICE = "copy to device"
     """A blocking copy to the device: `.to(device)` without `non_blocking`, `torch.tensor(..., device=...)`."""
     PAGEABLE = "pageable copy"
-    """A copy asked for without blocking, of host memory that is not pinned: it blocks all the same."""
+    """A non-blocking copy that blocks all the same, because its host memory is not pinned."""
     READ = "read"
     """A value of a device tensor as a Python object or a shape: `.item()`, `.tolist()`, `nonzero`, a boolean index."""
 
 
 class Place(str, enum.Enum):
-    """What a wait held up."""
+    """What a wait delayed."""
 
     CRITICAL = "critical"
     """The thread that launches the forward waited until the device had nothing left to do."""
     OVERLAPPED = "overlapped"
-    """The thread that launches the forward waited and held nothing up: the device still had work when it went on, or
-    what it waited for had already happened."""
+    """The thread that launches the forward waited without loss: the device still had work afterwards, or the event had
+    already happened."""
     HIDDEN = "hidden"
     """Another thread waited."""
 
@@ -68,7 +68,7 @@ class Frame:
     """One line of a call stack."""
 
     file: str
-    """As short as it stays unambiguous: from the package's name on, such as `vllm/v1/worker/gpu_model_runner.py`."""
+    """Path from the package's name on, such as `vllm/v1/worker/gpu_model_runner.py`."""
     line: int
     function: str
     source: str = ""
@@ -82,10 +82,10 @@ _COPYING = ("seq_lens_cpu", "num_computed_tokens_cpu")
 
 
 def asking(stack: Sequence[Frame]) -> Frame | None:
-    """The line of a stack that asked for what happened at its innermost one; None of an empty stack.
+    """The frame that asked for the wait at a stack's innermost frame; None for an empty stack.
 
-    vLLM's attention metadata has properties, deprecated ones, that copy from the device by themselves; who reads them
-    is who asked.
+    Deprecated properties of vLLM's attention metadata copy from the device by themselves; then the frame that reads the
+    property asked.
     """
     readers = (frame for frame in stack if frame.function.rpartition(".")[2] not in _COPYING)
     return next((frame for frame in readers if frame.file != "typing_extensions.py"), stack[0] if stack else None)
@@ -116,7 +116,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Host time in one phase, without what other phases inside it took."""
+    """Host time in one phase, without the time of other phases inside it."""
 
     phase: Phase
     thread: str
@@ -143,10 +143,10 @@ class DeviceTime:
     busy: float
     """Share of the time in which at least one kernel or copy ran."""
     launch_gaps: float
-    """Share in gaps under 3 microseconds: those between kernels that are already launched; fewer kernels, not fewer
-    waits, make them less."""
+    """Share in gaps under 3 microseconds, between kernels already launched. Fewer kernels reduce this share; fewer
+    waits do not."""
     host_idle: float
-    """Share in gaps of 3 microseconds and more: the host, or a dependency between streams."""
+    """Share in gaps of 3 microseconds and more, from the host or a dependency between streams."""
     kernels_per_step: float
     host_gaps_per_step: float
     gaps: tuple[Gap, ...]
@@ -175,7 +175,7 @@ class Lane:
     name: str
     device: bool
     items: tuple[Item, ...]
-    """By start; items of a host lane nest (a wait inside a phase), those of a device lane do not overlap."""
+    """By start; items of a host lane nest (a wait inside a phase), items of a device lane do not overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,9 @@ class Overhead:
 
     plain_ms: Spread
     device_ms: Spread
-    """With CUPTI's records only, from which the shares of the device's time are."""
+    """With CUPTI's records only, the source of the device's time shares."""
     recorded_ms: Spread
-    """With call stacks and phases too, from which the causes, the phases, the gaps and the timeline are."""
+    """With call stacks and phases too, the source of the causes, the phases, the gaps and the timeline."""
 
     @property
     def ratio(self) -> float:
@@ -221,7 +221,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What ran."""
+    """The engine that ran."""
 
     vllm: str
     torch: str
@@ -252,7 +252,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine was given to do."""
+    """The engine's load."""
 
     name: str
     requests: int
@@ -274,7 +274,7 @@ class Report:
     step_ms: Spread
     overhead: Overhead | None
     simulated: bool
-    """True on a CPU: waits are what would be waits on a GPU, none of them is timed, and there is no device time."""
+    """True on a CPU: waits are reads that would wait on a GPU, without times, and there is no device time."""
     causes: tuple[Cause, ...]
     """Critical first, then by time, then by number."""
     phases: tuple[PhaseTime, ...]
@@ -297,10 +297,9 @@ class Report:
 
     @property
     def plain_idle(self) -> float | None:
-        """The share of the time that the host leaves the device idle where nothing is recorded, to a hundredth or two.
+        """Share of host-caused idle without recording, accurate to 0.01 or 0.02.
 
-        What ran on the device, and the gaps within its graphs, took as long as it takes then; only steps were longer.
-        None where either was not measured.
+        Recording lengthens steps, but neither device work nor gaps within graphs. None where either was not measured.
         """
         if self.gpu is None or self.overhead is None:
             return None
@@ -312,7 +311,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
-        """What `to_dict` made.
+        """The report from the data of `to_dict`.
 
         Raises:
             ValueError: the data is not a report, or one of another schema; the message says which.
@@ -328,7 +327,7 @@ class Report:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """The value that a field of this type had before JSON; `name` is the field, for the message if it can't be."""
+    """The value of type `hint` that a field had before JSON; `name` is the field, for the error message."""
     origin = typing.get_origin(hint)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value(typing.get_args(hint)[0], item, f"{name}[{index}]") for index, item in enumerate(value))

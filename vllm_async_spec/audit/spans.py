@@ -1,4 +1,4 @@
-"""When the host was in which phase: functions that note when they start and end, while somebody records."""
+"""Find when the host was in which phase: watched functions note their start and end during a recording."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ class Span:
 
 @dataclass(slots=True)
 class Watch:
-    """Watched functions, and what was seen of them."""
+    """Watched functions, and their calls."""
 
     _noted: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Thread, number of the function, start and end: as little as can be made in a call."""
+    """Thread, number of the function, start and end: the least work in a call."""
     _functions: list[tuple[Phase, str, str, int]] = field(default_factory=list)
     _changes: Transaction = field(default_factory=Transaction)
     _watched: set[tuple[int, str]] = field(default_factory=set)
 
     def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
-        """Have calls of `owner.name` noted from now on, until `stop`.
+        """Note calls of `owner.name` from now on, until `stop`.
 
         Args:
             owner: a class, module or object; where a class inherits the function, the defining class is watched.
-            name: of a function; what is not there, or not a function, is left alone.
-            phase: what the function's own time counts as.
-            around: given each call's arguments, makes a context that the call runs in.
+            name: the function's name; an attribute that is missing or no function is left alone.
+            phase: the phase of the function's own time.
+            around: makes, from each call's arguments, a context that the call runs in.
 
         Returns:
             Whether there is such a function.

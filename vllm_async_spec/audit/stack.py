@@ -1,4 +1,4 @@
-"""Who called: Python call stacks, taken cheaply while recording and made readable afterwards."""
+"""Python call stacks, taken cheaply while recording and made readable afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from vllm_async_spec.audit.report import Frame
 
 RawStack = tuple[tuple[CodeType, int], ...]
-"""Innermost first: code and line. Naming a frame costs more than taking it, so it is done after the recording."""
+"""Innermost first: code and line. Naming a frame costs more than taking it, so names follow after the recording."""
 
 Stack = tuple[tuple[str, int, str], ...]
 """The same as plain data: file, line, function."""
@@ -46,10 +46,7 @@ def plain(stack: RawStack) -> Stack:
 
 
 def readable(stack: Stack, depth: int = 8) -> tuple[Frame, ...]:
-    """The frames that an engineer wants to see: without those of PyTorch, of Python's own library and of this tool.
-
-    The first of them is the line that waited.
-    """
+    """Up to `depth` frames outside PyTorch, Python's library and this tool; the first is the line that waited."""
     frames = [Frame(_short(file), line, function, _source(file, line)) for file, line, function in _theirs(stack)]
     return tuple(frames[:depth])
 
@@ -67,7 +64,7 @@ def _is_machinery(file: str) -> bool:
 
 
 def _short(file: str) -> str:
-    """From the name of the package on; a file of no package keeps its last two parts."""
+    """The path from the package's name on; outside a package, its last two parts."""
     for part in _SITE:
         if part in file:
             return file.rpartition(part)[2]

@@ -1,4 +1,4 @@
-"""An audit in the terminal."""
+"""Print an audit in the terminal."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from vllm_async_spec.audit.report import Cause, DeviceTime, Place, Report
 T = TypeVar("T")
 
 _WIDE = 110
-"""Columns from which on what a wait was part of has a column of its own."""
+"""Terminal width from which on a wait's phase has a column of its own."""
 
 _PLACE_STYLE = {Place.CRITICAL: "bold red", Place.OVERLAPPED: "yellow", Place.HIDDEN: "dim"}
 
 
 def print_report(report: Report, console: Console, before: Report | None = None) -> None:
-    """Print all of a report; with the report of an earlier state, the figures of both side by side."""
+    """Print all of a report; with an earlier report, the figures of both side by side."""
     console.print(Text(report.headline, style="bold"))
     if before:
         console.print(Text(f"Before: {before.headline}", style="dim"))
@@ -183,12 +183,12 @@ def _table(title: str, *names: str, right: tuple[str, ...]) -> Table:
 
 
 def _each(shown: Iterable[T | None], value: Callable[[T], float]) -> str:
-    """The value of each that there is, a line each."""
+    """The values, a line each; `-` for a missing item."""
     return "\n".join("-" if one is None else number(value(one)) for one in shown)
 
 
 class _Breakable:
-    """Text that breaks after some characters too, so that a path or a call is not cut in the middle of a name."""
+    """Text that may also break after some characters, so that no name is cut in the middle."""
 
     def __init__(self, text: str, after: str = "/", style: str = "") -> None:
         self.pieces = re.findall(rf"[^{after}\s]+[{after}\s]?|[{after}\s]", text)

@@ -12,9 +12,9 @@ from vllm_async_spec.audit.stack import readable
 
 _STEPS = 4
 _JOIN_NS = 3_000
-"""Work on a stream that follows other work within this is drawn as one block with it."""
+"""Work that follows other work of its stream within this time is drawn in the same block."""
 _SHORTEST_NS = 1_000
-"""A phase shorter than this can't be seen."""
+"""Shorter phases are not drawn."""
 
 
 def draw(recorded: Recorded) -> Timeline:
@@ -73,7 +73,7 @@ def _device_lanes(trace: DeviceTrace, start: int, end: int) -> list[Lane]:
             _item(a, b, start, "gap", "idle") for a, b, _ in gaps_between(trace, start, end) if b - a >= LAUNCH_GAP_NS
         ]
         busiest = lanes[0]
-        # Other streams may be busy in a gap of this one, but no stream is in a gap of the device.
+        # These gaps are the whole device's, so all streams idle in them; they are shown on the busiest stream.
         items = sorted([*busiest.items, *gaps], key=lambda item: item.start_us)
         lanes[0] = Lane(busiest.name, True, tuple(items))
     return lanes

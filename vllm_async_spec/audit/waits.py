@@ -1,4 +1,4 @@
-"""Joining what CUPTI timed with the Python line that asked for it."""
+"""Join the waits that CUPTI timed with the Python lines that asked for them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_async_spec.audit.report import Place, WaitKind
 from vllm_async_spec.audit.stack import Stack
 
 INSTANT_NS = 25_000
-"""An event that had already happened, or a copy that the driver took into its own buffer, holds nothing up: a wait for
-an event, or a copy that was asked for without blocking, that takes less than this."""
+"""A shorter event wait or non-blocking copy delays nothing: the event had already happened, or the driver buffered the
+copy."""
 _ADJACENT_NS = 100_000
 
 
@@ -33,11 +33,11 @@ class Wait:
     stack: Stack
     """Empty where no Python call was seen."""
     resumed: int
-    """When Python went on; later than `end` where another thread held its lock."""
+    """When Python went on; later than `end` if another thread held Python's lock."""
 
 
 def waits_on_gpu(calls: Sequence[dict[str, Any]], trace: DeviceTrace, threads: Sequence[int], main: int) -> list[Wait]:
-    """Every wait of `trace`, with who asked for it.
+    """Every wait in `trace`, by start, with the Python stack that asked for it.
 
     Args:
         calls: `cuda_waits.Call`s as data.
@@ -64,10 +64,10 @@ def waits_on_gpu(calls: Sequence[dict[str, Any]], trace: DeviceTrace, threads: S
 
 
 def _groups(runtimes: list[Runtime], calls: list[dict[str, Any]]) -> list[tuple[list[Runtime], Stack, int]]:
-    """Runtime calls that are one wait, with the stack of the Python call that made them, and when that went on.
+    """Runtime calls grouped by wait, each group with the stack of its Python call and the time when Python went on.
 
-    A call that was noted from start to end has made those within; outermost first, since a blocking `.to` is a noted
-    copy with a warning inside. A warning comes just after the wait that it is about.
+    A noted call made the runtime calls between its start and end. Outer calls go first, since a blocking `.to` is a
+    noted copy with a warning inside. A warning comes just after its wait.
     """
     left = list(runtimes)
     groups: list[tuple[list[Runtime], Stack, int]] = []
@@ -85,7 +85,7 @@ def _groups(runtimes: list[Runtime], calls: list[dict[str, Any]]) -> list[tuple[
             group.insert(0, before[-2])
         left = [r for r in left if r not in group]
         groups.append((group, call["stack"], call["end"]))
-    # What is left is a library's own. A copy of pinned memory that nobody waits for is no wait.
+    # The rest are libraries' own. A copy of pinned memory without a synchronising call is no wait.
     groups += [([r], (), r.end) for r in left if not r.copy.endswith("Pinned")]
     return groups
 
@@ -94,7 +94,7 @@ _READ = re.compile(r"\.item\(|\.tolist\(|nonzero|\.any\(|\.all\(|\bbool\(|\bint\
 
 
 def _kind(group: list[Runtime], stack: Stack) -> WaitKind | None:
-    """What kind of wait a group is; None if it only looked like one."""
+    """The kind of wait of a group; None if it is no wait."""
     copy = next((r for r in group if r.copy), None)
     names = [r.name for r in group if not r.copy]
     if any("EventSynchronize" in name for name in names):
@@ -103,11 +103,11 @@ def _kind(group: list[Runtime], stack: Stack) -> WaitKind | None:
         return WaitKind.DEVICE
     if copy is None:
         return WaitKind.STREAM
-    if not names:  # nobody asked to wait
+    if not names:  # no synchronising call
         return WaitKind.PAGEABLE if copy.copy.endswith("Pageable") else None
     if copy.copy.startswith("HtoD"):
         return WaitKind.COPY_TO_DEVICE
-    # A value that becomes a Python object travels alone, through a pinned word of PyTorch's own.
+    # PyTorch copies a value for a Python object alone, through a pinned word of its own.
     alone = copy.copy == "DtoH Pinned" and copy.bytes <= 8
     return WaitKind.READ if alone or _reads(stack) else WaitKind.COPY_TO_HOST
 
@@ -129,7 +129,7 @@ def _place(kind: WaitKind, group: list[Runtime], launches: bool, busy_until: _Bu
 
 
 class _BusyUntil:
-    """Whether, at a moment, the device had work left that had been launched before."""
+    """Whether, at a moment, the device still had work launched before."""
 
     _SLACK_NS = 2_000
 
@@ -144,7 +144,7 @@ class _BusyUntil:
 
 
 def waits_on_cpu(reads: Sequence[dict[str, Any]], main: int) -> list[Wait]:
-    """What would be waits on a GPU, of an engine on a CPU: each at the moment of the read, and of no length."""
+    """The reads of a CPU engine that would be waits on a GPU: waits of no length, at the moment of the read."""
     return [
         Wait(
             read["thread"],

@@ -1,1 +1,1 @@
-"""Released vLLM sources, loaded without a GPU, and what their attention builders are given: for compatibility tests."""
+"""Compatibility tests: load a vLLM release's Python without a GPU, and try its attention metadata builders."""

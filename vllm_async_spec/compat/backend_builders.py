@@ -1,6 +1,6 @@
-"""The loaded release's metadata builders, each made without a model, and in the same way for every release.
+"""Make the loaded release's metadata builders, without a model and the same way for every release.
 
-`mla` has those of multi-head latent attention.
+`mla` makes the builders of multi-head latent attention.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _BACKENDS = "vllm.v1.attention.backends."
 
 
 def triton_backend() -> Any:
-    """The release's backend of Triton kernels, on which those of other kinds of attention are put."""
+    """The release's Triton backend class, which other kinds of attention wrap."""
     return importlib.import_module(f"{_BACKENDS}triton_attn").TritonAttentionBackend
 
 
 def plain_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """A builder of full attention that needs nothing more."""
+    """Make a full-attention builder from the default arguments."""
     return setting.construct(cls, *setting.arguments())
 
 
 def flex_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """FlexAttention's, which sizes its masks by the blocks of the KV cache."""
+    """Make FlexAttention's builder, which sizes its masks by the number of KV-cache blocks."""
     arguments = setting.arguments()
     arguments[2].cache_config.num_gpu_blocks = NUM_BLOCKS
     return setting.construct(cls, *arguments)
 
 
 def mamba_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """A builder of state-space layers."""
+    """Make a builder of state-space layers."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    # As for a model of such layers only: no prefix caching, and one block for a request and each of its drafts.
+    # As in a model with only state-space layers: no prefix caching, and 1 + DRAFT_TOKENS blocks per request.
     _, layers, config, device = setting.arguments(enable_prefix_caching=False)
     spec = MambaSpec(
         block_size=BLOCK_SIZE,
@@ -76,7 +76,7 @@ def mamba_builder(cls: Any, setting: BuilderInputs) -> Any:
 
 @contextlib.contextmanager
 def before_hopper() -> Iterator[None]:
-    """Within it FlashAttention is version 2, as before Hopper; on an H200 a release finds version 3."""
+    """Make the release use FlashAttention 2, as on GPUs before Hopper; on an H200 it uses version 3."""
     with temporarily() as changes:
         module = importlib.import_module(f"{_BACKENDS}flash_attn")
         changes.set(module, "get_flash_attn_version", lambda *args, **kwargs: 2)
@@ -84,21 +84,21 @@ def before_hopper() -> Iterator[None]:
 
 
 def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """FlashAttention's, with version 2 of its kernels."""
+    """Make FlashAttention's builder for version 2 of the kernels."""
     arguments = setting.arguments()
     with before_hopper():
         return setting.construct(cls, *arguments)
 
 
 def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """FlashAttention's, with the KV cache of each request spread over two GPUs."""
+    """Make FlashAttention's builder with each request's KV cache spread over two GPUs."""
     arguments = setting.arguments()
     with context_parallel(arguments[2], 2):
         return setting.construct(cls, *arguments)
 
 
 def cascade_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """FlashAttention's, for batches that share a prefix.
+    """Make FlashAttention's builder for batches that share a prefix.
 
     Raises:
         AbsentError: This release has no cascade attention.
@@ -109,7 +109,7 @@ def cascade_builder(cls: Any, setting: BuilderInputs) -> Any:
 
 
 def cpu_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """The CPU backend's. The kernel that schedules it is compiled; where nothing is, its arguments are recorded."""
+    """Make the CPU backend's builder; in an unpacked release a stub records its compiled scheduler's arguments."""
     source = loaded_source()
     if source is not None:
         module: Any = importlib.import_module(cls.__module__)
@@ -125,7 +125,7 @@ def cpu_builder(cls: Any, setting: BuilderInputs) -> Any:
 
 
 def encoder_only_builder(found: Any, setting: BuilderInputs) -> Any:
-    """The builder of an encoder's attention; `found` makes its backend of another."""
+    """Make encoder-only attention's builder; `found` is the release's factory, which wraps another backend."""
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
     _, layers, config, device = setting.arguments()
@@ -134,12 +134,12 @@ def encoder_only_builder(found: Any, setting: BuilderInputs) -> Any:
 
 
 def fast_prefill_builder(found: Any, setting: BuilderInputs) -> Any:
-    """The builder of KV-sharing fast prefill; `found` makes its backend of another."""
+    """Make KV-sharing fast prefill's builder; `found` is the release's factory, which wraps another backend."""
     return plain_builder(found("FastPrefill", triton_backend()).get_builder_cls(), setting)
 
 
 def cross_attention_builder(found: Any, setting: BuilderInputs) -> Any:
-    """The builder of attention to an encoder's outputs; `found` makes its backend of another."""
+    """Make cross-attention's builder; `found` is the release's factory, which wraps another backend."""
     from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
     _, layers, config, device = setting.arguments()
@@ -151,7 +151,7 @@ def layer_module() -> ModuleType:
     """The release's module of chunked local attention.
 
     Raises:
-        ImportError: The loaded release has it in none of the known places.
+        ImportError: The loaded release has the module in none of the known places.
     """
     for name in ("vllm.model_executor.layers.attention", "vllm.attention.layers"):
         try:
@@ -162,22 +162,22 @@ def layer_module() -> ModuleType:
 
 
 def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:
-    """The release's metadata builder of `backend` under chunked local attention.
+    """Make the metadata builder of `backend` under chunked local attention.
 
     Args:
-        backend: A class of attention backend, such as `FlashAttentionBackend`.
-        setting: What it is made from, but for the shape of its KV cache.
+        backend: An attention backend class, such as `FlashAttentionBackend`.
+        setting: The builder's inputs; this function replaces the KV-cache spec.
         chunk: Tokens in an attention chunk.
         block_size: Tokens in a block of the KV cache.
 
     Returns:
-        The builder. CUDA graphs are piecewise, as the engine's are when a layer has such attention.
+        The builder. CUDA graphs are piecewise, as in an engine with a chunked-local-attention layer.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     create = layer_module().create_chunked_local_attention_backend
-    # Up to 0.17 the backend is made for one block size.
+    # Up to 0.17 the release's factory also takes the block size.
     sizes = (chunk, block_size) if "block_size" in inspect.signature(create).parameters else (chunk,)
     full, layers, config, device = setting.arguments(block_size=block_size)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
@@ -192,24 +192,24 @@ def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, bl
 
 
 class Way(enum.Enum):
-    """Which of FlashInfer's kernels vLLM takes."""
+    """Which FlashInfer kernels vLLM uses."""
 
     NATIVE = enum.auto()
-    """The wrappers, which are planned on the host."""
+    """FlashInfer's wrappers, which are planned on the host."""
     XQA = enum.auto()
-    """XQA for decodes, and the wrappers for prefills: what vLLM takes on an H200 that has FlashInfer's kernels."""
+    """XQA for decodes, the wrappers for prefills: vLLM's choice on an H200 that has FlashInfer's kernels."""
     TRTLLM = enum.auto()
-    """trtllm-gen for all, as on a B200."""
+    """trtllm-gen for all requests, as on a B200."""
     CONTEXT_PARALLEL = enum.auto()
-    """The wrappers, with the KV cache of each request spread over two GPUs."""
+    """The wrappers, with each request's KV cache spread over two GPUs."""
 
 
 def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
-    """FlashInfer's, made so that it takes these kernels.
+    """Make FlashInfer's builder so that it uses the given kernels.
 
     Args:
         cls: `FlashInferMetadataBuilder`.
-        setting: What it is made from.
+        setting: The builder's inputs.
         way: The kernels.
 
     Returns:
@@ -221,9 +221,9 @@ def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     arguments = setting.arguments()
     config: Any = arguments[2]
     forced = {Way.TRTLLM: True, Way.XQA: None}.get(way, False)
-    if hasattr(config, "attention_config"):  # 0.12 has XQA on no Hopper
+    if hasattr(config, "attention_config"):  # 0.12 never uses XQA on Hopper
         config.attention_config.use_trtllm_attention = forced
-    if hasattr(config.cache_config, "kv_cache_layout"):  # from 0.30 on, where the engine settles it at start-up
+    if hasattr(config.cache_config, "kv_cache_layout"):  # since 0.30; an engine sets it at start-up
         config.cache_config.kv_cache_layout = "LBNHC"
     _know_one_layer()
     if way is Way.CONTEXT_PARALLEL:
@@ -239,7 +239,7 @@ def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
 
 
 def _know_one_layer() -> None:
-    """The layers' parameters, which it finds in the model."""
+    """Give FlashInfer's builder one layer's parameters, which in an engine it reads from the model."""
     module = importlib.import_module(f"{_BACKENDS}flashinfer")
     parameters = importlib.import_module(f"{_BACKENDS}utils").PerLayerParameters(-1, None, 0.125)
     module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""vLLM's own attention backends by name, and what each is given to be checked, for any release that has it.
+"""vLLM's own attention backends by name, with the inputs that check each of them in any release that has it.
 
 `backend_builders` and `mla` make their metadata builders.
 """
@@ -46,11 +46,11 @@ _IN = "vllm.v1.attention.backends."
 _LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
 """Where attention layers live, in newer releases and in older ones."""
 _LOCAL_CHUNK = 64
-"""Tokens that a token of chunked local attention sees at most."""
+"""Tokens per chunk of chunked local attention."""
 
 
 MakeLayer = Callable[[Any, Any, Device, int], Layer]
-"""From what was found, a builder, the device, and the tokens in a block of the KV cache."""
+"""Makes a layer from the class or factory found, a builder, the device, and the KV cache's block size in tokens."""
 
 
 def _layer(**how: Any) -> MakeLayer:
@@ -58,7 +58,7 @@ def _layer(**how: Any) -> MakeLayer:
 
 
 def _triton_layer(**how: Any) -> MakeLayer:
-    """As `_layer`, where what was found makes a backend of another."""
+    """As `_layer`, for a factory that wraps the Triton backend."""
     return lambda found, builder, device, block_size: ImplLayer(triton_backend(), builder, device, block_size, **how)
 
 
@@ -71,22 +71,21 @@ _LAYER = _layer()
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One builder of vLLM's.
+    """One of vLLM's metadata builders.
 
     Attributes:
-        name: What the tables call it; as vLLM spells the backend, where it has one name.
-        places: `module:name` of a backend class, or of what `make` wants, in one release or another; the first that
-            exists is taken.
-        make: Makes the builder from its class, or from what was found, and a setting.
-        block_size: Tokens in a block of its KV cache.
-        fields: Further fields of the common metadata.
-        arguments: Further arguments of `build`, of which the builder is given those that it takes.
+        name: Its name in the tables: vLLM's name of the backend, where vLLM has one.
+        places: `module:name` of a backend class or factory in different releases; the first that exists is used.
+        make: Makes the builder from the builder class, or from the factory found, and the inputs.
+        block_size: Tokens in a block of the KV cache.
+        fields: As `Subject.fields`.
+        arguments: As `Subject.arguments`.
         layout: As `Subject.layout`.
         not_for: As `Subject.not_for`.
         common_prefix: As `Subject.common_prefix`.
-        capability: The compute capability of the GPU that it is for; None for an H200's, or any.
-        on_host: Whether its device is the host.
-        layer: Makes a layer that attends with what the builder has built; or why there is none.
+        capability: The GPU's compute capability that the builder needs; None for an H200's, or any.
+        on_host: Whether the builder's device is the host.
+        layer: Makes a layer that attends with the built metadata; or a string that says why there is none.
     """
 
     name: str
@@ -104,7 +103,7 @@ class Backend:
 
 
 def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
-    """What vLLM's runner gives builders of state-space layers: accepted tokens, and drafts, -1 where there are none."""
+    """What vLLM's runner gives state-space builders: accepted counts, and draft counts, -1 for none; both int32."""
     drafts = [
         query - 1 if query > 1 and not prefilling else -1
         for query, prefilling in zip(case.query_lens, case.prefilling, strict=True)
@@ -129,7 +128,7 @@ def _sparse(cache_dtype: str) -> Callable[[Any, BuilderInputs], Any]:
 
 
 def _shared_prefix(case: Case) -> int:
-    """Whole blocks that all requests had computed before, as vLLM counts what they share."""
+    """Tokens of the common prefix: whole blocks that every live request has already computed, as vLLM counts it."""
     computed = [seq - query for seq, query in zip(case.seq_lens, case.query_lens, strict=True) if seq]
     return min(computed) // BLOCK_SIZE * BLOCK_SIZE
 
@@ -150,10 +149,10 @@ def _chunked_local(found: Any, setting: BuilderInputs) -> Any:
 
 
 def _logits(case: Case, device: Device) -> Mapping[str, Any]:
-    """The last token of each request, padded, as KV-sharing fast prefill is given them."""
+    """Fields for KV-sharing fast prefill: the index of each live request's last token, int32."""
     ends = torch.tensor(case.query_lens).cumsum(0)[: case.live] - 1
     indices: Any = device.place(ends.to(torch.int32))
-    # As the plugin's patches of vLLM's runners note it; nothing of stock vLLM looks at it.
+    # The plugin's runner patches set this attribute; stock vLLM does not read it.
     indices.tokens_per_request = np.ones(case.live, dtype=np.int32)
     return {
         "logits_indices_padded": indices,
@@ -178,9 +177,9 @@ _FLASHMLA_SPARSE = f"{_IN}mla.flashmla_sparse:FlashMLASparseBackend"
 _TRITON_MLA = f"{_IN}mla.triton_mla:TritonMLABackend"
 _TRITON = f"{_IN}triton_attn:TritonAttentionBackend"
 _PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
-"""Where pages lie among the indices. What masks is the length that the ends and the last page give together."""
+"""Where pages lie among the indices. Kernels mask by the lengths, which the page ends and last pages give together."""
 _TILES = (".scheduler_metadata",)
-"""How FlashAttention's kernels share the work out, which its planner sizes by the longest. Lengths are beside it."""
+"""FlashAttention's work split, which its planner sizes by the longest request. Other fields hold the lengths."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
 _STATES = "a layer of state space attends to nothing"
@@ -296,7 +295,7 @@ BACKENDS: dict[str, Backend] = {
             not_for=_no_encoder_batch,
             layer=_triton_layer(encoder=True),
         ),
-        # Its plan is bytes, not all of which its kernel writes.
+        # The plan is a byte buffer, which its kernel fills only in part.
         Backend(
             "CPU_ATTN",
             (f"{_IN}cpu_attn:CPUAttentionBackend",),
@@ -306,22 +305,22 @@ BACKENDS: dict[str, Backend] = {
         ),
     )
 }
-"""All, in the order of the tables."""
+"""All backends, in the order of the tables."""
 
 
 def backend_subject(name: str, device: Device) -> Subject:
-    """The builder of vLLM's that `name` names, in the vLLM that is imported here.
+    """Describe one of vLLM's own builders for `check`, from the vLLM that this process imports.
 
     Args:
         name: A key of `BACKENDS`, in any case.
-        device: Where it will be made; some modules take device memory when they are imported.
+        device: Where the builder will be made; some modules allocate device memory on import.
 
     Returns:
-        What `check` takes.
+        The subject for `check`.
 
     Raises:
-        SubjectError: There is none of this name, it can't be imported here, or there is no vLLM.
-        AbsentError: This release does not have it.
+        SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.
+        AbsentError: This release lacks the backend, or the backend runs on the host and `device` is a GPU.
     """
     backend = BACKENDS.get(name.upper())
     if backend is None:

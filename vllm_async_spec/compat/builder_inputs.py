@@ -1,7 +1,7 @@
-"""What a metadata builder is made from: a tiny model's configuration, the shape of its KV cache, and a machine.
+"""Inputs of a metadata builder: a tiny model's configuration, its KV-cache spec, and a machine.
 
-A factory of a backend's own is given a `BuilderInputs`, and takes from it what its builder wants. vLLM's own builders
-also need a GPU of some compute capability, or parts of a machine with several GPUs.
+A third-party factory gets a `BuilderInputs` and takes what its builder needs. Some of vLLM's own builders also need a
+GPU of a certain compute capability, or the state of a machine with several GPUs.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
 ]
 
 LAYER = "model.layers.0.self_attn.attn"
-"""The name of the one layer that every builder is for."""
+"""The name of the only layer of every builder."""
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
-"""Of the model: query heads, KV heads, and the width of one."""
+"""The model's query heads, KV heads, and head size."""
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities: an H200's, and a B200's."""
 
 _ASKED_ONCE = ("vllm.utils.flashinfer",)
-"""Modules whose functions keep what the machine once answered."""
+"""Modules whose functions cache facts about the machine."""
 
 
 class SubjectError(RuntimeError):
@@ -60,10 +60,10 @@ class SubjectError(RuntimeError):
 
 
 class AbsentError(SubjectError):
-    """This release of vLLM does not have the builder, or it is for another machine.
+    """This release of vLLM lacks the builder, or the builder is for another machine.
 
     Attributes:
-        cell: The same for a table, in a few words.
+        cell: The reason in a few words, for a table.
     """
 
     def __init__(self, message: str, cell: str = "this release has none") -> None:
@@ -73,19 +73,19 @@ class AbsentError(SubjectError):
 
 @dataclass(frozen=True, slots=True)
 class BuilderInputs:
-    """What there is to make a builder from.
+    """Inputs for making a builder.
 
     Attributes:
-        device: Where its buffers belong: a GPU, or what passes for one. Pass it on as it is.
+        device: Device of the builder's buffers: a GPU or a simulated device. Pass it on unchanged.
     """
 
     device: torch.device
 
     def vllm_config(self, **engine_args: Any) -> VllmConfig:
-        """A new configuration of a Llama of two small layers with `DRAFT_TOKENS` n-gram drafts.
+        """A new configuration of a two-layer Llama with `DRAFT_TOKENS` n-gram drafts.
 
         Args:
-            **engine_args: Further arguments of vLLM's `EngineArgs`, or other values for those above.
+            **engine_args: Arguments of vLLM's `EngineArgs`; they override the defaults here.
         """
         drafts = ngram_drafts(DRAFT_TOKENS)
         wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts, "max_num_seqs": 256} | engine_args
@@ -98,7 +98,7 @@ class BuilderInputs:
         return copy.deepcopy(_MADE[key])
 
     def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
-        """What vLLM makes every builder of full attention from: KV cache, layers' names, configuration, device.
+        """The arguments of every full-attention builder: KV-cache spec, layer names, configuration, device.
 
         Args:
             **engine_args: As `vllm_config` takes them.
@@ -114,7 +114,7 @@ class BuilderInputs:
 
     @staticmethod
     def construct(cls: Any, *arguments: Any) -> Any:
-        """A builder, made as in an engine: where its configuration, the third of `arguments`, is the current one."""
+        """Make a builder as an engine does: while its configuration, `arguments[2]`, is vLLM's current one."""
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(arguments[2]):
@@ -122,11 +122,11 @@ class BuilderInputs:
 
 
 _MADE: dict[str, VllmConfig] = {}
-"""Configurations as they were made: vLLM takes longer for one than a builder for a batch."""
+"""Cache, because making a configuration takes vLLM longer than building a batch."""
 
 
 def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
-    """What a builder of vLLM's finds as the current configuration, as it does in an engine."""
+    """Make a vLLM builder's configuration the current one, as in an engine; for other builders do nothing."""
     config = getattr(builder, "vllm_config", None)
     if config is None or "vllm" not in sys.modules:
         return contextlib.nullcontext()
@@ -137,14 +137,14 @@ def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def stand_on(capability: tuple[int, int] | None, name: str) -> None:
-    """Let the loaded release find a GPU of this compute capability.
+    """Make an unpacked release see a GPU of this compute capability; with an installed vLLM check the real GPU.
 
     Args:
-        capability: What the backend needs; None if it does not matter.
+        capability: The compute capability that the backend needs; None for any.
         name: The backend, for the message.
 
     Raises:
-        AbsentError: vLLM is installed rather than loaded from a folder, and finds another GPU, or none.
+        AbsentError: vLLM is installed, not unpacked, and finds another GPU or none.
     """
     source = loaded_source()
     if source is not None:
@@ -171,13 +171,13 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def context_parallel(config: Any, ranks: int) -> Iterator[None]:
-    """Make `config` and the process those of rank 0 of `ranks` that share each request's KV cache.
+    """Make `config` and the process look like rank 0 of `ranks` that share each request's KV cache.
 
-    There is one process, so nothing may communicate within.
+    There is only one process, so code inside the context must not communicate.
 
     Args:
-        config: vLLM's configuration; it stays changed.
-        ranks: Of decode context parallelism.
+        config: vLLM's configuration; the change is not undone.
+        ranks: Ranks of decode context parallelism.
     """
     config.parallel_config.decode_context_parallel_size = ranks
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
@@ -189,7 +189,7 @@ def context_parallel(config: Any, ranks: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def workspace(device: torch.device) -> Iterator[None]:
-    """Let builders and layers have what the engine shares for scratch, which it makes at start-up."""
+    """Give builders and layers a scratch workspace, which an engine makes at start-up."""
     try:
         workspace: Any = importlib.import_module("vllm.v1.worker.workspace")
     except ModuleNotFoundError:

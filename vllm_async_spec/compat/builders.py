@@ -1,7 +1,7 @@
 """Objects of the loaded vLLM release, made the same way for every release.
 
-What differs between releases is found by looking for it, never by comparing versions. vLLM is imported inside the
-functions, so that `load_vllm` can come first.
+Functions find differences between releases by looking for names, never by comparing versions. They import vLLM when
+called, so that `load_vllm` can come first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def common_metadata_class() -> type[CommonAttentionMetadata]:
         The class.
 
     Raises:
-        ImportError: The loaded release has it in none of the known places.
+        ImportError: The loaded release has the class in none of the known places.
     """
     found: type[CommonAttentionMetadata] = _find(
         "CommonAttentionMetadata", "vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"
@@ -60,7 +60,7 @@ def ubatch_function(name: str) -> Any:
         The function.
 
     Raises:
-        ImportError: The loaded release has it in none of the known places.
+        ImportError: The loaded release has the function in none of the known places.
     """
     return _find(name, "vllm.v1.worker.ubatch_utils", "vllm.v1.attention.backends.utils")
 
@@ -68,23 +68,23 @@ def ubatch_function(name: str) -> Any:
 def common_metadata(
     query_lens: Sequence[int], seq_lens: Sequence[int], *, host: bool = False, block_size: int = 16, **extra: Any
 ) -> CommonAttentionMetadata:
-    """Build the release's own metadata of a batch, all on the CPU.
+    """Build the release's own common metadata of a batch, all on the CPU.
 
-    Blocks are numbered from 1 and no two requests share one. Tensors are int32, the slot mapping int64 as in vLLM.
+    Blocks are numbered from 1; requests share none. Tensors are int32, the slot mapping int64 as in vLLM.
 
     Args:
         query_lens: Tokens scheduled for each request.
         seq_lens: Length of each request including those tokens; exact.
-        host: Also give the exact host copies of lengths and computed tokens, where the release has such fields.
-            Otherwise they are None, also in 0.12 where they are required and never None in an engine.
+        host: Also fill the host copies of lengths and computed tokens, exact, where the release has such fields.
+            If False, these fields are None, even in 0.12, where an engine never leaves them None.
         block_size: Tokens in a block of the KV cache.
-        **extra: Further fields, or other values for those above.
+        **extra: Further fields; they override the fields made here.
 
     Returns:
-        The metadata. `seq_lens_cpu_upper_bound` is set where it exists, as the model runner does: to the exact lengths.
+        The metadata. `seq_lens_cpu_upper_bound`, where it exists, holds the exact lengths, as from the model runner.
 
     Raises:
-        ImportError: The loaded release has no `CommonAttentionMetadata` that we know.
+        ImportError: The loaded release has `CommonAttentionMetadata` in none of the known places.
     """
     cls = common_metadata_class()
     exact = torch.tensor(seq_lens, dtype=torch.int32)
@@ -158,7 +158,7 @@ def write_llama(
 
 
 def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
-    """Let the release make its configuration of a model, as an engine does at start-up.
+    """Make the release's configuration of a model, as an engine does at start-up.
 
     Args:
         model: The directory that `write_llama` wrote.
@@ -173,7 +173,7 @@ def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
 
 
 def llama_config(engine_args: Mapping[str, Any], **shape: Any) -> VllmConfig:
-    """Let the release make its configuration of a tiny Llama whose directory nobody needs afterwards.
+    """Make the release's configuration of a tiny Llama in a temporary directory.
 
     Args:
         engine_args: As `engine_config` takes them.
@@ -187,7 +187,7 @@ def llama_config(engine_args: Mapping[str, Any], **shape: Any) -> VllmConfig:
 
 
 def ngram_drafts(count: int) -> dict[str, Any] | None:
-    """The `speculative_config` that needs no second model: to a builder only the number of drafts matters.
+    """The n-gram `speculative_config`, which needs no draft model: only the number of drafts matters to a builder.
 
     Args:
         count: Draft tokens of each step; 0 is no speculation.
@@ -238,13 +238,13 @@ def flash_attention_builder(
 def flashinfer_setting(
     *, block_size: int = 16, spec_tokens: int = 0, max_model_len: int = 2048, trtllm: bool | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """What the release's FlashInfer metadata builder is made from, and the configuration that it is made under.
+    """Yield the arguments of the release's FlashInfer metadata builder, while their configuration is vLLM's current.
 
     Args:
         block_size: Tokens in a block of the KV cache.
         spec_tokens: Draft tokens of each step; 0 is no speculation.
         max_model_len: Longest sequence.
-        trtllm: `attention_config.use_trtllm_attention`: False is neither XQA nor trtllm-gen.
+        trtllm: `attention_config.use_trtllm_attention`; False excludes both XQA and trtllm-gen.
 
     Yields:
         The builder's arguments.
@@ -267,7 +267,7 @@ def _arguments(
     num_kv_heads: int = 2,
     head_size: int = 64,
 ) -> tuple[Any, list[str], VllmConfig, torch.device]:
-    """What every metadata builder is made from: the KV cache's shape, the layers' names, the configuration, the CPU."""
+    """The arguments of every metadata builder: KV-cache spec, layer names, configuration, device (the CPU)."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = llama_config(

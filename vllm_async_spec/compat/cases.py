@@ -1,7 +1,7 @@
-"""The batches that a metadata builder is tried with, and what the host may know of their lengths.
+"""The batches that the suite tries on a metadata builder, and what the host may know of their lengths.
 
-A case is plain integers. `Case.fields` makes the tensors of it; `release_metadata` and `our_metadata` put them into
-the loaded vLLM's `CommonAttentionMetadata`, or into ours where there is no vLLM.
+A case holds plain integers; `Case.fields` makes its tensors. `release_metadata` puts them into the loaded vLLM's
+`CommonAttentionMetadata`, and `our_metadata` into this package's class.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ __all__ = [
 ]
 
 DRAFT_TOKENS = 3
-"""K: draft tokens of a step."""
+"""K: draft tokens per step."""
 BLOCK_SIZE = 16
-"""Tokens in a block of the KV cache, where the backend does not ask for another size."""
+"""Tokens in a block of the KV cache, unless the backend needs another size."""
 MAX_MODEL_LEN = 8192
 NUM_BLOCKS = 8192
-"""Of the KV cache: no batch has more."""
+"""Blocks in the KV cache; no batch has more."""
 
 
 class Host(enum.Enum):
-    """What the host is told of the lengths: `seq_lens_cpu`, and `seq_lens_cpu_upper_bound` where there is one.
+    """What the host is told: `seq_lens_cpu`, and `seq_lens_cpu_upper_bound` where the release has that field.
 
-    The device's lengths are exact in all of them.
+    The device's lengths are always exact.
     """
 
     EXACT = "exact lengths"
-    """Both are exact, as without speculative decoding."""
+    """Both fields are exact, as without speculative decoding."""
     ABSENT = "no lengths"
-    """Neither is there."""
+    """Both fields are None."""
     BOUND = "upper bound"
-    """Only the bound: exact for prefills, too long by the drafts in flight elsewhere. Where there is no field for it,
-    it takes the place of the lengths."""
+    """Only the bound: exact for prefills, too long by the drafts in flight for decodes. Without a bound field,
+    `seq_lens_cpu` holds the bound."""
     STALE = "garbage beside the upper bound"
-    """As `BOUND`, and the lengths are garbage: for a builder that claims to read the bound only."""
+    """As `BOUND`, with garbage in `seq_lens_cpu`: for a builder that claims to read only the bound."""
     GARBAGE_DECODES = "garbage for decodes"
-    """Both are exact for prefills, and garbage elsewhere."""
+    """Both fields are exact for prefills and garbage for decodes."""
     GARBAGE = "garbage"
-    """Both are garbage, but that padding is empty."""
+    """Both fields are garbage, except that padding rows are 0."""
 
 
 class Call(enum.Enum):
@@ -78,10 +78,10 @@ class Case:
         name: What the tables call it.
         query_lens: Query tokens of each row; 0 is padding.
         seq_lens: Length of each row including them; 0 is padding.
-        prefills: How many of the rows, the last before padding, are still in their prompt.
+        prefills: Number of rows still in their prompt: the last ones before padding.
         call: The method that builds it.
-        draft_index: For `Call.DRAFTING`.
-        token_padding: Query tokens after those of the last row, as a CUDA graph has them.
+        draft_index: Argument of `build_for_drafting`, for `Call.DRAFTING`.
+        token_padding: Padding query tokens after the last row, as in a CUDA graph.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Case:
         return tuple(first <= row < self.live for row in range(self.rows))
 
     def lengths(self, host: Host) -> tuple[int, ...]:
-        """What `host` has for lengths where it has any: exact, a bound, or garbage by row; padding is always 0."""
+        """Lengths of all rows as the host knows them: exact, a bound, or garbage; padding rows are always 0."""
         return tuple(
             _told(host, row, query, exact, prefilling)
             for row, (query, exact, prefilling) in enumerate(
@@ -118,14 +118,14 @@ class Case:
         )
 
     def fields(self, *, block_size: int = BLOCK_SIZE) -> dict[str, Any]:
-        """The fields that are the same whatever the host knows, by the names of `CommonAttentionMetadata`.
+        """The `CommonAttentionMetadata` fields that do not depend on what the host knows, by name.
 
         Args:
             block_size: Tokens in a block of the KV cache.
 
         Returns:
-            int32 tensors, `slot_mapping` int64 and `is_prefilling` bool, all of their own memory. Blocks are numbered
-            from 1 up to less than `NUM_BLOCKS`, and no two rows share one; beyond its bound a row of the table is 0.
+            int32 tensors, but `slot_mapping` int64 and `is_prefilling` bool; none share memory. Block numbers start
+            at 1 and stay below `NUM_BLOCKS`. Rows share no block; after its bound a row of the table is 0.
         """
         starts = torch.zeros(self.rows + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(self.query_lens, dtype=torch.int32).cumsum(0)
@@ -162,13 +162,13 @@ def _told(host: Host, row: int, query: int, exact: int, prefilling: bool) -> int
         return exact if prefilling else min(exact + DRAFT_TOKENS, MAX_MODEL_LEN)
     if host is Host.GARBAGE_DECODES and prefilling:
         return exact
-    # Within the block table, so that what goes wrong is the result and not the memory; too long and too short in turn.
+    # Too long and too short in turn; within the block table, so that kernels give wrong results but no memory faults.
     garbage = min(3 * exact + 17 * (row + 1), MAX_MODEL_LEN) if row % 2 == 0 else max(query, exact // 3)
     return garbage if garbage != exact else exact + 1
 
 
 def _alike(count: int, query: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows of `query` tokens and of lengths that are all different."""
+    """Query lengths and sequence lengths of `count` rows of `query` tokens each; all sequence lengths differ."""
     return (query,) * count, tuple(query + 29 + 37 * row % 400 for row in range(count))
 
 
@@ -185,7 +185,7 @@ CASES: tuple[Case, ...] = (
     Case("mixed", (4, 4, 9, 40), (33, 17, 30, 40), prefills=2),
     Case("long", (4, 4), (8100, 6001)),
     Case("page boundary", (4, 4, 4, 4), (16, 17, 15, 32)),
-    # A CUDA graph pads both; a batch that is padded for data parallelism has rows without tokens.
+    # A CUDA graph pads rows and tokens; padding for data parallelism adds rows without tokens.
     Case("padded rows", (4, 4, 0), (33, 17, 0), token_padding=4),
     Case("empty rows", (1, 1, 0, 0), (33, 17, 0, 0)),
     Case("one request", (4,), (33,)),
@@ -194,7 +194,7 @@ CASES: tuple[Case, ...] = (
         Case(f"draft step {index + 1}", (1,) * 4, _after(index), call=Call.DRAFTING, draft_index=index)
         for index in range(1, DRAFT_TOKENS)
     ),
-    # Four requests of four tokens, cut after the sixth: the second request is in both halves.
+    # Four requests of four tokens, cut after the sixth token: the second request is in both halves.
     Case("micro-batch, first half", (4, 2), (33, 98)),
     Case("micro-batch, second half", (2, 4, 4), (100, 17, 64)),
     Case("capture, one token", *_alike(8, 1), call=Call.CAPTURE),
@@ -213,7 +213,7 @@ class MetadataFactory:
     Attributes:
         has_lengths: Whether the class has a field for exact host lengths.
         has_bound: Whether it has one for the upper bound.
-        make: From all fields by name; host lengths and the bound are None where the host has none.
+        make: Makes the metadata from all fields by name; host lengths and the bound may be None.
     """
 
     has_lengths: bool
@@ -222,12 +222,12 @@ class MetadataFactory:
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """What the host may be told with these fields; the first is what everything is compared with."""
+        """All that the host may be told with these fields; the first, exact lengths, is the reference."""
         return tuple(host for host in Host if host is not Host.STALE or (self.has_lengths and self.has_bound))
 
     @property
     def realistic(self) -> Host:
-        """What an engine with asynchronous speculative decoding can tell without waiting."""
+        """What the host knows without waiting, in an engine with asynchronous speculative decoding."""
         return Host.BOUND if self.has_bound else Host.ABSENT
 
     def __call__(
@@ -246,10 +246,10 @@ class MetadataFactory:
             host: What the host is told.
             block_size: Tokens in a block of the KV cache.
             place: Puts a tensor into device memory.
-            **extra: Further fields, or other values for those above.
+            **extra: Further fields; they override the fields made here.
 
         Returns:
-            The metadata. `max_seq_len` is the bound's under `BOUND` and `STALE`, else exact.
+            The metadata. `max_seq_len` is the greatest bound under `BOUND` and `STALE`, else exact.
         """
         told = torch.tensor(case.lengths(host), dtype=torch.int32)
         bound = torch.tensor(case.lengths(Host.BOUND), dtype=torch.int32) if host is Host.STALE else told
@@ -269,7 +269,7 @@ class MetadataFactory:
 
 
 def release_metadata() -> MetadataFactory:
-    """For the loaded vLLM's own class, whichever of the fields it has.
+    """The factory for the loaded vLLM's own class, with the fields that the class has.
 
     Raises:
         ImportError: There is no vLLM, or it has no such class.
@@ -290,11 +290,11 @@ def release_metadata() -> MetadataFactory:
 
 
 def our_metadata() -> MetadataFactory:
-    """For `vllm_async_spec.CommonAttentionMetadata`."""
+    """The factory for `vllm_async_spec.CommonAttentionMetadata`."""
 
     def make(fields: dict[str, Any]) -> CommonAttentionMetadata:
         ours = {name: fields[name] for name in fields if name not in ("lengths", "computed", "bound")}
-        # With an epoch, which no builder may advance: without one no host lengths could be given.
+        # Host lengths need an epoch, which no builder may advance.
         told = {"_seq_lens_cpu": fields["lengths"], "seq_lens_cpu_upper_bound": fields["bound"]}
         return CommonAttentionMetadata(**ours, **told, epoch=Epoch())
 

@@ -1,7 +1,7 @@
-"""Trying one builder: every batch under all that the host may be told, and what follows from it.
+"""Try one builder with every batch and everything the host may be told, and find its class of need.
 
-The class of need is found by experiment, not by reading: what the builder does without host lengths, with a bound of
-them, and with garbage for them, each compared with what it makes of exact ones.
+The class is found by experiment, not by reading code. The builder runs without host lengths, with an upper bound and
+with garbage; each result is compared with the one from exact lengths.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Subject:
     Attributes:
         name: What the tables call it.
         make: Makes a new builder on a device. May raise `SubjectError`.
-        metadata: Makes what it is given.
-        source: Whose metadata that is: `vLLM 0.32.0`, or `vllm-async-spec`.
+        metadata: Makes the common metadata.
+        source: Where the metadata's class comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
         block_size: Tokens in a block of the KV cache.
         fields: Further fields of the common metadata for a batch.
-        arguments: Further arguments of `build` for a batch; those that it does not take are left out.
+        arguments: Further arguments of `build` for a batch; arguments that `build` does not take are left out.
         not_for: Why a batch does not apply; None if it does.
-        common_prefix: How many tokens at the start of all requests `build` is told to be the same.
-        device: Where it must be tried; None for anywhere.
-        layout: Parts of field names that say where things lie, and not how long they are: sized by a bound, they
-            differ and are right.
-        layer: Makes a layer that attends with what a builder has built, from the builder; or why there is none. May
-            raise `NoForwardError`.
+        common_prefix: Tokens of the common prefix that `build` is given for a batch.
+        device: The device that the builder needs; None for any.
+        layout: Parts of names of fields that say where data lies, not how long it is. Sized by a bound, such fields
+            may differ and still be right.
+        layer: Makes, from the builder, a layer that attends with its metadata; or a string that says why there is
+            none. May raise `NoForwardError`.
     """
 
     name: str
@@ -89,10 +89,10 @@ def check(
         device_name: For the report.
 
     Returns:
-        What was found. What the builder raises is found too, not raised.
+        The result. It records what the builder raises.
 
     Raises:
-        AbsentError: It turns out that this release does not have the builder.
+        AbsentError: Making the builder shows that this release lacks it.
     """
     found = BackendResult(subject.name, subject.name, subject.source, patched, device_name)
     try:
@@ -107,19 +107,19 @@ def check(
 
 
 def failure_sentence(error: BaseException) -> str:
-    """An exception in one line, with the innermost line of somebody else's code that it went through."""
+    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite."""
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
     theirs = [frame for frame in readable(tuple(frames)) if not frame.file.startswith("vllm_async_spec/compat")]
     where = f" at {theirs[0].file}:{theirs[0].line}" if theirs else ""
-    # What PyTorch's C++ adds to a message is its own stack.
+    # PyTorch's C++ appends its own stack to a message.
     said = " ".join(str(error).partition("Exception raised from")[0].split())[:300]
     return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
 
 
 def _make(subject: Subject, device: Device) -> Any:
-    """A new builder, whose buffers the device knows, on a device that knows nothing else."""
+    """Clear the device and make a new builder, so that the device knows only this builder's buffers."""
     device.clear()
     with without_warnings(), device.watching():
         return subject.make(device)
@@ -160,14 +160,14 @@ def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
     """The least that the host must know.
 
     Args:
-        serves: Whether a builder is right, and waits for nothing, with what the host is told. It is asked of as few as
-            will do, and of what has a build.
+        serves: Whether the builder is right and waits for nothing with a given host knowledge. Called as rarely as
+            possible, only for `ABSENT`, `BOUND` and `GARBAGE_DECODES`.
         has_bound: Whether the common metadata has a field for the bound.
 
     Returns:
-        The class, of a builder that is right with exact lengths.
+        The class of need, if the builder is right with exact lengths.
     """
-    # Where there is no field for the bound, it was given as the lengths, which a builder may take for exact.
+    # Without a field for the bound, the bound was given as the lengths, which a builder may take for exact.
     if serves(Host.ABSENT) and (not has_bound or serves(Host.BOUND)):
         return Need.NONE
     if serves(Host.BOUND):
@@ -176,9 +176,9 @@ def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
 
 
 def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
-    """Build once, where kernels run after what they compile; no snapshot where that failed."""
+    """Build once, where kernels run after a warm-up build; the snapshot is None if the build failed."""
     if device.validates_kernels:
-        # What is compiled or tuned waits, once; and for sizes that another host does not know.
+        # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
         build_batch(subject, case, host, device, watched=False)
     made = build_batch(subject, case, host, device)
     if made.failure is not None:
@@ -193,8 +193,8 @@ class Built:
     """One build.
 
     Attributes:
-        builder: What built it.
-        metadata: What it built; None where that failed.
+        builder: The builder.
+        metadata: What the builder built; None if the build failed.
         failure: The exception and where it was raised; None if it finished.
         waits: Where the host would wait, in the order of time.
         changed: Fields of the common metadata that the builder changed.
@@ -208,17 +208,17 @@ class Built:
 
 
 def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Built:
-    """Build a batch, with a new builder, lest it remembers what another host knew.
+    """Build a batch with a new builder, since a used one may remember other host lengths.
 
     Args:
         subject: The builder.
         case: The batch.
         host: What the host is told.
-        device: Where it is made and run; it is cleared before.
-        watched: Whether waits are looked for, which compilers may not like.
+        device: Where the builder is made and run; the device is cleared before.
+        watched: Whether to look for waits, which may disturb compilers.
 
     Returns:
-        What came of it. What `build` raises is told, not raised.
+        The build. It records what `build` raises.
     """
     builder = _make(subject, device)
     metadata = subject.metadata(
@@ -238,14 +238,14 @@ def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, wat
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """None are shown: lazy properties warn that they wait, which is what we are here for. Who watches hears first."""
+    """Hide warnings, such as those of lazy properties that wait; `Device.watching` still sees the waits."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments: dict[str, Any]) -> Any:
-    if hasattr(builder, "arguments") and not hasattr(builder, "build"):  # an adapter of ours
+    if hasattr(builder, "arguments") and not hasattr(builder, "build"):  # an adapter of this package
         return builder.arguments(metadata)
     if case.call is Call.DRAFTING:
         return builder.build_for_drafting(common_attn_metadata=metadata, draft_index=case.draft_index)
@@ -290,6 +290,6 @@ def _changed(metadata: Any, before: Mapping[str, tuple[torch.Tensor, torch.Tenso
 
 
 def _named(metadata: Any) -> list[tuple[str, Any]]:
-    # The last two are properties where a patch has grafted them; those without the underscore would copy.
+    # A patch may make the last two properties, which vars() lacks; their names without underscore would copy.
     names = dict.fromkeys([*vars(metadata), "_seq_lens_cpu", "_num_computed_tokens_cpu"])
     return [(name, getattr(metadata, name, None)) for name in names]

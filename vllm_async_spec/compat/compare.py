@@ -1,4 +1,4 @@
-"""Built metadata, field by field: taken down, and compared with what exact host lengths gave."""
+"""Snapshots of built metadata, compared field by field with metadata from exact host lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "difference
 
 _DEPTH = 8
 _SCRATCH = 16 << 20
-"""Bytes that no batch of the suite fills with lengths or tables; a tensor that is larger is where kernels work."""
+"""Bytes. Lengths and tables of the suite's batches need less, so a larger tensor is scratch memory of kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Leaf:
     """One value of a snapshot.
 
     Attributes:
-        value: A tensor of its own memory on the CPU, or a plain value.
+        value: A copied tensor on the CPU, or a plain value.
         on_device: Whether kernels would read it, rather than the host.
-        validated: Whether no kernel that did not run had a hand in it.
+        validated: Whether it is independent of kernels that did not run.
     """
 
     value: Any
@@ -38,11 +38,11 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What was in an object.
+    """The values in an object.
 
     Attributes:
-        leaves: By path, such as `decode.seq_lens`.
-        skipped: Paths to what can't be compared, such as functions, and what they are.
+        leaves: Values by path, such as `decode.seq_lens`.
+        skipped: Descriptions of parts that can't be compared, such as functions, by path.
     """
 
     leaves: Mapping[str, Leaf]
@@ -56,7 +56,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What an object that has `compared` computes for it: as much the device's, and validated, as its `sources` are."""
+    """A value computed by an object's `compared`: the device's if any source is, validated if all sources are."""
 
     value: torch.Tensor
     sources: tuple[torch.Tensor, ...]
@@ -66,18 +66,18 @@ class Judgement(str, enum.Enum):
     """What a difference from the exact metadata means."""
 
     BOUNDED = "bounded"
-    """A number of the host's, nowhere less than the exact one: a size."""
+    """Integers on the host, nowhere less than the exact ones: a size."""
     LARGER = "larger"
-    """Device memory that is larger than the exact one, sized by a bound; what is in it is not judged."""
+    """A device tensor of a larger shape, sized by a bound; its contents are not judged."""
     WRONG = "wrong"
-    """A kernel would read another value, or the host has too small a number, or something else."""
+    """Any other difference: a kernel would read another value, or a host number is too small."""
     NOT_VALIDATED = "not validated"
-    """Of what a kernel would have computed that did not run, or that only it could judge."""
+    """The value depends on a kernel that did not run, or only a kernel can judge it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One field that is not as exact host lengths make it."""
+    """One field that differs from the build with exact host lengths."""
 
     field: str
     judgement: Judgement
@@ -89,14 +89,14 @@ class Difference:
 
 
 def take(built: object, device: Device, builder: object = None) -> Snapshot:
-    """Take down all of `built`: dataclasses, named tuples, containers and objects with attributes, tensors and numbers.
+    """Take a snapshot of `built`: dataclasses, named tuples, containers, objects with attributes, tensors, numbers.
 
-    An object with a method `compared` is what that returns, by name.
+    For an object with a method `compared`, take the values that this method returns by name.
 
     Args:
         built: What a builder made.
         device: Where it was made.
-        builder: Who made it; what is in its own buffers beyond the part that is used is not compared.
+        builder: The builder; its own buffers are not compared beyond the part in use.
     """
     leaves: dict[str, Leaf] = {}
     skipped: dict[str, str] = {}
@@ -122,10 +122,10 @@ def differences(
     """Where `found` is not `exact`.
 
     Args:
-        exact: Made with exact host lengths.
-        found: Made with something else.
-        unsteady: Paths that differ between two builds with exact lengths, and so say nothing.
-        layout: Parts of paths whose difference is not wrong by itself, and can't be judged without the kernel.
+        exact: Built with exact host lengths.
+        found: Built with other host lengths.
+        unsteady: Paths to ignore, because they differ between two builds with exact lengths.
+        layout: Parts of paths to fields that only the kernel can judge; their differences are `NOT_VALIDATED`.
     """
     result = []
     for path in dict.fromkeys([*exact.leaves, *found.leaves]):
@@ -150,14 +150,14 @@ def _walk(path: str, value: object, depth: int, above: set[int]) -> Iterator[tup
 
 
 def _parts(value: object) -> list[tuple[str, object]] | None:
-    """What `value` is made of, by name; None if it is one thing."""
+    """The parts of `value` by name; None if it has none."""
     if value is None or isinstance(value, bool | int | float | str | bytes | np.generic | torch.dtype | torch.device):
         return None
     if hasattr(type(value), "compared"):
         return list(value.compared().items())  # type: ignore[attr-defined]
     if hasattr(value, "_pin_memory_int_workspace_buffer"):
         return list(_planned(value).items())
-    if type(value).__name__ == "VllmConfig":  # what kernels carry beside the metadata is none
+    if type(value).__name__ == "VllmConfig":  # kernel arguments carry it; it is no metadata
         return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
@@ -173,15 +173,15 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
 
 
 def _planned(wrapper: Any) -> dict[str, object]:
-    """Of a wrapper of flashinfer-python's what a caller gave its plan, under the names of `stubs`.
+    """What the caller of a flashinfer-python wrapper's `plan` gave it, under the names that `stubs` uses.
 
-    The plan itself is for the kernels alone. It is as long as some batch before left it, and what of it masks and what
-    only shares work out, nobody but them can tell: that is found by attending.
+    The plan itself is not compared. It may keep the length of an earlier batch, and only kernels know which parts mask
+    and which only distribute work; `forward` tests it by attending.
     """
     ends, last = (getattr(wrapper, f"_paged_kv_{name}_buf", None) for name in ("indptr", "last_page_len"))
     if ends is None or last is None:
         return {"queries": getattr(wrapper, "_qo_indptr_buf", None), "keys": getattr(wrapper, "_kv_indptr_buf", None)}
-    if getattr(wrapper, "_backend", None) == "fa3":  # its kernels take lengths from the plan, not from these
+    if getattr(wrapper, "_backend", None) == "fa3":  # FA3 kernels take lengths from the plan, not from these buffers
         return {"queries": getattr(wrapper, "_qo_indptr_buf", None)}
     pages = ends[1:] - ends[:-1]
     lengths = torch.where(pages == 0, 0, (pages - 1) * BLOCK_SIZE + last[: len(pages)])
@@ -189,9 +189,9 @@ def _planned(wrapper: Any) -> dict[str, object]:
 
 
 def _parts_in_use(values: list[tuple[str, object]], builder: object) -> dict[int, str]:
-    """Of each buffer of the builder's that is there whole and in part, by its storage: the path of a part.
+    """The builder's buffers that are in `values` both whole and in part: path of a part, by storage address.
 
-    What a buffer holds beyond that part is of other batches.
+    Beyond that part a buffer holds data of other batches.
     """
     own = {_storage(each) for each in vars(builder).values() if isinstance(each, torch.Tensor)} if builder else set()
     tensors = [(path, value) for path, value in values if isinstance(value, torch.Tensor) and value.numel() > 0]
@@ -258,7 +258,7 @@ def _is_bounded(exact: object, found: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray[Any, Any] | None:
-    """As an array, if they are integers; of truth values and names none is a size."""
+    """`value` as an array if it holds integers, else None; booleans and strings are no sizes."""
     if isinstance(value, torch.Tensor):
         value = value.numpy() if value.dtype is not torch.bfloat16 else None
     if value is None or isinstance(value, bool):

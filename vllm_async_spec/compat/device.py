@@ -1,7 +1,7 @@
-"""The device that builders are tried on, the waits that are found there, and a GPU as such a device.
+"""The interface of a device to try builders on, the waits found on a device, and a GPU as a device.
 
-`CudaDevice` sees what PyTorch's sync debug mode warns of, with the line that caused it. It can't tell reads from
-copies. `simulated_device` has the devices that need no GPU.
+`CudaDevice` sees the waits that PyTorch's sync debug mode warns of, with the line that caused each. It can't tell reads
+from copies. `simulated_device` has the devices that need no GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["MAKE_UNINITIALISED", "MAPPED", "CudaDevice", "Device", "Wait", "is_l
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SHOWN = 6
 _LAZY = ("seq_lens_cpu", "num_computed_tokens_cpu")
-_DECORATORS = ("typing_extensions.py", "warnings.py")  # such as @deprecated, which vLLM puts on them
+_DECORATORS = ("typing_extensions.py", "warnings.py")  # files of decorators that vLLM puts on _LAZY
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Wait:
     """One moment at which the host waits for the device.
 
     Attributes:
-        kind: Which way.
-        what: What was called, such as `item`.
-        stack: Who asked, innermost first, without PyTorch's frames and this package's.
+        kind: How the host waits.
+        what: The function called, such as `item`.
+        stack: The calling frames, innermost first, without those of PyTorch and of this package.
     """
 
     kind: WaitKind
@@ -43,7 +43,7 @@ class Wait:
 
     @property
     def site(self) -> str:
-        """`file:line` of who asked, and of who called that; a lazy property of the metadata asks for somebody else."""
+        """`file:line` of the line that waits and of its caller, without frames of the metadata's lazy properties."""
         asked = [frame for frame in self.stack if frame.function.rpartition(".")[2] not in _LAZY]
         return " < ".join(f"{frame.file}:{frame.line}" for frame in (asked or self.stack)[:2]) or "unknown"
 
@@ -55,27 +55,27 @@ class Device(Protocol):
     """Where builders are made and run."""
 
     device: torch.device
-    """What a builder is given."""
+    """The device argument of a builder."""
     validates_kernels: bool
-    """Whether kernels run; otherwise what they would have computed is not validated."""
+    """Whether kernels run; if not, what they would compute is not validated."""
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy of it, in device memory."""
 
     def watching(self) -> contextlib.AbstractContextManager[list[Wait]]:
-        """Collect the waits of this thread, within."""
+        """Collect the waits of this thread while the context is open."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is in device memory."""
+        """Whether the tensor is in device memory."""
 
     def is_validated(self, tensor: torch.Tensor) -> bool:
-        """Whether no kernel that did not run had a hand in its values."""
+        """Whether the tensor's values are independent of kernels that did not run."""
 
     def kernel_calls(self) -> Mapping[str, Mapping[str, object]]:
         """The arguments of kernels that did not run, since `clear`, by number and name."""
 
     def clear(self) -> None:
-        """Forget all memory, and all kernels."""
+        """Forget all tensors and kernel calls."""
 
 
 class CudaDevice:
@@ -98,8 +98,8 @@ class CudaDevice:
         recorder = CudaWaits()
         recorder.start()
         try:
-            with temporarily() as changes, torch.no_grad():  # as vLLM's runner has it
-                # Waits for events of its own class, which is written in C, could not be heard.
+            with temporarily() as changes, torch.no_grad():  # as in vLLM's runner
+                # torch.Event is written in C, so its waits can't be observed.
                 changes.set(torch, "Event", AuditedEvent)
                 for owner, name in MAKE_UNINITIALISED:
                     changes.set(owner, name, _zeroed(getattr(owner, name)))
@@ -107,11 +107,11 @@ class CudaDevice:
         finally:
             recorder.stop()
             kinds = {"warning": WaitKind.STREAM, "event": WaitKind.EVENT, "device": WaitKind.DEVICE}
-            # A copy that was asked for without blocking is noted too, and waits for nothing.
+            # The recorder also notes copies: a blocking one warns too, and a non-blocking one does not wait.
             found += [Wait(kinds[c.what], c.what, readable_wait(c.stack)) for c in recorder.calls if c.what in kinds]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is on a GPU."""
+        """Whether the tensor is on a GPU."""
         return tensor.is_cuda
 
     def is_validated(self, tensor: torch.Tensor) -> bool:
@@ -123,11 +123,11 @@ class CudaDevice:
         return {}
 
     def clear(self) -> None:
-        """Nothing: PyTorch knows what is whose."""
+        """Do nothing: PyTorch knows where each tensor is."""
 
 
 def is_lost(device: Device) -> bool:
-    """Whether it is a GPU on which a kernel went astray, after which CUDA refuses whatever this process asks for."""
+    """Whether the device is a GPU on which a kernel failed, so that every CUDA call of this process now fails."""
     if device.device.type != "cuda":
         return False
     try:
@@ -143,19 +143,19 @@ MAKE_UNINITIALISED = (
     (torch, "empty_strided"),
     (torch.Tensor, "new_empty"),
 )
-"""Functions that return memory as it was found; both devices zero it, or two builds of one batch would differ."""
+"""Functions that return uninitialised memory; both devices zero it, so that two builds of one batch agree."""
 
 MAPPED = 32 << 20
-"""Bytes. More is mapped afresh by the allocator, and so is zero on a CPU; writing it would cost more than all else."""
+"""Largest size to zero, in bytes. On a CPU, larger blocks are newly mapped and already zero; writing them is slow."""
 
 
 def _zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """As `function`, but two builds of the same don't differ by what lay in memory before them."""
+    """Wrap `function` to return zeros, so that two builds of one batch agree."""
 
     def zeroed(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = function(*args, **kwargs)
         if out.is_meta or type(out) is not torch.Tensor or torch.compiler.is_compiling():
-            return out  # a compiler's: it has no memory, and perhaps no size
+            return out  # a compiler's tensor has no memory, and perhaps no size
         return out.zero_() if out.nbytes <= MAPPED else out
 
     return zeroed
@@ -170,4 +170,4 @@ def readable_wait(stack: RawStack) -> tuple[Frame, ...]:
 
 
 _CALLERS = (_OURS + "check.py", _OURS + "forward.py")
-"""What calls builders and layers; frames below are whoever called the suite."""
+"""Files that call builders and layers; frames outside them belong to the suite's caller."""

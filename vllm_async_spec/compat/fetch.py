@@ -1,7 +1,7 @@
 """Download vLLM releases and keep only their Python.
 
-`python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches all of `RELEASES`, or those named: any from
-0.12.0 on.
+`python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches the versions named, from 0.12.0 on, or all
+of `RELEASES`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FetchError(RuntimeError):
 
 
 def fetch_release(version: str, cache: Path) -> Path:
-    """Make one release's Python available below `cache`, downloading it unless it is there.
+    """Unpack one release's Python into `cache`, and download the release if it is missing.
 
     Args:
         version: A release from 0.12.0 on.
@@ -47,7 +47,7 @@ def fetch_release(version: str, cache: Path) -> Path:
     if target.is_dir():
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    # In the cache itself, so that the last step is a rename within one file system: all of a release or nothing.
+    # Unpack inside the cache, so that the last step is an atomic rename within one file system.
     with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=cache) as scratch:
         unpacked = Path(scratch) / "unpacked"
         _unpack(_download(version, Path(scratch)), unpacked)
@@ -77,7 +77,7 @@ def _download(version: str, directory: Path) -> Path:
         *(f"--platform={platform}_x86_64" for platform in _PLATFORMS),
         f"--dest={directory}",
         "--disable-pip-version-check",
-        "--no-cache-dir",  # hundreds of megabytes that nobody will ask for again
+        "--no-cache-dir",  # pip would keep hundreds of megabytes that are not needed again
         "--quiet",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch releases from the command line.
 
     Args:
-        arguments: Instead of those of the process.
+        arguments: Arguments instead of the process's own.
 
     Returns:
         The exit status: 0, or 1 when a release could not be fetched.

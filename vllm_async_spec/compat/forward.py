@@ -1,9 +1,9 @@
-"""Attention with the metadata that a builder made: what waits in a layer's forward, and whether its output is right.
+"""Attend with built metadata: find the waits in a layer's forward, and check its output.
 
-What a builder makes can be right field by field and wrong for the kernel, and a forward may wait by itself. So each
-batch is attended where kernels run, with what was built from exact host lengths, from what an engine with asynchronous
-speculative decoding can tell, and from the least that the builder was found to need. Where attention is wrong with
-that, the builder needs more than what it built has shown.
+Metadata can be right field by field and wrong for the kernel, and a forward may wait by itself. So, where kernels run,
+the suite attends over each batch with metadata built from exact host lengths. Then it attends with what an engine with
+asynchronous speculative decoding knows, and with the least that the builder seems to need. If attention with the last
+is wrong, the builder needs more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, 
 __all__ = ["attend"]
 
 _SECONDS = 90.0
-"""For all batches of one builder but the first, for which kernels may take minutes to compile."""
+"""Time for all batches of one builder after the first, for which kernels may compile for minutes."""
 
 
 def attend(
@@ -44,13 +44,13 @@ def attend(
 
     Args:
         subject: The builder, and its layer.
-        device: Where it was checked.
+        device: Where the builder was checked.
         found: What `check` found.
-        cases: The batches; those that `check` was given.
-        seconds: After how many no further batch is begun.
+        cases: The batches that `check` was given.
+        seconds: Seconds after the first batch during which further batches may start.
 
     Returns:
-        `found`, with what came of it, and with what it shows of the need. What a layer raises is told, not raised.
+        `found`, with the results of attention and the need that they show. It records what a layer raises.
     """
     if isinstance(subject.layer, str):
         return replace(found, not_attended=subject.layer)
@@ -80,7 +80,7 @@ _CAPTURE = "what is built for a capture is replayed with other batches"
 
 
 def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None) -> CaseResult:
-    """One batch: the truth, what the host can tell, what its need is by what was built, and garbage in the rest."""
+    """Attend one batch with exact lengths, realistic ones, the least that it needs, and garbage for unneeded ones."""
     if found.need is None:
         return found
     done: dict[Host, Attended] = {}
@@ -104,7 +104,7 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
         if host in built:
             told(host)
     need = found.need
-    # What is wrong with the truth itself says nothing of what the host must know.
+    # If attention is wrong even with exact lengths, wrong output says nothing of what the host must know.
     if need is not Need.BLOCKING and told(Host.EXACT).right is not False:
         need = max(need, least_need(serves, has_bound=found.realistic is Host.BOUND))
     garbage = {Need.NONE: Host.GARBAGE, Need.PREFILL_ROWS: Host.STALE, Need.UPPER_BOUND: Host.STALE}.get(need)
@@ -116,7 +116,7 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
 def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attended:
     try:
         if device.validates_kernels:
-            # What is compiled or tuned waits, once; and for sizes that another host does not know.
+            # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
             _run(subject, case, host, device, watched=False)
         return _run(subject, case, host, device)
     except NoForwardError as error:
@@ -129,7 +129,7 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
 
 
 class _LostError(RuntimeError):
-    """A kernel went astray, after which CUDA refuses whatever this process asks for."""
+    """A kernel failed, after which every CUDA call of this process fails."""
 
 
 def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Attended:
@@ -152,13 +152,13 @@ def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: b
 def _difference(output: torch.Tensor, expected: torch.Tensor) -> float:
     assert output.shape == expected.shape, f"the output is {tuple(output.shape)}, not {tuple(expected.shape)}"
     off = (output.float() - expected).abs() / (1 + expected.abs())
-    # A maximum may pass over what is no number.
+    # max() may skip NaN.
     return math.nan if bool(off.isnan().any()) else float(off.max())
 
 
 @contextlib.contextmanager
 def _forward_context(builder: Any, metadata: Any) -> Iterator[None]:
-    """What a forward of vLLM's finds as its context, as it does in an engine."""
+    """Set vLLM's forward context, as in an engine; do nothing without vLLM."""
     config = getattr(builder, "vllm_config", None)
     if config is None or "vllm" not in sys.modules:
         yield

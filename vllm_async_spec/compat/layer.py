@@ -1,8 +1,8 @@
-"""What it takes to attend over one of the suite's batches, and what attention over it is.
+"""Attention layers that attend over the suite's batches, and the reference for their output.
 
-A `Layer` is one attention layer with a KV cache of its own; `ImplLayer` is one of any backend that has an
-implementation. Slots that hold no token of a batch, which in an engine are free or hold what was rejected, are full of
-`POISON`, so that attending past the end of a request is seen.
+A `Layer` is one attention layer with its own KV cache; `ImplLayer` runs the implementation of any backend that has one.
+Slots without a token of the batch, which in an engine are free or hold rejected tokens, hold `POISON`. So attending
+past the end of a request changes the output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 POISON = 1000.0
-"""A number, because kernels multiply what they mask by 0; and far from any key or value of a batch."""
+"""Finite, because kernels multiply masked values by 0; far from any key or value of a batch."""
 
 NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
 """Why no layer of an unpacked release attends."""
@@ -48,16 +48,16 @@ _SCALE = HEAD_SIZE**-0.5
 """Factor on the logits."""
 
 Surround = Callable[[], contextlib.AbstractContextManager[Any]]
-"""What holds while an implementation is made."""
+"""Makes the context in which an implementation is made."""
 
 
 class NoForwardError(RuntimeError):
-    """Nothing can be attended here; the message says why in one sentence, without what it is said of."""
+    """Attention can't run here; the message says why in one sentence, without the backend's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A case, as a layer wants it. Tensors are on the device; T is the number of tokens of all sequences together.
+    """A case as device tensors for a layer; T is the number of tokens of all sequences together.
 
     Attributes:
         case: The case.
@@ -67,10 +67,10 @@ class Batch:
         block_table: (rows, blocks) int32.
         slot_mapping: (query tokens, padding included,) int64; -1 for padding.
         slots: (T,) int64: where each token's keys lie.
-        content: (T,) int64: which token's keys it has; its own number, but in a prefix that all requests share.
-        context: (tokens computed before,) int64: those among all.
-        new: (query tokens without padding,) int64: the query tokens among all.
-        positions: (query tokens without padding,) int64: where each stands in its sequence.
+        content: (T,) int64: number of the token whose keys each token has: its own, or its position in a shared prefix.
+        context: (tokens computed before,) int64: numbers of these tokens among all T.
+        new: (query tokens without padding,) int64: numbers of these tokens among all T.
+        positions: (query tokens without padding,) int64: position of each in its sequence.
     """
 
     case: Case
@@ -123,7 +123,7 @@ class Batch:
         return self.slot_mapping.shape[0]
 
     def queries(self, of_all: torch.Tensor) -> torch.Tensor:
-        """(T, ...) to (query tokens, padding included, ...): what is of the query tokens; zeros for padding."""
+        """Select the query tokens: (T, ...) to (query tokens, padding included, ...), with zeros for padding."""
         padded = of_all.new_zeros(self.tokens, *of_all.shape[1:])
         padded[: len(self.new)] = of_all[self.new]
         return padded
@@ -133,35 +133,35 @@ class Layer(Protocol):
     """One attention layer."""
 
     def fill(self, batch: Batch) -> None:
-        """Take a batch: write the keys of its contexts, by the layer's own write path."""
+        """Take a batch, and write the keys of its context by the layer's own write path."""
 
     def attend(self, metadata: Any) -> torch.Tensor:
-        """The layer's part of a step: write the keys of the query tokens, and attend.
+        """Run the layer's part of a step: write the keys of the query tokens, then attend.
 
         Args:
-            metadata: What a builder built of the batch.
+            metadata: What a builder built for the batch.
 
         Returns:
             (compared tokens, query heads, head size): the output, without padding.
         """
 
     def expected(self) -> torch.Tensor:
-        """What `attend` should have returned, float32; made from the batch alone, without any metadata."""
+        """The right output of `attend`, float32, computed from the batch alone, without metadata."""
 
 
 def _blocks_of(block_size: int) -> int:
-    """Blocks of a layer's KV cache: as many tokens as `NUM_BLOCKS` blocks of the usual size hold."""
+    """Blocks of a layer's KV cache, which holds as many tokens as `NUM_BLOCKS` blocks of `BLOCK_SIZE`."""
     return NUM_BLOCKS * BLOCK_SIZE // block_size
 
 
 def random(device: Device, seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normally distributed numbers on the device, the same every time.
+    """Normally distributed numbers on the device, the same for the same seed and shape.
 
     Args:
-        device: Where they belong.
-        seed: Of their generator.
-        *shape: Of the result.
-        dtype: Of the result.
+        device: Where the numbers belong.
+        seed: The generator's seed.
+        *shape: The result's shape.
+        dtype: The result's dtype.
     """
     return device.place(_random(seed, shape).to(dtype, copy=True))
 
@@ -189,9 +189,8 @@ def reference(
         keys: (T, KV heads, head size).
         values: (T, KV heads, head size).
         scale: Factor on the logits.
-        causal: Whether a token sees none after it.
-        chunk: As chunked local attention has it: a token sees those of its own chunk of so many; a multiple of the
-            block size. None if it sees all.
+        causal: Whether a token sees no token after it.
+        chunk: Tokens per chunk of chunked local attention, a multiple of the block size; None for full attention.
 
     Returns:
         (query tokens without padding, query heads, head size) float32.
@@ -207,7 +206,7 @@ def reference(
     longest = max(batch.case.query_lens)
     real = len(batch.new)
     if chunk is not None:
-        # Each query token is a request of its own, which begins where its chunk does.
+        # Treat each query token as a request that begins where the token's chunk begins.
         first = batch.positions // chunk * chunk
         row = torch.searchsorted(starts[1:].contiguous(), torch.arange(real, device=starts.device), right=True)
         column = first[:, None] // batch.block_size + torch.arange(chunk // batch.block_size, device=starts.device)
@@ -226,28 +225,28 @@ def reference(
 
 
 class ImplLayer:
-    """One layer of a backend that has `get_impl_cls`, which attends as vLLM's `Attention` does.
+    """One layer of a backend that has `get_impl_cls`; it attends as vLLM's `Attention` does.
 
-    Nothing of it is made from vLLM's own layer, which wants a model, ranks and weights. What an implementation is given
-    here is what every release's gives it:
+    vLLM's own layer is not used, because it needs a model, ranks and weights. The implementation is given what every
+    release's layer gives it:
 
-    - its KV cache in the shape and the order of strides that the backend names, or that the release computes from the
-      spec of the KV cache; of one layer, and not padded;
+    - an unpadded KV cache of one layer, with the shape and stride order of the backend, or of the release's KV-cache
+      spec;
     - scales of 1, as tensors on the device and as floats;
-    - keys by `do_kv_cache_update`, or by its `forward` where that writes them.
+    - keys by `do_kv_cache_update`, or by `forward` where that writes them.
 
     Args:
         backend: The backend class.
-        builder: The builder whose metadata it will be given.
-        device: Where it attends.
-        block_size: Tokens in a block of its KV cache.
-        encoder: Whether it attends to its own queries' keys only, in both directions.
-        chunk: Tokens of a chunk of chunked local attention; None if a token sees all before it.
-        last_only: Whether it is given the last token of each request only, as with KV-sharing fast prefill.
-        surround: What holds while the implementation is made.
+        builder: The builder whose metadata the layer will be given.
+        device: Where the layer attends.
+        block_size: Tokens in a block of the KV cache.
+        encoder: Whether attention is bidirectional, over the keys of the batch's query tokens only.
+        chunk: Tokens per chunk of chunked local attention; None for full attention.
+        last_only: Whether only the last token of each request attends, as in KV-sharing fast prefill.
+        surround: Makes the context in which the implementation is made.
 
     Raises:
-        NoForwardError: Nothing says what its KV cache looks like.
+        NoForwardError: Neither the backend nor vLLM says the shape of the KV cache.
     """
 
     def __init__(
@@ -326,7 +325,7 @@ def kv_cache(
     Args:
         backend: The backend class.
         builder: The builder, whose spec of the KV cache may say its shape.
-        device: Where it lies; somebody watches it.
+        device: Where the cache lies; the caller must be watching the device.
         block_size: Tokens in a block.
         kv_heads: KV heads.
         head_size: Width of a head.
@@ -358,7 +357,7 @@ def _permuted(shape: Any, order: Any, dtype: torch.dtype, device: Device) -> tor
 
 
 def layer_attributes(builder: Any, device: Device) -> Any:
-    """What implementations ask their layer for: scales of 1, its name, and the instructions that a builder chose."""
+    """The layer attributes that implementations read: scales of 1, the name, and the builder's instruction set."""
     one = device.place(torch.ones((), dtype=torch.float32))
     scales = {f"_{of}_scale": one for of in ("q", "k", "v", "prob")}
     floats = {f"_{of}_scale_float": 1.0 for of in ("q", "k", "v")}

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the loaded release's metadata builders, and a layer that attends with their metadata.
+"""Multi-head latent attention (MLA): the loaded release's metadata builders, and a layer that uses their metadata.
 
 Builders are made the same way for every release.
 """
@@ -30,27 +30,27 @@ __all__ = [
 ]
 
 _DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-"""Latent and rotary parts, as DeepSeek V2 and V3 have them."""
+"""Sizes of the latent and rotary parts in DeepSeek V2 and V3."""
 _HEADS, _SCALE = 8, 0.1
 """Query heads, and the factor on their logits."""
 _LATENT, _NOPE, _ROPE, _VALUE = (
     _DIMENSIONS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 )
 _DECODER = "decoder"
-"""A value of vLLM's enumeration of strings."""
+"""vLLM's `AttentionType.DECODER`, which is a string."""
 _SPARSE_BLOCK = 64
-"""Tokens in a block, as all kernels of sparse MLA want it."""
+"""Tokens in a block, which all sparse MLA kernels need."""
 _FLAGS = {
     "FLASH_ATTN": None,
     "FLASHINFER": "use_flashinfer_prefill",
     "CUDNN": "use_cudnn_prefill",
     "TRTLLM_RAGGED": "use_trtllm_ragged_deepseek_prefill",
 }
-"""What says in releases up to 0.18 which kernels prefill; FlashAttention's do where none does."""
+"""Functions that choose the prefill kernels in releases up to 0.18; FlashAttention's are used if all say no."""
 
 
 class _BuilderLayer(SimpleNamespace):
-    """What a builder asks of its layer: its dimensions, and the kernels of its prefills."""
+    """The layer attributes that a builder reads: dimensions and prefill kernels."""
 
     num_heads = _HEADS
     q_lora_rank = None
@@ -65,23 +65,23 @@ class _BuilderLayer(SimpleNamespace):
 
 
 def _no_kernels() -> Any:
-    """Kernels that prepare nothing."""
+    """A prefill backend class that prepares nothing."""
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
     kernels: Any = type("NoPrefill", (MLAPrefillBackend,), {})
-    kernels.__abstractmethods__ = frozenset()  # none of them is called while metadata is built
+    kernels.__abstractmethods__ = frozenset()  # building metadata calls no abstract method
     return kernels
 
 
 def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, prefill_class: Any = None) -> Any:
-    """The release's metadata builder `builder_class` of an MLA backend.
+    """Make an MLA backend's metadata builder.
 
     Args:
         builder_class: Such as `FlashMLAMetadataBuilder`.
-        setting: What it is made from, but for the shape of its layer and of its KV cache.
+        setting: The builder's inputs; this function replaces the layer and the KV-cache spec.
         block_size: Tokens in a block of the KV cache.
-        prefill_class: The kernels of prefills, in releases where the layer has them. If None, FlashAttention's on a
-            GPU, and elsewhere some that prepare nothing.
+        prefill_class: The prefill backend class, in releases whose layers have one. None means FlashAttention's on a
+            GPU, and elsewhere a class that prepares nothing.
 
     Returns:
         The builder. Its model is a small Llama with the latent dimensions of DeepSeek V2.
@@ -97,10 +97,10 @@ def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, pre
 
 
 def mla_prefill_builder(setting: BuilderInputs, kernels: str, block_size: int) -> Any:
-    """The builder of Triton MLA, whose prefills are `kernels`.
+    """Make Triton MLA's builder with the prefill kernels `kernels`.
 
     Args:
-        setting: What it is made from.
+        setting: The builder's inputs.
         kernels: A key of `_FLAGS`.
         block_size: Tokens in a block of the KV cache.
 
@@ -130,7 +130,7 @@ def mla_prefill_builder(setting: BuilderInputs, kernels: str, block_size: int) -
 
 
 def _registry() -> Any:
-    """The release's kernels of prefills; None where the builder itself chooses them, as up to 0.18."""
+    """The release's registry of prefill kernels; None up to 0.18, where the builder itself chooses them."""
     try:
         return importlib.import_module("vllm.v1.attention.backends.mla.prefill.registry")
     except ModuleNotFoundError:
@@ -138,9 +138,9 @@ def _registry() -> Any:
 
 
 def _flagged(builder_class: Any, setting: BuilderInputs, kernels: str, block_size: int) -> Any:
-    """With the kernels that the builder itself asks for, as releases up to 0.18 do."""
+    """Make the builder in releases up to 0.18, where the builder itself chooses the prefill kernels."""
     module: Any = inspect.getmodule(next(each for each in builder_class.__mro__ if "MLACommon" in each.__name__))
-    if kernels == "FLASHINFER":  # it may have been imported before anything stood for FlashInfer
+    if kernels == "FLASHINFER":  # the module may have been imported before the FlashInfer stub
         module.BatchPrefillWithRaggedKVCacheWrapper = _ragged()
     module.get_per_layer_parameters = lambda *arguments: {LAYER: _hyperparameters()}
     with temporarily() as changes:
@@ -163,12 +163,12 @@ def _no_attention(*arguments: Any, **keywords: Any) -> Any:
 
 
 def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: str) -> Any:
-    """The release's metadata builder `builder_class` of an attention that reads the tokens that an indexer chose.
+    """Make the metadata builder of a sparse MLA backend, which attends to the tokens that an indexer chose.
 
     Args:
         builder_class: Such as `FlashMLASparseMetadataBuilder`.
-        setting: What it is made from, but for the shape of its layer and of its KV cache.
-        cache_dtype: Of the KV cache: `auto` or `fp8_ds_mla`.
+        setting: The builder's inputs; this function replaces the layer and the KV-cache spec.
+        cache_dtype: The KV cache's dtype: `auto` or `fp8_ds_mla`.
 
     Returns:
         The builder.
@@ -180,14 +180,14 @@ def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: 
 
 
 def indexer_builder(builder_class: Any, setting: BuilderInputs) -> Any:
-    """The release's metadata builder of DeepSeek's sparse indexer.
+    """Make the metadata builder of DeepSeek's sparse indexer.
 
     Args:
         builder_class: `DeepseekV32IndexerMetadataBuilder`.
-        setting: What it is made from, but for the shape of its KV cache.
+        setting: The builder's inputs; this function replaces the KV-cache spec.
 
     Returns:
-        The builder. DeepGEMM's scheduler is there, and where nothing is compiled its arguments are recorded.
+        The builder. In an unpacked release a stub of DeepGEMM's scheduler records its arguments.
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     if (source := loaded_source()) is not None:
@@ -206,7 +206,7 @@ def indexer_builder(builder_class: Any, setting: BuilderInputs) -> Any:
 
 
 def _scheduled(context_lens: torch.Tensor, block_size: int, num_sms: int, **more: Any) -> torch.Tensor:
-    """Stands for DeepGEMM's scheduler of decodes: one row for each processor and one more, of zeros."""
+    """Stub of DeepGEMM's decode scheduler; returns (num_sms + 1, 2) int32 zeros."""
     result = torch.zeros(num_sms + 1, 2, dtype=torch.int32)
     source = loaded_source()
     assert source is not None
@@ -216,7 +216,7 @@ def _scheduled(context_lens: torch.Tensor, block_size: int, num_sms: int, **more
 
 
 def _latent(setting: BuilderInputs, block_size: int) -> tuple[list[str], Any, torch.device]:
-    """Layers, the configuration of a model with latent attention and an indexer, and the device."""
+    """Layer names, the configuration of a model with latent attention and an indexer, and the device."""
     _, layers, config, device = setting.arguments(block_size=block_size)
     model: Any = config.model_config
     for target in (model.hf_text_config, model.hf_config):
@@ -244,23 +244,23 @@ def _spec(block_size: int, head_size: int, cache_dtype: str | None = None) -> An
 class MlaLayer:
     """One layer of an MLA backend.
 
-    As in vLLM's `MLAAttention`: a decode attends to latent keys, by `forward_mqa` between two projections; a prefill to
-    keys that `kv_b_proj` makes of them, by `forward_mha`. The reference attends to latent keys throughout, which but
-    for rounding is the same.
+    As in vLLM's `MLAAttention`, decodes attend to latent keys, by `forward_mqa` between two projections. Prefills
+    attend by `forward_mha` to keys that `kv_b_proj` expands from latent keys. The reference always attends to latent
+    keys; only rounding differs.
 
     Args:
         backend: The backend class.
-        builder: The builder whose metadata it will be given.
-        device: Where it attends.
-        block_size: Tokens in a block of its KV cache.
+        builder: The builder whose metadata the layer will be given.
+        device: Where the layer attends.
+        block_size: Tokens in a block of the KV cache.
 
     Raises:
-        NoForwardError: Nothing says what its KV cache looks like.
+        NoForwardError: Neither the backend nor vLLM says the shape of the KV cache.
     """
 
     def __init__(self, backend: Any, builder: Any, device: Device, block_size: int) -> None:
         self._device = device
-        # Of a size that leaves keys and values normally distributed: (latent, heads * (key + value)).
+        # (latent, heads * (key + value)), scaled so that keys and values have unit variance.
         weight = random(device, 4, _LATENT, _HEADS * (_NOPE + _VALUE), dtype=torch.float32) * _LATENT**-0.5
         self._weight = weight.to(torch.bfloat16)
         per_head = self._weight.view(_LATENT, _HEADS, _NOPE + _VALUE)
@@ -271,13 +271,13 @@ class MlaLayer:
         sizes = _DIMENSIONS | {"q_lora_rank": None, "qk_head_dim": _NOPE + _ROPE, "kv_b_proj": projection}
         with configured(builder), device.watching():
             cache = kv_cache(backend, builder, device, block_size, 1, _LATENT + _ROPE)
-            # From 0.30 on there is a dimension for the one head.
+            # Since 0.30 the cache has a dimension for the one head.
             self._cache = cache.squeeze(1) if cache.dim() == 4 else cache
             self._layer = layer_attributes(builder, device)
             self.impl = backend.get_impl_cls()(
                 _HEADS, _LATENT + _ROPE, _SCALE, 1, None, None, "auto", None, _DECODER, None, **sizes
             )
-        if getattr(self.impl, "dcp_world_size", 1) < 1:  # up to 0.27 the layer says it
+        if getattr(self.impl, "dcp_world_size", 1) < 1:  # up to 0.27 the layer sets it
             self.impl.dcp_world_size = 1
 
     def fill(self, batch: Batch) -> None:
@@ -324,7 +324,7 @@ class MlaLayer:
         return values
 
     def _absorbed(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries of latent keys: (tokens, heads, latent), and their rotary part."""
+        """Queries for latent keys, (tokens, heads, latent), and their rotary part, (tokens, heads, rotary)."""
         nope, rotary = self._query[:tokens].to(dtype).split([_NOPE, _ROPE], dim=-1)
         return (nope.transpose(0, 1) @ self._up_keys.to(dtype)).transpose(0, 1), rotary
 
@@ -336,7 +336,7 @@ class MlaLayer:
 
 
 class _Projection(SimpleNamespace):
-    """What `kv_b_proj` is to an implementation: called, it gives (tokens, heads * (key + value)), and no bias."""
+    """Stub of `kv_b_proj`: (tokens, latent) to (tokens, heads * (key + value)), and None for the bias."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight=weight.T, params_dtype=weight.dtype)

@@ -1,10 +1,10 @@
 """Put results of the suite into the documentation.
 
-`python -m vllm_async_spec.compat.publish RESULT.json ...` takes what `vllm-async-spec compat --json` wrote, and keeps
-what is published of it as `docs/compat/NAME.json`. The site's build makes a page of each, the page of all and a badge.
-NAME is `RELEASE-stock` or `RELEASE-plugin`, and on a GPU ends in the GPU's name: `0.32.0-stock-h200`. It comes
-from the result, whatever the file is called. But one that is called the other of the two is refused, as are two of the
-same run: what was to be the plugin's column, and was made without `--plugin`, must not become stock's.
+`python -m vllm_async_spec.compat.publish RESULT.json ...` reads what `vllm-async-spec compat --json` wrote, and saves
+the published part as `docs/compat/NAME.json`. The site's build makes a page of each, an overview page and a badge.
+NAME comes from the result: `RELEASE-stock` or `RELEASE-plugin`, and on a GPU the GPU's name: `0.32.0-stock-h200`.
+A file that is named `plugin` but holds a stock result, or the reverse, is refused. So a run that lacked `--plugin` by
+mistake never becomes stock's column. Two files of the same run are refused too.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm_async_spec.compat.report import PublishedError, Run, read_runs
 __all__ = ["WANTED", "documents", "main"]
 
 WANTED = tuple((release, way, "h200") for release in ("0.18.1", "0.26.0", "0.32.0") for way in ("stock", "plugin"))
-"""Runs that the table has a column for even if nobody has made them: release, way, machine."""
+"""Runs that have a column in the table even if they are missing: release, way, machine."""
 
 _BADGE_OF = "0.32.0-plugin"
 
 
 def documents(runs: Sequence[Run]) -> dict[str, str]:
-    """What the site has of these runs: the contents of each file, by its path in the site's sources."""
+    """The site's files for these runs: contents by path in the site's sources."""
     files = {f"compat/{run.name}.md": markdown(run) for run in runs}
     files["assets/compatibility.html"] = render_html(runs, WANTED)
     return files | {f"assets/{run.name}.svg": badge(run) for run in runs if run.name == _BADGE_OF}
@@ -37,7 +37,7 @@ def _taken(paths: Sequence[Path]) -> dict[str, Run]:
     """The runs in these files by name.
 
     Raises:
-        PublishedError: A file can't be read, is not the run that its name says, or is the same run as another.
+        PublishedError: A file can't be read, contradicts its name, or holds the same run as another.
     """
     runs: dict[str, Run] = {}
     for path in paths:
@@ -56,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Publish from the command line.
 
     Args:
-        arguments: Instead of those of the process.
+        arguments: Arguments instead of the process's own.
 
     Returns:
-        The exit status: 0, or 2 where a file is no result of the suite.
+        The exit status: 0, or 2 if a file is refused or the documentation has no `compat/`.
     """
     parser = argparse.ArgumentParser(description="Put results of the suite into the documentation.")
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="what compat --json wrote")

@@ -1,4 +1,4 @@
-"""A run of the suite for its readers: on the terminal, as JUnit's XML, as Markdown, as one HTML file, as a badge."""
+"""Render a run of the suite: for the terminal, as JUnit XML, as Markdown, as one HTML file, as a badge."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _MARKS = {
     "attention wrong": "\u2717",
     "waits in forward": "\u2021",
 }
-"""What stands in a narrow column for a limit of the verdict."""
+"""Marks for the limits of a verdict, in narrow columns."""
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, and below it what is not in it.
+    """Print the table, and below it the faults and the summary.
 
     Args:
         report: The run.
-        console: Where to.
+        console: Where to print.
     """
     vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
     plugin = " with the plugin" if report.patched else ""
@@ -90,7 +90,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def _first_faults(result: BackendResult) -> list[str]:
-    """Each kind of fault once, with the first batch that has it; or why nothing ran."""
+    """Each kind of fault once, with the first batch that has it; or the reason why nothing ran."""
     if not result.steps:
         return [result.explain().removeprefix(f"{result.backend}: ")]
     found: dict[str, str] = {}
@@ -101,7 +101,7 @@ def _first_faults(result: BackendResult) -> list[str]:
 
 
 def junit(report: Report) -> str:
-    """The run for a CI system: a suite for each builder, a test for each batch."""
+    """The run as JUnit XML: a suite for each builder, a test for each batch."""
     root = ET.Element("testsuites", name=f"vllm-async-spec compat {report.version}")
     for result in report.results:
         suite = ET.SubElement(root, "testsuite", name=result.backend)
@@ -173,7 +173,7 @@ def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()
 
     Args:
         runs: In the order of the columns.
-        wanted: Release, `stock` or `plugin`, and machine of runs that have a column though nobody has run them.
+        wanted: Release, `stock` or `plugin`, and machine of runs that have a column even if they are missing.
     """
     columns = _columns(runs, wanted)
     names = list(dict.fromkeys(name for run in runs for name in (*(r.backend for r in run.rows), *run.absent)))
@@ -217,7 +217,7 @@ def _columns(
 
 
 def _sorted(names: Sequence[str]) -> list[str]:
-    """As `BACKENDS` has them, and then foreign ones."""
+    """In the order of `BACKENDS`, then third-party builders."""
     known = list(BACKENDS)
     return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
 
@@ -237,7 +237,7 @@ def _slug(text: str) -> str:
 
 
 def _width(text: str) -> int:
-    """Of 11 pixel Verdana, about; the text is stretched to it."""
+    """Approximate width in pixels of 11-pixel Verdana, with padding; the badge stretches the text to fit."""
     return round(6.3 * len(text)) + 10
 
 

@@ -1,8 +1,8 @@
 """A run of the suite: with all evidence, and as it is published.
 
-`Report` is what `vllm-async-spec compat --json` writes. `Run` has of each builder the verdict, and what it rests on, in
-a few kilobytes. It is read from what `--json` writes, or from what it writes itself. Tables, pages and badges are made
-from it, so that none of them says more than the data does.
+`Report` is what `vllm-async-spec compat --json` writes. `Run` keeps each builder's verdict and its evidence in a few
+kilobytes; `Run.read` takes the JSON of either. Tables, pages and badges are made from a `Run`, so that none of them
+says more than the data does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vllm_async_spec.compat.results import BackendResult
 __all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "compact_json", "read_runs"]
 
 SCHEMA = 1
-"""Of the files of both kinds. Raised by one whenever a reader of older files would misunderstand a newer one."""
+"""Schema of both kinds of files. Increase it whenever a reader of older files would misunderstand a newer one."""
 
 CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "not run", "not constructed")
 """The verdicts, better ones first."""
 
 NOT_RUN = "not run"
-"""What is said of what nobody has run."""
+"""The verdict or result of anything that did not run."""
 
 _SHOWN_SITES = 3
 _WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
@@ -46,20 +46,20 @@ class Row:
         backend: Its name.
         builder: `module:class`.
         verdict: One of `CLASSES`.
-        limits: What goes with the verdict, such as `kernels not validated`.
-        passed: Whether in no batch of a step anything goes wrong.
-        ran: How many batches ran.
-        batches: How many there are.
-        sites: `file:line` where it waits or fails in a step; the first few.
-        faults: What goes wrong in a step, in a sentence each, and the batches where it does.
-        at_capture: The same where a CUDA graph is recorded.
+        limits: Limits of the verdict, such as `kernels not validated`.
+        passed: Whether some batch of a step ran, and none has a fault.
+        ran: Number of batches that ran.
+        batches: Number of all batches.
+        sites: `file:line` where the builder waits or fails in a step; the first few.
+        faults: Faults in a step, a sentence each, with the batches that have them.
+        at_capture: The same while a CUDA graph is recorded.
         not_run: Why batches did not run, and which.
-        notes: What is no fault there and may be one elsewhere.
+        notes: Findings that are no fault in an engine with asynchronous speculative decoding, but may be elsewhere.
         not_validated: Fields that depend on kernels that did not run.
         failure: Why there is no builder; None if there is one.
-        attention: `right`, or `wrong` and how far off, and of how many batches that is said; or `not run` and why.
-        forward_waits: How many places wait in its layer's forward, or `none`; or `not run`.
-        not_attended: Why batches were not attended to, though others were, and which.
+        attention: `right`, or `wrong` and how far off, with the number of batches; or `not run` and why.
+        forward_waits: Number of places that wait in the layer's forward, or `none`; or `not run`.
+        not_attended: Why some batches ran without attention, and which.
     """
 
     backend: str
@@ -87,7 +87,7 @@ class Row:
 
     @property
     def evidence(self) -> list[tuple[str, list[str]]]:
-        """What the verdict rests on: sentences, each with the batches that it is about, if it is about some."""
+        """The evidence for the verdict: sentences, each with the batches concerned, if any."""
         found: list[tuple[str, list[str]]] = [] if self.failure is None else [(self.failure, [])]
         found += self.faults.items()
         found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
@@ -113,7 +113,7 @@ class Run:
         command: The command line.
         summary: The run in one line.
         rows: One for each builder.
-        absent: Builders that are not of this release, or not for this machine, and why in a few words.
+        absent: Builders that this release lacks or that need another machine, each with a short reason.
         schema: `SCHEMA`.
     """
 
@@ -146,22 +146,22 @@ class Run:
 
     @property
     def line(self) -> str:
-        """A badge's worth of words."""
+        """The text of a badge."""
         if len(self.rows) == 1:
             return f"async-spec: {self.rows[0].cell}"
         clean = sum(row.passed for row in self.rows)
         return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
 
     def to_json(self) -> str:
-        """What is committed."""
+        """The JSON text that is committed."""
         return compact_json(asdict(self))
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Run:
-        """From plain data: a full result of `compat --json`, or a published one.
+        """Make a run from plain data: a full result of `compat --json`, or a published one.
 
         Raises:
-            PublishedError: It is neither.
+            PublishedError: The data is neither.
         """
         if data.get("schema") != SCHEMA or not ("rows" in data or "backends" in data):
             raise PublishedError(f"it is no result of `vllm-async-spec compat --json` with schema {SCHEMA}; run that")
@@ -184,12 +184,12 @@ class Report:
         release: Of vLLM; None where none was imported.
         torch: PyTorch's version.
         device: `cpu`, where device memory is simulated, or the GPU's name.
-        patches: What has become of each of the plugin's patches; None for stock vLLM.
+        patches: State of each of the plugin's patches; None for stock vLLM.
         date: When, as YYYY-MM-DD.
         command: The command line.
-        stubs: What stood in for parts of vLLM or of its machine, and what fails without it.
+        stubs: Stubs used for parts of vLLM or of its machine, each with the reason.
         results: One for each builder.
-        absent: Builders that are not of this release, or not for this machine, and why in a few words.
+        absent: Builders that this release lacks or that need another machine, each with a short reason.
     """
 
     version: str
@@ -210,14 +210,14 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: no builder waits in a step; 1: one does, or builds something wrong; 2: one could not be tried."""
+        """0: no builder waits in a step; 1: a builder waits or builds something wrong; 2: a builder can't be tried."""
         if any(not result.steps for result in self.results):
             return 2
         return 0 if all(result.passed for result in self.results) else 1
 
     @property
     def published(self) -> Run:
-        """What of it is published."""
+        """The part that is published."""
         return Run.read(self.to_dict())
 
     @property
@@ -247,7 +247,7 @@ class Report:
 
 
 def command_line(words: Sequence[str]) -> str:
-    """The command as anybody would give it: by its own name, and without directories of the machine that it ran on."""
+    """The command with the program's own name and without the directories of the machine that ran it."""
     program, *arguments = words
     name = Path(program).name
     named = [option + sign + _relative(value) for option, sign, value in (each.rpartition("=") for each in arguments)]
@@ -259,10 +259,10 @@ def _relative(path: str) -> str:
 
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
-    """The runs in these files, by release, stock first, and the simulated device first.
+    """The runs in these files, sorted by release, then stock first, then the simulated device first.
 
     Raises:
-        PublishedError: A file can't be read, or is none.
+        PublishedError: A file can't be read or holds no run.
     """
     runs = []
     for path in paths:
@@ -313,17 +313,17 @@ def _row(backend: Mapping[str, Any]) -> Row:
 
 
 def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is published of attention; of a result of before there was any, that it was not run."""
+    """The published fields about attention; results from before the suite ran attention count as not run."""
     reason = backend.get("not_attended", "the suite did not do that yet")
     if reason is not None:
         return {"attention": f"{NOT_RUN}: {reason}"}
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]
     ran = [(case, attended) for case, attended in each if attended["not_run"] is None]
     batches = {case for case, attended in ran if attended["realistic"]}
-    # What else was tried has shown the class of need, and is told beside it.
+    # Attention with other host lengths only helped to find the class of need, which is published separately.
     told = [attended for _, attended in ran if attended["realistic"] or attended["host"] == Host.EXACT.value]
     wrong = [attended for attended in told if not attended["right"]]
-    # What an engine can tell comes before what it can't.
+    # Show what an engine knows before what it can't know.
     worst = max(wrong, key=lambda a: (a["realistic"], float(a["difference"])), default=None)
     said = "right" if worst is None else f"wrong by {float(worst['difference']):.2g} told {worst['host']}"
     sites = {tuple(wait["stack"][:2]) or wait["what"] for _, attended in ran for wait in attended["waits"]}

@@ -1,4 +1,4 @@
-"""What a check found, as plain data: what the table, the JSON and the JUnit file are made from."""
+"""What a check found, as plain data: the source of the table, the JSON and the JUnit file."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from vllm_async_spec.compat.device import Wait
 __all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
 
 TOLERANCE = 0.02
-"""How far an output of attention in bfloat16 may be from the reference in float32, for each 1 + |reference|.
+"""Greatest allowed |output - reference| / (1 + |reference|), for bfloat16 output and a float32 reference.
 
-A value has 8 bits there. Keys, weights and output are rounded to it, each by up to 0.004 of itself. Rejected and free
-slots of the KV cache hold 1000, so that a single one of them among 8192 keys is not within it.
+bfloat16 has 8 significant bits, so rounding changes keys, weights and output by up to 0.004 of their value. Rejected
+and free slots of the KV cache hold 1000, so attending to one of them among 8192 keys exceeds the tolerance.
 """
 
 
 class Need(enum.IntEnum):
-    """The least that the host must know for a builder to run without a wait and to be right; worse is greater."""
+    """The least that the host must know for a builder to be right without a wait; a greater value is worse."""
 
     NONE = 0
     """Nothing: device lengths and the scalar `max_seq_len`."""
     PREFILL_ROWS = 1
-    """Lengths of prefills, which the host knows anyway; what it has for decodes does not matter."""
+    """Lengths of prefills, which the host knows anyway; host lengths of decodes do not matter."""
     UPPER_BOUND = 2
-    """A bound by row."""
+    """An upper bound of each row's length."""
     EXACT = 3
     """Exact lengths of decodes."""
     BLOCKING = 4
-    """It waits whatever the host knows."""
+    """The builder waits whatever the host knows."""
 
     def __str__(self) -> str:
         return {1: "prefill rows", 2: "upper bound", 4: "blocks"}.get(self, self.name.lower())
@@ -46,9 +46,9 @@ class Build:
         host: What the host was told.
         failure: The exception and where it was raised; None if the build finished.
         waits: Where the host would wait, in the order of time.
-        changed: Fields of the common metadata that the builder changed under everybody's hands.
-        differences: Where the result is not what exact host lengths give.
-        not_validated: Fields that a kernel computes which did not run; they have not been judged.
+        changed: Fields of the common metadata that the builder changed in place.
+        differences: Fields that differ from the build with exact host lengths.
+        not_validated: Fields that depend on kernels that did not run; they have not been judged.
         skipped: Fields that can't be compared, such as functions.
     """
 
@@ -62,7 +62,7 @@ class Build:
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
-        """Differences that are no bound."""
+        """Differences judged wrong."""
         return tuple(each for each in self.differences if each.judgement is Judgement.WRONG)
 
     @property
@@ -72,12 +72,12 @@ class Build:
 
     @property
     def equal(self) -> bool:
-        """Whether it finished, and the result is the exact one in all that was compared."""
+        """Whether it finished, and the result equals the exact one in all fields compared."""
         return self.failure is None and not self.differences
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What keeps it from being clean, in a sentence each."""
+        """Everything wrong with the build, in a sentence each."""
         told = f"told {self.host.value}"
         found = [f"{told}, it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
         if self.failure is not None:
@@ -92,11 +92,11 @@ class Attended:
     """Attention over one batch, with metadata that was built for it.
 
     Attributes:
-        host: What the host was told when that was built.
-        not_run: Why nothing was attended; None if it was.
+        host: What the host was told for the build.
+        not_run: Why attention did not run; None if it ran.
         waits: Where the host would wait in the layer's forward, in the order of time.
-        difference: The largest from the reference, of all outputs of real tokens, each for 1 + |reference|; NaN if an
-            output is no number. None where nothing was attended.
+        difference: Greatest |output - reference| / (1 + |reference|) over all real tokens; NaN if an output is NaN.
+            None if attention did not run.
     """
 
     host: Host
@@ -106,12 +106,12 @@ class Attended:
 
     @property
     def right(self) -> bool | None:
-        """Whether all outputs are within `TOLERANCE`; None where nothing was attended."""
+        """Whether all outputs are within `TOLERANCE`; None if attention did not run."""
         return None if self.difference is None else self.difference <= TOLERANCE
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What goes wrong in it, in a sentence each."""
+        """Everything wrong with the attention, in a sentence each."""
         told = f"told {self.host.value}"
         found = [f"{told}, in its forward it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
         if self.right is False:
@@ -121,17 +121,17 @@ class Attended:
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One batch under all that the host may be told.
+    """One batch under everything that the host may be told.
 
     Attributes:
         case: The batch's name.
-        not_run: Why nothing is said of it: it does not apply to the builder, or fails even with exact lengths.
-        realistic: What an engine with asynchronous speculative decoding can tell without waiting.
-        need: By what was built, and by attention where it was tried. None where it did not run.
-        builds: One for each that the host was told.
+        not_run: Why the batch was not judged: it does not apply to the builder, or fails even with exact lengths.
+        realistic: What the host knows without waiting, in an engine with asynchronous speculative decoding.
+        need: Class of need, from the builds and, where attention ran, from attention. None if the batch did not run.
+        builds: One for each `Host` that was tried.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
-        capture: Whether it is built to record a CUDA graph, at start-up, and not in a step.
-        attended: Attention with what was built, one for each that the host was told there; empty where nobody tried.
+        capture: Whether the build records a CUDA graph at start-up rather than serves a step.
+        attended: Attention with the builds, one for each `Host` that was tried; empty if attention was not tried.
     """
 
     case: str
@@ -149,14 +149,14 @@ class CaseResult:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What goes wrong in an engine with asynchronous speculative decoding."""
+        """Faults in an engine with asynchronous speculative decoding."""
         build = self.build(self.realistic)
         attended = [fault for each in self.attended if each.host is self.realistic for fault in each.faults]
         return () if build is None else (*build.faults, *attended)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is no fault there and may be one elsewhere."""
+        """Findings that are no fault in such an engine, but may be one elsewhere."""
         found = []
         if self.need is Need.NONE and self._goes_by(Host.GARBAGE):
             found.append("needs no host lengths, but uses them where they are given")
@@ -166,30 +166,30 @@ class CaseResult:
         return tuple(found)
 
     def _goes_by(self, garbage: Host) -> bool:
-        """Whether it shows in what is built, or in attention, what the host was told without need."""
+        """Whether garbage in host lengths that the builder does not need shows in the build or in attention."""
         build = self.build(garbage)
         wrong = any(each.host is garbage and each.right is False for each in self.attended)
         return wrong or (build is not None and not build.serves)
 
     @property
     def was_attended(self) -> bool:
-        """Whether attention was run with what an engine with asynchronous speculative decoding can tell."""
+        """Whether attention ran with what an engine with asynchronous speculative decoding knows."""
         return any(each.host is self.realistic and each.not_run is None for each in self.attended)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendResult:
-    """What was found of one builder.
+    """The results of one builder.
 
     Attributes:
         backend: Its name.
-        builder: `module:class` of what was made; what was asked for where nothing was.
-        metadata: Whose common metadata it was given: `vLLM 0.32.0`, or `vllm-async-spec`.
+        builder: `module:class` of the builder; the name asked for if none was made.
+        metadata: Where its common metadata comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
         patched: Whether the plugin's patches were applied.
         device: `cpu`, where device memory is simulated, or the GPU's name.
         failure: Why there is no builder; None if there is one.
         cases: All batches, in the order of `cases.CASES`.
-        not_attended: Why no attention was run with anything that it built; None if it was.
+        not_attended: Why attention ran with none of its builds; None if it ran.
     """
 
     backend: str
@@ -213,29 +213,29 @@ class BackendResult:
 
     @property
     def need(self) -> Need | None:
-        """The worst of all batches of steps; None if none ran."""
+        """The worst need of all batches of steps; None if none ran."""
         return max((case.need for case in self.steps if case.need is not None), default=None)
 
     @property
     def verdict(self) -> str:
-        """The need in a word or two, or that nothing can be said."""
+        """The need in a word or two, or `not constructed`, or `not run`."""
         if self.failure is not None:
             return "not constructed"
         return "not run" if self.need is None else str(self.need)
 
     @property
     def faults(self) -> dict[str, tuple[str, ...]]:
-        """What goes wrong in a step of an engine with asynchronous speculative decoding, by batch."""
+        """Faults in a step of an engine with asynchronous speculative decoding, by batch."""
         return {case.case: case.faults for case in self.steps if case.faults}
 
     @property
     def at_capture(self) -> dict[str, tuple[str, ...]]:
-        """The same where a CUDA graph is recorded, which holds up no step."""
+        """Faults while a CUDA graph is recorded, which delays no step, by batch."""
         return {case.case: case.faults for case in self.ran if case.capture and case.faults}
 
     @property
     def waits(self) -> tuple[Wait, ...]:
-        """Where such an engine would wait, each place once."""
+        """Waits in the steps of such an engine, each place once."""
         builds = [case.build(case.realistic) for case in self.steps]
         found = {str(wait): wait for build in builds if build is not None for wait in build.waits}
         return tuple(found.values())
@@ -247,7 +247,7 @@ class BackendResult:
 
     @property
     def passed(self) -> bool:
-        """Whether some batch of a step ran, and in none anything goes wrong in such an engine."""
+        """Whether some batch of a step ran, and none has a fault in such an engine."""
         return bool(self.steps) and not self.faults
 
     def explain(self) -> str:
@@ -298,7 +298,7 @@ def _attended(attended: Attended, realistic: bool) -> dict[str, Any]:
         "realistic": realistic,
         "not_run": attended.not_run,
         "waits": _waits(attended.waits),
-        # JSON has no number for what is none.
+        # JSON has no NaN.
         "difference": None if attended.difference is None else str(attended.difference),
         "right": attended.right,
     }

@@ -1,10 +1,9 @@
-"""Devices that need no GPU: host memory that passes for a GPU's, and the host itself.
+"""Devices that need no GPU: host memory treated as a device, and the host itself.
 
-`SimulatedDevice` follows device memory through every operator, as `audit.host_reads.CpuProbe` does, and knows which
-side a tensor is on: what is made on `device`, what is computed from it, and what is copied there is the device's. So it
-sees copies in both directions, and waits that are asked for by name. It computes real values, and therefore results can
-be compared. What it can't see: memory that is not pinned, what a kernel reads, waits of compiled code, and the time of
-anything.
+`SimulatedDevice` follows device memory through every operator, as `audit.host_reads.CpuProbe` does. A tensor is the
+device's if it was made on `device`, computed from a device tensor, or copied there. So the simulated device sees copies
+in both directions and explicit waits. It computes real values, so results can be compared. It can't see unpinned
+memory, reads by kernels, waits of compiled code, or time.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ __all__ = ["HostDevice", "SimulatedDevice"]
 _DEPTH = 64
 
 _ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
-"""Arguments that kernels of vLLM's do not write, by kernel. Any other argument passes for written."""
+"""Arguments that vLLM's kernels do not write, by kernel. Any other tensor argument counts as written."""
 
 _DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
-"""What `CpuProbe` calls steps: the later of two wins in whatever is computed from both."""
+"""Marks of tensors, in place of `CpuProbe`'s steps; a tensor computed from both kinds gets the greater."""
 
 
 class SimulatedDevice(CpuProbe):
-    """Host memory that passes for a device's; see the module."""
+    """Host memory treated as a device; see the module."""
 
     validates_kernels = False
 
     def __init__(self) -> None:
-        # Unlike torch.device("cpu"), and PyTorch makes tensors on it.
+        # PyTorch makes tensors on it, and it is not equal to torch.device("cpu").
         self.device = torch.device("cpu", 0)
         self.found: list[Wait] = []
         self._inputs: set[int] = set()
@@ -49,21 +48,21 @@ class SimulatedDevice(CpuProbe):
         super().__init__()
 
     def modes(self) -> tuple[Any, ...]:
-        """The probe's, and on top of them those that know which side a tensor is on."""
+        """The probe's modes, then the modes that know which side a tensor is on."""
         return *super().modes(), _Copies(self), _Sides(self)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, which is the device's from now on; a kernel that did not run has not changed it."""
+        """Make the tensor the device's and return it; kernels that did not run count as not writing it."""
         self.mark(tensor, _DEVICE_MEMORY)
         self._inputs.add(_key(tensor))
         return tensor
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[Wait]]:
-        """Collect the waits that these calls would be on a GPU."""
+        """Collect the calls that would wait on a GPU."""
         found: list[Wait] = []
         self.found = found
-        # As vLLM's runner has it; and with gradients PyTorch would keep copies that nobody asked for.
+        # No gradients, as in vLLM's runner; PyTorch would keep extra copies for them.
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing has been compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -73,26 +72,26 @@ class SimulatedDevice(CpuProbe):
             yield found
 
     def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, waits for the device, a stream or an event are told."""
+        """A context in which explicit waits for the device, a stream or an event are recorded."""
         return _explicit_waits(self.waited)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the device's."""
+        """Whether the tensor is the device's."""
         return _key(tensor) in self._written
 
     def is_validated(self, tensor: torch.Tensor) -> bool:
-        """Whether no kernel that did not run had a hand in its values."""
+        """Whether the tensor's values are independent of kernels that did not run."""
         return self.step_of(tensor) != _NOT_VALIDATED
 
     def kernel_did_not_run(
         self, name: str, arguments: Mapping[str, object], results: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Told of a kernel that was to be launched.
+        """Record the launch of a kernel that did not run.
 
         Args:
             name: The kernel.
-            arguments: What it was given, by name. It may have written any tensor of them but the placed ones.
-            results: What stands for tensors that it would have made.
+            arguments: Its arguments by name. All tensors count as written, but placed and read-only ones.
+            results: Stand-ins for the tensors that it would have made.
         """
         with _disable_current_modes():
             copies = {key: self._copy(value) for key, value in arguments.items()}
@@ -108,7 +107,7 @@ class SimulatedDevice(CpuProbe):
         return dict(self._calls)
 
     def clear(self) -> None:
-        """Forget all memory, and all kernels."""
+        """Forget all tensors and kernel calls."""
         self._written = {}
         self._inputs.clear()
         self._calls.clear()
@@ -122,33 +121,33 @@ class SimulatedDevice(CpuProbe):
         return copy
 
     def read(self, what: str, step: int) -> None:
-        """Keep a read of device memory."""
+        """Record a read of device memory, also as a wait."""
         super().read(what, step)
         self.waited(WaitKind.COPY_TO_HOST if what in ("cpu", "to") else WaitKind.READ, what)
 
     def waited(self, kind: WaitKind, what: str) -> None:
-        """Keep a wait, with who asked for it."""
+        """Record a wait with its call stack."""
         self.found.append(Wait(kind, what, readable_wait(take(_DEPTH))))
 
     def to_host(self, tensor: torch.Tensor) -> None:
-        """What is in its memory is the host's from now on."""
+        """Make the tensor's memory the host's from now on."""
         self._written.pop(_key(tensor), None)
 
     def on_device(self, device: Any) -> bool:
-        """Whether an argument names this device rather than the host; `cuda` does, and the CPU with a number."""
+        """Whether an argument names this device rather than the host: `cuda`, or a CPU with an index."""
         named = torch.device(device)
         return named.type != "cpu" or named.index is not None
 
 
 class HostDevice(SimulatedDevice):
-    """As `SimulatedDevice`, but that all memory is the host's, and reading it is no wait."""
+    """A `SimulatedDevice` on which all memory is the host's, so that reads do not wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
 
     def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is: there is no device to wait for."""
+        """Record nothing: there is no device to wait for."""
         return contextlib.nullcontext()
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,11 +155,11 @@ class HostDevice(SimulatedDevice):
         return tensor
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Always: kernels read any tensor where it is."""
+        """True: kernels read any tensor in host memory."""
         return True
 
     def on_device(self, device: Any) -> bool:
-        """Never: the CPU with a number is the host too."""
+        """False: a CPU with an index is the host too."""
         return False
 
 
@@ -170,7 +169,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Copies(TorchDispatchMode):
-    """Copies between the sides that arrive as operators."""
+    """Finds copies between host and device among operators."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -202,13 +201,13 @@ class _Copies(TorchDispatchMode):
 
 _ATEN = torch.ops.aten
 _DEVICE_OF = torch.Tensor.device.__get__
-# These take the caller's data, from the host unless it is a device tensor.
+# These copy the caller's data, which is the host's unless it is a device tensor.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _UNINITIALISED = {getattr(owner, name) for owner, name in MAKE_UNINITIALISED}
 
 
 class _Sides(TorchFunctionMode):
-    """Which side a tensor is made on or moved to, which no operator tells because here both are one memory."""
+    """Notes the side on which a tensor is made or moved; operators don't show it, since both sides are one memory."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         super().__init__()
@@ -232,7 +231,7 @@ class _Sides(TorchFunctionMode):
         else:
             out = self._make(func, args, kwargs, self._device.on_device(device))
         if func in _UNINITIALISED and out.nbytes <= MAPPED:
-            out.zero_()  # or two builds of the same would differ
+            out.zero_()  # so that two builds of one batch agree
         return out
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
@@ -281,13 +280,13 @@ _Tell = Callable[[WaitKind, str], None]
 
 @contextlib.contextmanager
 def _explicit_waits(tell: _Tell) -> Iterator[None]:
-    """Have `torch.cuda` and `torch.accelerator` make streams and events of this file, and tell of waits for them.
+    """Make `torch.cuda` and `torch.accelerator` return this file's streams and events, and report waits for them.
 
-    PyTorch's CPU build has these functions too, and they raise, so that nothing could be said of a builder that calls
-    one. Here they do nothing else: a simulated device has done at once what it was asked for.
+    In PyTorch's CPU build these functions raise, so a builder that calls one could not be judged. The replacements do
+    nothing but report, since a simulated device finishes all work at once.
 
     Args:
-        tell: Told of each wait, and what was called.
+        tell: Called for each wait with its kind and the function called.
     """
     event = type("Event", (_Event,), {"tell": staticmethod(tell)})
     stream = type("Stream", (_Stream,), {"tell": staticmethod(tell), "event": event})
@@ -309,52 +308,52 @@ def _explicit_waits(tell: _Tell) -> Iterator[None]:
 
 
 class _Event:
-    """As `torch.Event` and `torch.cuda.Event`."""
+    """Stand-in for `torch.Event` and `torch.cuda.Event`."""
 
     tell: _Tell
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever it is given: of a device, of timing."""
+        """Accept any arguments, such as a device or timing."""
 
     def record(self, stream: Any = None) -> None:
-        """Nothing: what was asked for before is done."""
+        """Do nothing: all earlier work is done."""
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing: a stream waits here, and not the host."""
+        """Do nothing: the stream waits, and not the host."""
 
     def query(self) -> bool:
-        """True, and the host does not wait for the answer."""
+        """True; the host does not wait for the answer."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Report that the host waits."""
         self.tell(WaitKind.EVENT, "synchronize")
 
 
 class _Stream:
-    """As `torch.cuda.Stream`."""
+    """Stand-in for `torch.cuda.Stream`."""
 
     tell: _Tell
     event: type[_Event]
     cuda_stream = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever it is given: of a device, of a priority."""
+        """Accept any arguments, such as a device or a priority."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Return an event that has already happened."""
         return event or self.event()
 
     def wait_event(self, event: Any) -> None:
-        """Nothing: the stream waits, and not the host."""
+        """Do nothing: the stream waits, and not the host."""
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing: the stream waits, and not the host."""
+        """Do nothing: the stream waits, and not the host."""
 
     def query(self) -> bool:
-        """True, and the host does not wait for the answer."""
+        """True; the host does not wait for the answer."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """Report that the host waits."""
         self.tell(WaitKind.STREAM, "synchronize")

@@ -1,10 +1,10 @@
-"""What stands in for parts of vLLM, of its machine, and of flashinfer-python, so that metadata is built without them.
+"""Stubs for parts of vLLM, of its machine and of flashinfer-python, to build metadata without them.
 
-`STUBS` says what `vllm_source.load_vllm` replaces, and why; it computes nothing.
+`STUBS` lists what `vllm_source.load_vllm` replaces, and why; no stub computes anything.
 
-Of flashinfer-python there is what vLLM's backends need to build metadata: plans are recorded, nothing attends. A plan
-reads on the host what the real one reads, and puts into buffers what the real one puts there. What its own planner
-would compute for the kernels is not computed, and so never compared.
+The flashinfer-python stub has what vLLM's backends need to build metadata; it records plans and can't attend. Its
+`plan` reads on the host what the real one reads, and fills the same buffers. It does not compute the kernels' own plan,
+so that plan is never compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["STUBS", "Stub", "install_flashinfer"]
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """One thing that stands in for a part of vLLM or of its machine.
+    """One stub for a part of vLLM or of its machine.
 
     Attributes:
         name: The module, or the `module:attribute`, that is replaced.
@@ -136,11 +136,11 @@ STUBS: tuple[Stub, ...] = (
 
 
 _WORKSPACE_BYTES = 8 << 20
-"""As flashinfer-python gives each wrapper to plan in."""
+"""Size of the workspace that flashinfer-python gives each wrapper for its plan."""
 
 
 class _Wrapper:
-    """A wrapper with a paged KV cache: the page table's ends are copied to the device, and read on the host to plan."""
+    """A paged-KV-cache wrapper: `plan` reads the page table's ends on the host and copies them to the device."""
 
     def __init__(
         self, workspace: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False, **buffers: Any
@@ -149,7 +149,7 @@ class _Wrapper:
         self._float_workspace_buffer, self._kv_layout = workspace, kv_layout
         self._backend = "fa2"
         self.is_cuda_graph_enabled = use_cuda_graph
-        # Those of decodes are called buffer, those of prefills buf.
+        # Decode wrappers name these arguments `..._buffer`, prefill wrappers `..._buf`.
         given = {name.removesuffix("fer"): buffer for name, buffer in buffers.items()}
         self._paged_kv_indptr_buf = given.get("paged_kv_indptr_buf")
         self._paged_kv_last_page_len_buf = given.get("paged_kv_last_page_len_buf")
@@ -175,7 +175,7 @@ class _Wrapper:
             self._paged_kv_last_page_len_buf = last.to(self._device, non_blocking=True)
 
     def compared(self) -> dict[str, Any]:
-        """What the kernel would go by: the plan, and the lengths that it would mask by."""
+        """What the kernel would use: the plan, and the lengths by which it would mask."""
         if self._paged_kv_indptr_buf is None or self._paged_kv_last_page_len_buf is None:
             return {"planned": self.planned}
         rows = self.planned.get("rows", len(self._paged_kv_indptr_buf) - 1)
@@ -195,15 +195,15 @@ class _Wrapper:
 
 
 class _Decode(_Wrapper):
-    """As `flashinfer.BatchDecodeWithPagedKVCacheWrapper`."""
+    """Stub of `flashinfer.BatchDecodeWithPagedKVCacheWrapper`."""
 
 
 class _Prefill(_Wrapper):
-    """As `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
+    """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
 
 class _Ragged:
-    """As `flashinfer.BatchPrefillWithRaggedKVCacheWrapper`: both of its offsets are read on the host to plan."""
+    """Stub of `flashinfer.BatchPrefillWithRaggedKVCacheWrapper`; `plan` reads both offset tensors on the host."""
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD", backend: str = "auto", **buffers: Any) -> None:
         self._backend = backend
@@ -217,7 +217,7 @@ class _Ragged:
         self.planned = _host_arguments(kwargs) | {"queries": qo_indptr, "keys": kv_indptr}
 
     def compared(self) -> dict[str, Any]:
-        """What the kernel would go by."""
+        """What the kernel would use."""
         return {"planned": self.planned}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ class _Ragged:
 
 
 def _pages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the pages of each request begin, and the tokens in its last."""
+    """From `plan`'s arguments, the offsets of each request's pages and the tokens in its last page."""
     indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
     last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))
     if indptr is None or last is None:
@@ -241,7 +241,7 @@ def _host_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fast_decode_plan(wrapper: _Wrapper, *args: Any, **kwargs: Any) -> None:
-    """Under a CUDA graph it leaves the buffers to the caller, and only plans."""
+    """Stub of `fast_decode_plan` for CUDA graphs: only plan; the caller fills the buffers."""
     rows = wrapper.planned.get("rows")
     wrapper.planned = _host_arguments(kwargs) | ({} if rows is None else {"rows": rows})
 
@@ -251,7 +251,7 @@ def _get_seq_lens(indptr: torch.Tensor, last: torch.Tensor, page_size: int) -> t
 
 
 class _XqaModule:
-    """As what `flashinfer.jit.xqa.gen_xqa_module` gives; nothing is compiled."""
+    """Stub of what `flashinfer.jit.xqa.gen_xqa_module` returns; compiles nothing."""
 
     def __init__(self, *shape: Any) -> None:
         self.name = repr(shape)
@@ -271,7 +271,7 @@ class _Anything(ModuleType):
 
 
 def _load(*shape: object) -> None:
-    """Kernels, of which there are none."""
+    """Stub of a function that loads kernels; there are none."""
 
 
 _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
@@ -291,12 +291,12 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def install_flashinfer() -> None:
-    """Let `import flashinfer` find what stands for flashinfer-python, unless that is installed."""
+    """Make `import flashinfer` find the stub, unless flashinfer-python is installed."""
     if "flashinfer" in sys.modules or importlib.util.find_spec("flashinfer") is not None:
         return
-    # Without it vLLM asks a server on the network whether there are kernels.
+    # Otherwise vLLM asks a network server whether there are kernels.
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
-    # Nobody works in it, and each builder has its own.
+    # Each builder allocates one, and no kernel uses it.
     os.environ["VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"] = "4096"
     for name, contents in _CONTENTS.items():
         module = _Anything(name)

@@ -31,7 +31,7 @@ _TWICE_LOST = "the GPU failed in the forward of a builder before it, and the pro
 
 
 def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
-    """Settle what `import vllm` means in this process, and that vLLM is quiet. Call it before vLLM is imported.
+    """Choose the vLLM that this process imports, and silence its log. Call this before vLLM is imported.
 
     Args:
         source: The directory that contains an unpacked release's `vllm/`; None for the vLLM that is installed.
@@ -47,12 +47,12 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     if source is None:
         if not plugin:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
-        # Without it vLLM asks a server on the network whether there are kernels, and XQA, which is compiled, has none.
+        # Otherwise vLLM asks a network server for prebuilt kernels, and XQA, which is compiled here, has none.
         os.environ.setdefault("VLLM_HAS_FLASHINFER_CUBIN", "1")
         return None
     handle = load_vllm(source)
-    os.environ["VLLM_PLUGINS"] = ""  # those that are found here are the installed vLLM's
-    install_flashinfer()  # or modules that any backend imports, and the plugin's patches, would find none
+    os.environ["VLLM_PLUGINS"] = ""  # plugins found here belong to the installed vLLM
+    install_flashinfer()  # before any backend's module or patch of the plugin looks for FlashInfer
     return handle
 
 
@@ -95,16 +95,16 @@ def run(
         names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
         device: Where they are made and run.
         source: The unpacked release, if that is what is imported.
-        patches: Tells what has become of each of the plugin's patches; None for stock vLLM.
-        progress: Told each name before it is tried.
-        elsewhere: Tries builders in another process, for those whose turn comes after a kernel took the GPU from this
-            one; None to say of them that nothing was attended.
+        patches: Returns the state of each of the plugin's patches; None for stock vLLM.
+        progress: Called with each name before it is tried.
+        elsewhere: Runs builders in another process: those left after a failed kernel made the GPU unusable here. If
+            None, their attention is reported as not run.
 
     Returns:
-        What was found. A builder of vLLM's that this release does not have is named as absent where all were asked for.
+        The report. If `names` is empty, the report lists vLLM builders that this release lacks as absent.
 
     Raises:
-        SubjectError: A name that was given names nothing.
+        SubjectError: A given name can't be checked.
     """
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
@@ -129,7 +129,7 @@ def run(
                 raise
             failure = f"the GPU does nothing more: {failure_sentence(error)}"
             results[name] = BackendResult(name, name, "", patched, device_name, failure=failure)
-    # After all are built: a kernel that goes astray takes the GPU from whoever comes after it.
+    # Attend after all builds, because a failed kernel makes the GPU unusable for all later builders.
     waiting = [name for name in results if name in subjects]
     while waiting:
         name = waiting.pop(0)
@@ -139,7 +139,7 @@ def run(
             progress(f"{waiting[0]} and those after it, in a new process")
             try:
                 results |= {found.backend: found for found in elsewhere(waiting)}
-            except BrokenExecutor:  # what is known of them is not lost with it
+            except BrokenExecutor:  # keep the results of their builds
                 results |= {name: replace(results[name], not_attended=_TWICE_LOST) for name in waiting}
             break
     vllm = sys.modules.get("vllm")

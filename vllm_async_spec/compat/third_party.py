@@ -1,8 +1,8 @@
-"""Builders named on the command line: `module:name`, of any backend in anybody's package.
+"""Third-party builders, named on the command line as `module:name`.
 
 The name may be a builder class that takes some of vLLM's four arguments, a backend class with `get_builder_cls`, an
-adapter, or a factory: a function that is given a `BuilderInputs` and returns a builder. A backend class that has
-`get_impl_cls` too is attended with.
+adapter, or a factory: a function that is given a `BuilderInputs` and returns a builder. If a backend class also has
+`get_impl_cls`, the suite runs its attention too.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _FACTORY = (
     "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_inputs.BuilderInputs"
 )
 _GIVEN = ("kv_cache_spec", "layer_names", "vllm_config", "device")
-"""What vLLM makes every builder from."""
+"""The arguments from which vLLM makes every builder."""
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def is_third_party(name: str) -> bool:
-    """Whether `name` is `module:name`, rather than that of a backend of vLLM's."""
+    """Whether `name` is `module:name`, rather than the name of a vLLM backend."""
     return ":" in name
 
 
 def third_party_subject(name: str, device: Device) -> Subject:
-    """The builder that `module:name` names.
+    """Describe the builder `module:name` for `check`.
 
     Args:
         name: Importable from the current directory or from where Python looks.
-        device: Where it will be made. A factory is called once to see what it makes.
+        device: Where the builder will be made. A factory is called once to see what it makes.
 
     Returns:
-        What `check` takes. The builder is given vLLM's metadata if it is a subclass of vLLM's, else ours.
+        The subject for `check`. A subclass of a vLLM class gets vLLM's metadata, any other builder this package's.
 
     Raises:
-        SubjectError: The module or the name does not exist, or is nothing that makes a builder.
+        SubjectError: The module or the name does not exist, or makes no builder.
     """
     named = _resolve(name)
     target = named.get_builder_cls() if hasattr(named, "get_builder_cls") else named
@@ -108,7 +108,7 @@ def _call_factory(name: str, factory: Callable[[BuilderInputs], Any], setting: B
 
 
 def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
-    """Make it as vLLM does, and say what it asked for that is not there."""
+    """Make the builder as vLLM does; an error names the argument or attribute that is missing."""
     parameters = list(inspect.signature(cls).parameters.values())
     passes_on = any(each.kind in _VARIABLE for each in parameters)
     required = [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]

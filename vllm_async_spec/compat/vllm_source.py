@@ -1,9 +1,8 @@
-"""Import the Python of one vLLM release in this process: not installed, without a GPU, nothing compiled.
+"""Import one unpacked vLLM release's Python in this process, without a GPU and without compiled code.
 
-`load_vllm` puts an unpacked release first on the path and stands in for what its Python needs from a machine with one
-H200. Everything that is replaced is one row of `stubs.STUBS`; whatever is not listed there is the release's own code.
-No stub computes anything: compiled modules are empty, and a kernel whose result a builder keeps only records its
-arguments.
+`load_vllm` puts the release first on the path and simulates what its Python needs from a machine with one H200.
+`stubs.STUBS` lists every replacement; all other code is the release's own. No stub computes anything: compiled modules
+are empty, and a kernel whose result a builder keeps only records its arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _BY_NAME = {stub.name: stub for stub in STUBS}
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """What a builder gave a kernel that prepares metadata.
+    """One call of a kernel that prepares metadata and does not run here.
 
     Attributes:
         name: The operator, such as `get_scheduler_metadata`.
@@ -53,10 +52,10 @@ class VllmSource:
     Attributes:
         path: The directory that contains `vllm/`.
         version: The release, as its metadata states it.
-        calls: What builders gave to kernels, oldest first; a test may clear it.
-        on_kernel: Told of each kernel that did not run: its name, its arguments by name, and what stands for its
-            results. Without it, launching a Triton kernel fails for want of a driver.
-        capability: What the release is told of the GPU. A caller that changes it clears what vLLM has cached.
+        calls: Calls of kernels that did not run, oldest first; a test may clear the list.
+        on_kernel: Called for each kernel that did not run, with its name, its arguments by name, and stand-ins for its
+            results. If None, launching a Triton kernel fails, because there is no driver.
+        capability: The GPU's compute capability that the release sees. After changing it, clear vLLM's caches.
     """
 
     path: Path
@@ -80,12 +79,12 @@ class VllmSource:
         self._used.add(_BY_NAME[stub].name)
 
     def kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
-        """Note a kernel that does not run here.
+        """Record the call of a kernel that does not run here.
 
         Args:
             name: The kernel.
-            arguments: What it was given, by name.
-            *results: What stands for the tensors that it would have made.
+            arguments: Its arguments by name.
+            *results: Stand-ins for the tensors that it would have made.
         """
         self.calls.append(KernelCall(name, arguments))
         if self.on_kernel is not None:
@@ -101,7 +100,7 @@ def load_vllm(source: Path) -> VllmSource:
         source: The directory that contains the release's `vllm/` and `vllm-<version>.dist-info/`.
 
     Returns:
-        A handle that knows the version, what was stubbed and what the kernels were given.
+        A handle with the version, the stubs used and the kernel calls.
 
     Raises:
         VllmSourceError: `source` holds no vLLM, or this process has already imported or loaded one.
@@ -124,12 +123,12 @@ def load_vllm(source: Path) -> VllmSource:
 
 
 def loaded_source() -> VllmSource | None:
-    """What `load_vllm` has loaded into this process; None if nothing."""
+    """The release that `load_vllm` has loaded into this process; None if there is none."""
     return next((finder.handle for finder in sys.meta_path if isinstance(finder, _Finder)), None)
 
 
 class _Finder(MetaPathFinder):
-    """Supplies the missing modules of `STUBS` and patches the present ones right after they have run."""
+    """Supplies the missing modules of `STUBS`, and patches present modules right after they have executed."""
 
     def __init__(self, handle: VllmSource) -> None:
         self.handle = handle
@@ -266,7 +265,7 @@ def _stub_torch(handle: VllmSource) -> None:
     def get_scheduler_metadata(*values: Any) -> torch.Tensor:
         handle._used.add("torch.ops._vllm_fa3_C:get_scheduler_metadata")
         arguments = dict(zip(_SCHEDULER_ARGUMENTS, values, strict=True))
-        # The kernel's size differs between releases; this one fits the smallest buffer that a builder keeps for it.
+        # The result's size differs between releases; this size fits the smallest buffer that a builder keeps for it.
         result = torch.zeros(arguments["batch_size"] + 1, dtype=torch.int32)
         handle.kernel("get_scheduler_metadata", arguments, result)
         return result
