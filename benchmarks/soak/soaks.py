@@ -98,7 +98,7 @@ SOAKS: dict[str, Soak] = {
         ),
         Soak(
             name="tiny-mla",
-            # vLLM's own kernel rotates other rows than it should where heads have a dimension of theirs (findings).
+            # MLA passes [tokens, heads, size], of which vLLM's own rotary kernel rotates the wrong rows (findings).
             subject=replace(
                 tiny_arm("subject", plugin=Plugin.ON),
                 shape="tiny-mla",
