@@ -5,12 +5,12 @@ A backend's own repository names its builder once, in `pyproject.toml`,
     [tool.pytest.ini_options]
     async_spec_backends = ["my_backend:MyMetadataBuilder"]
 
-and tests what was found of it:
+and tests the result:
 
     def test_no_host_sync(async_spec_backend):
         assert async_spec_backend.passed, async_spec_backend.explain()
 
-pytest imports this file in every run of an environment, so it is no part of the package, which imports PyTorch.
+pytest imports this file in every run, so the file is not part of the package, which imports PyTorch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NO_BACKEND = "no backend is named; set async_spec_backends in pytest's settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; all have long names, lest they are somebody else's."""
+    """Add the options; all have long names, to avoid those of other plugins."""
     group = parser.getgroup("async-spec", "vllm-async-spec: does your attention backend make the host wait?")
     names = ["--async-spec-backend"]
     if any(argument.startswith(_SUITE) for argument in sys.argv):
-        names.append("--backend")  # where the suite itself is what runs, no other plugin's option is meant
+        names.append("--backend")  # here the suite itself runs, so no other plugin's option is meant
     group.addoption(*names, action="append", default=[], metavar="NAME", help="module:Builder, or one of vLLM's")
     group.addoption("--async-spec-device", default="cpu", metavar="cpu|cuda", help="cpu simulates a device")
     group.addoption("--async-spec-source", type=Path, metavar="DIR", help="an unpacked vLLM, instead of the installed")
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run whatever asks for `async_spec_backend` once for each backend that is named."""
+    """Run each test that uses `async_spec_backend` once for each named backend."""
     if "async_spec_backend" in metafunc.fixturenames:
         names = _names(metafunc.config) or [pytest.param(None, id="none")]
         metafunc.parametrize("async_spec_backend", names, indirect=True, scope="session")
@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def async_spec_backend(request: pytest.FixtureRequest) -> BackendResult:
-    """What the compatibility suite found of a backend: `passed`, `need`, `waits`, `faults`, `cases`, `explain()`."""
+    """The compatibility suite's result for a backend: `passed`, `need`, `waits`, `faults`, `cases`, `explain()`."""
     if request.param is None:
         pytest.fail(_NO_BACKEND, pytrace=False)
     found: BackendResult = _check(request.config, request.param)

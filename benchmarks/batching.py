@@ -1,4 +1,4 @@
-"""Tokens a second of continuous batching: steps waited for and not, with drafts and without, and transformers' own.
+"""Tokens a second of continuous batching: with and without waits, with and without drafts, and transformers' own.
 
     python -m benchmarks batching [--json FILE] [--model 8b] [--batch N] [--new-tokens N] [--passes N] [--drafts K]
         [--compile]
@@ -6,31 +6,29 @@
 Arms take turns in one process, in the order ABCD DCBA, on one set of random weights:
 
 - `synchronous`: `ContinuousBatcher`, which waits for each step before it plans the next;
-- `synchronous again`: the same; what the two differ by is the noise;
-- `asynchronous`: the same batcher, its cache and its CUDA graphs included, which does not wait;
+- `synchronous again`: the same arm again; the difference is the noise;
+- `asynchronous`: the same batcher, cache and CUDA graphs, without the wait;
 - `transformers`: `ContinuousBatchingManager` of transformers, with asynchronous batching where that runs on the device;
-- `drafts synchronous` and `drafts asynchronous`, where `--drafts` says how many: another batcher on the same weights,
-  with a draft model.
+- `drafts synchronous` and `drafts asynchronous`, with `--drafts`: another batcher on the same weights, with a draft
+  model.
 
-With `--compile` all arms of ours have compiled decodes, of one size, so what a compiler wins is in none of the ratios
-between them.
+With `--compile` all our arms use compiled decodes of one size, so compilation does not change the ratios between them.
 
-The end-of-sequence id is one that the model can't produce, so that each arm looks for it and generates as many tokens.
-Tokens of our arms are compared, and there is no result where one differs. transformers attends by other kernels, so its
-tokens are compared and the share that is equal is told: of random weights in bfloat16, few are. With drafts the weights
-of all arms are those of `batching_models`, whose next token is never close.
+The model can't produce the end-of-sequence id, so each arm checks for it, and all generate equally many tokens. If the
+tokens of our arms differ, there is no result. transformers uses other attention kernels, so the result has the share of
+its tokens that are equal: with random weights in bfloat16, few are. With drafts all arms use the weights of
+`batching_models`, whose next token is never a near tie.
 
-Each arm runs once before it is timed, shorter, which warms it up. Where there is a GPU, it runs shorter once more
-afterwards, on prompts as long as sequences are in the middle of a timed run, and under CUPTI alone, for what the device
-did in the third quarter of its steps (transformers' arm: in the middle half of the run): the share of the time in which
-a kernel or a copy ran, and that in which for 3 µs or more nothing did, which is the host's. The rest lies between
-kernels that were launched already. And each of ours runs so once more with the audit's recorder on the steps in the
-middle: how often a step the host waited until the device had nothing left to do. `synchronous again` is the same as
-`synchronous`, and is left out of both.
+A shorter, untimed run warms up each arm. On a GPU each arm has another short run afterwards, under CUPTI alone, on
+prompts as long as sequences are in the middle of a timed run. This run gives the share of time in which a kernel or a
+copy ran, and the share of host-caused idle: gaps of 3 µs and more. The rest is launch gaps. Both shares are of the
+third quarter of the steps (transformers' arm: the middle half of the run). Each of our arms then runs once more with
+the audit's recorder on the middle steps, which counts critical waits a step. `synchronous again` equals `synchronous`,
+and is left out of both.
 
-What is being done is told as it is done, and what is known so far can be kept, so that a run that is cut off says what
-it was at. A kernel that FlashInfer has not compiled on this machine yet is compiled as a batcher is made: seconds for
-those of decodes, minutes for those of prompts on Hopper, which are ten files of templates.
+Progress is printed, and partial results can be kept, so that an interrupted run shows how far it got. Kernels that
+FlashInfer has not compiled on this machine compile when a batcher is made: seconds for decodes, minutes for prompts on
+Hopper, which are ten files of templates.
 """
 
 from __future__ import annotations
@@ -55,12 +53,12 @@ from vllm_async_spec.audit.report import Place
 
 MODELS = ("tiny", "1b", "8b")
 REFERENCES = ("synchronous", "transformers", "drafts synchronous")
-"""Arms that others are held to."""
+"""Arms that others are compared with."""
 _SHORTER_TOKENS = 128
-"""New tokens of a run that is not timed; what is recorded of it has to be written and read, every kernel of it."""
+"""New tokens of an untimed run: few, because the record of every kernel is written and read."""
 
 Keep = Callable[[dict[str, Any]], None]
-"""Is given the result file as far as it goes."""
+"""Takes the partial result file."""
 
 
 def measure(
@@ -79,14 +77,13 @@ def measure(
     say: Say = lambda _: None,
     keep: Keep = lambda _: None,
 ) -> dict[str, Any]:
-    """The result file; `drafts` of each sequence and step are for the arms that draft, and 0 where none does.
+    """The result file; `drafts` is the number of drafts of each sequence and step, 0 if no arm drafts.
 
-    What `keep` is given after each pass, and after each arm that was recorded, is the same but for what is missing, and
-    is not `complete`.
+    After each pass, and after each recorded arm, `keep` gets the partial file, which is not `complete`.
 
     Raises:
-        BatchingError: the model or an arm is unknown, arms and drafts don't fit, there is no such device, or ours
-            differ in their tokens.
+        BatchingError: the model or an arm is unknown, arms and drafts don't match, there is no such device, or tokens
+            of our arms differ.
     """
     import transformers
 
@@ -104,7 +101,7 @@ def measure(
         raise BatchingError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
     say(f"making a model of {size}")
     model = make_model(size, device, arranged=bool(drafts))
-    # The last token of an arranged vocabulary is the one after which anything may follow.
+    # Without the last token of an arranged vocabulary, after which any token may follow.
     vocabulary = model.config.vocab_size - bool(drafts)
     shorter = min(new_tokens, _SHORTER_TOKENS)
     # As long as sequences are in the middle of a timed run.
@@ -197,7 +194,7 @@ def measure(
 
 
 class _Comparison:
-    """The tokens of each arm, held to those of the first of ours, or of the first where none is ours."""
+    """Compares each arm's tokens with those of the first of our arms, or of the first arm if none is ours."""
 
     def __init__(self, arms: list[str]) -> None:
         self._reference = next((name for name in arms if name in OURS), arms[0])
@@ -205,7 +202,7 @@ class _Comparison:
 
     @property
     def equal(self) -> dict[str, float]:
-        """Of each arm that has run, the share of tokens that the reference has too."""
+        """For each arm that has run, the share of tokens that equal the reference's."""
         expected = self._tokens[self._reference]
         return {name: _agreement(expected, found) for name, found in self._tokens.items()}
 
@@ -213,7 +210,7 @@ class _Comparison:
         """Take the tokens of a run.
 
         Raises:
-            BatchingError: the arm is one of ours, and they are not the reference's.
+            BatchingError: the arm is one of ours, and its tokens differ from those of its first run or the reference.
         """
         expected = self._tokens.setdefault(name, found)
         if name not in OURS:
@@ -241,7 +238,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def columns(references: Sequence[str]) -> tuple[str, ...]:
-    """Of a table whose arms are held to these."""
+    """Columns of a table whose arms are compared with these."""
     ratios = (f"{name} = 1" for name in references)
     return (
         "arm",
@@ -257,7 +254,7 @@ def columns(references: Sequence[str]) -> tuple[str, ...]:
 
 
 def rows(found: Mapping[str, Any], references: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """One for each arm, in the order of `columns`; arms are held to those of `references` that there are."""
+    """One for each arm, in the order of `columns`; arms are compared with those of `references` that ran."""
     speeds = found["tokens_per_second"]
     for name, values in speeds.items():
         against = [
@@ -282,7 +279,7 @@ def rows(found: Mapping[str, Any], references: Sequence[str]) -> Iterator[tuple[
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """What has to be known beside the table."""
+    """Notes on the table."""
     speeds = found["tokens_per_second"]
     said = [f"attention: {', '.join(f'{name} {used}' for name, used in found['attention'].items())}"]
     if drafts := found["drafts"]:
@@ -315,7 +312,7 @@ def _generator() -> torch.Generator:
 
 
 def _waits(run: Run) -> dict[str, float]:
-    """Waits a step of the launching thread, by what they held up."""
+    """Waits a step of the launching thread, critical and overlapped."""
     middle = record_middle(run)
     return {place.value: middle.waits_a_step(place) for place in (Place.CRITICAL, Place.OVERLAPPED)}
 

@@ -1,4 +1,4 @@
-"""Tokens a second of `generate` of transformers: the stop check waited for and not, and a decode loop of our own.
+"""Tokens a second of transformers' `generate`, with and without the wait for its stop check, and of our decode loop.
 
     python -m benchmarks generation [--json FILE] [--model tiny|gpt2|medium] [--device cuda] [--batch N]
         [--new-tokens N] [--passes N] [--no-compile] [--arms A,B]
@@ -6,24 +6,24 @@
 Arms take turns in one process, in the order ABC CBA, on a model with random weights:
 
 - `synchronous`: transformers' loop, entered through `custom_generate`, with its own stopping criteria;
-- `transformers`: `model.generate` as it is, which is the same loop where transformers does not defer its stop check,
-  and then says how large the noise is;
+- `transformers`: `model.generate` unchanged. If transformers does not defer its stop check, this is the same loop, and
+  the difference is the noise;
 - `asynchronous`: `vllm_async_spec.generation.generate`, that loop with the stop check read late;
 - `graphs`: our loop with one wait a step, a static cache, and steps captured as CUDA graphs;
 - `interleaved`: the same with two slots, and no wait;
 - `compiled` and `whole`: these two with the forward compiled by `torch.compile` as well;
-- `ungraphed` and `ungraphed interleaved`: the same without CUDA graphs, so that the host launches what was compiled;
-- `tuned compiled` and `tuned whole`: the same, and Inductor tunes each kernel, and makes one of its own of each matrix
-  that is multiplied by one row, which takes minutes; only if `--arms` names them;
+- `ungraphed` and `ungraphed interleaved`: the same without CUDA graphs, so that the host launches the compiled kernels;
+- `tuned compiled` and `tuned whole`: `compiled` and `whole` with each kernel tuned by Inductor, also for products of a
+  matrix and one row. Compilation takes minutes, so these run only if `--arms` names them;
 - `static`, `static synchronous` and `static asynchronous`: `transformers`, `synchronous` and `asynchronous` with a
   static cache, whose forward transformers compiles on a CUDA device, so that it is launched as CUDA graphs. On a CPU
-  it compiles nothing, and the cache is all that is different. The last two take a step's inputs from the step before.
+  it compiles nothing, so only the cache differs. The last two take a step's inputs from the step before.
 
-`--arms` names some of them; `synchronous` always runs, because its tokens are what the others are held to.
+`--arms` selects arms; `synchronous` always runs, because the other arms' tokens are compared with its tokens.
 
-The end-of-sequence id is one that the model can't produce, so that each arm checks for it at each token and generates
-as many. Tokens of the arms are compared; where they differ there is no ratio. The arms' kernels round differently, so
-the head is made of the embeddings, in another order: which token follows is then never close.
+The model can't produce the end-of-sequence id, so each arm checks for it at each token, and all generate equally many
+tokens. If the arms' tokens differ, there is no ratio. The arms' kernels round differently, so the head is made of the
+embeddings in another order: the next token is then never a near tie.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COMPILED = (
 )
 """Arms that need `torch.compile`."""
 TUNED = ("tuned compiled", "tuned whole")
-"""And those that take minutes to compile."""
+"""Arms that take minutes to compile."""
 _TUNED = {"options": {"coordinate_descent_tuning": True}}
 
 WITHOUT = {
@@ -76,7 +76,7 @@ WITHOUT = {
     "ungraphed interleaved": ("ungraphed",),
     "static asynchronous": ("static synchronous", "static"),
 }
-"""What an arm is the same as, but for the wait that it has not got. Results in which it is not have the next best."""
+"""For each arm, the arm that differs only by its wait; if a result lacks that arm, the next one is used."""
 
 _MODEL_OF = {
     **dict.fromkeys(("compiled", "whole"), "whole"),
@@ -84,8 +84,8 @@ _MODEL_OF = {
     **dict.fromkeys(("static", "static synchronous", "static asynchronous"), "static"),
     **dict.fromkeys(TUNED, "tuned"),
 }
-"""Whose model an arm runs; that of `interleaved`, if it is not named. What is kept for a model is that of its last
-generation, and transformers keeps its compiled forward there, so each kind of step has a model, of the same weights."""
+"""The model of an arm; `interleaved` if not listed. A model keeps the state of its last generation, and transformers
+keeps its compiled forward there. So each kind of step has its own model, with the same weights."""
 
 _OURS = ("graphs", "interleaved", *(name for name, kind in _MODEL_OF.items() if kind != "static"))
 COLUMNS = ("arm", "tokens/s", "synchronous = 1", "transformers = 1", "with the wait = 1")
@@ -93,7 +93,7 @@ Arm = Callable[[], torch.Tensor]
 
 
 class GenerationError(RuntimeError):
-    """The arms don't generate the same tokens, or what was asked for can't be run."""
+    """The arms don't generate the same tokens, or the settings can't be run."""
 
 
 def measure(
@@ -137,7 +137,7 @@ def measure(
         "batch": batch,
         "new_tokens": new_tokens,
         "tokens_per_second": speeds,
-        # Of our loop's arms alone: what transformers keeps is its own.
+        # Of our loop's arms alone: transformers keeps its own memory.
         "memory": {
             kind: asdict(generation.memory_report(models[kind]))
             for kind in dict.fromkeys(_model_of(name) for name in chosen if name in _OURS)
@@ -172,7 +172,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """What has to be known beside the table."""
+    """Notes on the table."""
     speeds = found["tokens_per_second"]
     said = []
     if {"static", "static asynchronous"} <= set(speeds):
@@ -188,7 +188,7 @@ def notes(found: dict[str, Any]) -> list[str]:
 
 
 def make_model(size: str, device: str) -> Any:
-    """A Llama with random weights whose next token is a fixed one of the last, by a margin that no rounding passes."""
+    """A Llama with random weights whose last token fixes the next one, by a margin that no rounding reaches."""
     import transformers
 
     torch.manual_seed(0)
@@ -210,7 +210,7 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
 
     def run(kind: str = "interleaved", **way: Any) -> torch.Tensor:
         with warnings.catch_warnings():
-            # Told by `notes`, for the whole result.
+            # `notes` says this once for the whole result.
             warnings.simplefilter("ignore", generation.SynchronousGenerationWarning)
             tokens: torch.Tensor = models[kind].generate(
                 prompt, attention_mask=torch.ones_like(prompt), **settings, **way
@@ -245,7 +245,7 @@ def make_arms(models: dict[str, Any], device: str, batch: int, new_tokens: int) 
 
 
 def _no_channel(*_: Any) -> None:
-    """No way for flags beside the generating stream: the loop waits for them."""
+    """No side stream for the stop flags, so the loop waits for them."""
 
 
 def _seconds(arm: Arm, device: str, expected: torch.Tensor) -> float:

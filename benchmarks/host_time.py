@@ -2,9 +2,9 @@
 
     python -m benchmarks host-time [--json FILE] [--rounds N]
 
-Stock and grafted alternate in one process (ABBA), each round timing many operations; what is printed is the median of
-the rounds' ratios, their spread, and the difference in microseconds. A step of vLLM constructs one such object per KV
-cache group, and calls `unpadded` at most once.
+Stock and grafted alternate in one process (ABBA), and each round times many operations. The output is the median of the
+rounds' ratios, their spread, and the difference in microseconds. A step of vLLM constructs one such object per KV cache
+group, and calls `unpadded` at most once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def metadata_module() -> Any:
 
 
 def operations(cls: Any, batch: int = 32) -> dict[str, Callable[[], Any]]:
-    """What a step does to the class, on a speculative batch of `batch` requests."""
+    """A step's operations on the class, for a speculative batch of `batch` requests."""
     starts = torch.arange(batch + 1, dtype=torch.int32) * 4
     fields: dict[str, Any] = {
         "query_start_loc": starts,
@@ -77,7 +77,7 @@ def microseconds(operation: Callable[[], Any]) -> float:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The result file: microseconds of each operation, stock and grafted, over so many rounds."""
+    """The result file: microseconds of each operation, stock and grafted, over `rounds` rounds."""
     import vllm
 
     module = metadata_module()

@@ -2,11 +2,11 @@
 
     python -m benchmarks kernels [--json FILE] [--tokens N] [--kv-heads N]
 
-Which kernel has which batch on Hopper follows from this. A CUDA graph holds 16 calls over the caches of four layers, so
-that keys come from memory; what is told is the median of ten replays. In a layer, the matrices of an 8b are multiplied
-before and after each call, as in an engine, and what those take without attention is taken off. Calls of one kernel in
-a row find its code in the caches of the GPU; in an engine 436 MB of weights went through them since the last one.
-FlashAttention 2 is planned as the plugin does it, and, *wide*, as FlashInfer does it alone.
+The plugin's choice of a kernel for each batch on Hopper follows from this. A CUDA graph holds 16 calls over the caches
+of four layers, so that keys come from memory. The result is the median of ten replays. In a layer, the matrices of an
+8b are multiplied before and after each call, as in an engine, and their time without attention is subtracted. Repeated
+calls of one kernel alone find its code in the GPU's caches; in an engine 436 MB of weights pass through the caches
+between calls. FlashAttention 2 is planned as in the plugin, and, *wide*, as in FlashInfer alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HIDDEN, INTERMEDIATE = _8B["hidden_size"], _8B["intermediate_size"]
 _LAYERS, _CALLS, _REPLAYS = 4, 16, 10
 _WORKSPACE = 394 << 20  # bytes, vLLM's
 _NEAR = 2e-2
-"""What two kernels' outputs may differ by in bfloat16, where values are of size 1."""
+"""Largest allowed difference of two kernels' outputs, in bfloat16 with values of size 1."""
 
 
 class KernelError(RuntimeError):
@@ -43,7 +43,7 @@ class KernelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Requests of one length with as many query tokens each, and the caches of some layers."""
+    """Requests with equal lengths and equal numbers of query tokens, and the caches of some layers."""
 
     requests: int
     keys: int
@@ -76,15 +76,15 @@ class Batch:
 
 
 Call = Callable[[int], torch.Tensor]
-"""Attends in a layer."""
+"""Runs attention in the layer of this number."""
 
 
 def measure(tokens: int, kv_heads: int) -> dict[str, Any]:
     """The result file: microseconds of a call with `tokens` query tokens a request, and 32 query heads.
 
     Raises:
-        KernelError: there is no Hopper GPU, a library is missing, the heads have no groups, or kernels differ in what
-            they say.
+        KernelError: there is no Hopper GPU, a library is missing, the heads have no groups, or the kernels' outputs
+            differ.
     """
     if HEADS % kv_heads:
         raise KernelError(
@@ -116,7 +116,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
-    """Of the table."""
+    """Columns of the table."""
     return ("requests", "keys each", *_kernels(found))
 
 
@@ -166,7 +166,7 @@ def _measured(batch: Batch, matrices: Matrices) -> dict[str, dict[str, float]]:
 
 
 class Matrices:
-    """What a layer of a Llama of 8b does but for attention, with the weights of some layers."""
+    """The work of an 8b Llama's layer except attention, with the weights of some layers."""
 
     def __init__(self, kv_heads: int = KV_HEADS) -> None:
         shapes = (
@@ -178,7 +178,7 @@ class Matrices:
         self._weights = [tuple(_noise(*shape) for shape in shapes) for _ in range(_LAYERS)]
 
     def around(self, attend: Call, tokens: int) -> Call:
-        """A whole layer, with that for attention."""
+        """A whole layer, with `attend` as its attention."""
         hidden = _noise(tokens, HIDDEN)
 
         def run(layer: int) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""vLLM's dummy loader, which then arranges what it made up so that drafts are accepted as often as one asks.
+"""vLLM's dummy loader, which then arranges the random weights so that drafts are accepted as often as requested.
 
-It arranges at loading, not afterwards in the engine: many kernels repack weights once they are loaded (vLLM's CPU
-platform does so with every linear layer), and what is written into the originals later reaches nothing.
+The loader arranges, not the engine afterwards: many kernels repack weights after loading (vLLM's CPU platform does so
+with every linear layer), and later writes into the originals have no effect.
 
-Importing this registers it, in the process that loads the model.
+Importing this module registers the loader; import it in the process that loads the model.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LOAD_FORMAT = "arranged"
 
 @register_model_loader(LOAD_FORMAT)
 class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
-    """Takes from the extra config `share`, the probability of acceptance, `draft_model`, the directory of one, and
-    `stirred`, whether attention decides too."""
+    """Takes from the extra config `share`, the probability of acceptance; `draft_model`, the draft model's directory;
+    and `stirred`, whether attention affects tokens too."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
         BaseModelLoader.__init__(self, load_config)  # the class in between takes no options
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Make the weights up and arrange them."""
+        """Make random weights and arrange them."""
         super().load_weights(model, model_config)
         votes = model_config.model == self._options["draft_model"]
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)

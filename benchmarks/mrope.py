@@ -1,7 +1,7 @@
-"""A Llama with M-RoPE and nothing to look at: three axes that differ over the prompt, without images or a processor.
+"""A text-only Llama with M-RoPE: three axes that differ over the prompt, without images or a processor.
 
-vLLM's models with M-RoPE all take images, and want a processor to make sense of them. What a runner does for M-RoPE
-depends on two things only, which are here: a model that says its positions, and a rotary embedding of three axes.
+All of vLLM's models with M-RoPE take images and need a processor. A runner's work for M-RoPE depends on two things
+only, both here: a model that gives its positions, and a rotary embedding of three axes.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 ARCHITECTURE = "MRopeLlamaForCausalLM"
 
 _ROW = 5
-"""Tokens of a row, were the prompt a picture."""
+"""Tokens in a row of the picture that the prompt is read as."""
 
 
 def positions(tokens: int) -> tuple[torch.Tensor, int]:
-    """Of a prompt that is read as one picture.
+    """M-RoPE positions of a prompt that is read as one picture.
 
     Args:
-        tokens: of the prompt.
+        tokens: number of prompt tokens.
 
     Returns:
-        (3, tokens) int64 positions in time, height and width, and what the first position after them, which is the
-        same on all axes, is ahead of the number of tokens. It is negative, as it is after a picture.
+        (3, tokens) int64 positions in time, height and width; and the first position after the prompt, the same on all
+        axes, minus `tokens`: negative, as after a picture.
     """
     index = torch.arange(tokens)
     axes = torch.stack((index // _ROW**2, index // _ROW, index % _ROW))
@@ -32,7 +32,7 @@ def positions(tokens: int) -> tuple[torch.Tensor, int]:
 
 
 def register() -> None:
-    """Have vLLM know the model, in this process."""
+    """Register the model with vLLM in this process."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaForCausalLM

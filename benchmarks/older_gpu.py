@@ -1,7 +1,7 @@
-"""FlashInfer as it is below compute capability 9.0, on a GPU that is newer.
+"""FlashInfer on a newer GPU as it runs below compute capability 9.0.
 
 On Hopper its wrappers choose FlashAttention 3, elsewhere FlashAttention 2, which plans and splits in another way. An
-arm that asks for the latter runs what an Ampere or Ada GPU would run, though not at its speed.
+arm that requests FlashAttention 2 runs what an Ampere or Ada GPU would run, though not at that GPU's speed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 _NAME, _WANTED = "ASYNC_SPEC_BENCH_FLASHINFER", "fa2"
 
 ENVIRONMENT = {_NAME: _WANTED}
-"""Of an arm that asks for it."""
+"""Environment of an arm that requests FlashAttention 2."""
 
 _asked: list[str] = []
 
 
 def choose() -> None:
-    """Have FlashInfer's wrappers choose FlashAttention 2, if the environment asks for it; before any of them plans.
+    """Make FlashInfer's wrappers choose FlashAttention 2, if the environment says so. Call this before any plan.
 
     Raises:
-        RuntimeError: this FlashInfer chooses in another way than the known ones.
+        RuntimeError: this FlashInfer chooses its backend in an unknown way.
     """
     if os.environ.get(_NAME) != _WANTED:
         return
@@ -34,7 +34,7 @@ def choose() -> None:
 
 
 def chosen() -> str | None:
-    """What the wrappers were told to run, None if they chose by themselves or have not planned yet."""
+    """The backend forced on the wrappers; None if they chose themselves or have not planned yet."""
     return _asked[-1] if _asked else None
 
 

@@ -1,10 +1,9 @@
-"""Host time of a step's metadata with FlashInfer, for a batch in which every request has its drafts to be verified.
+"""Host time of a step's metadata with FlashInfer, for a batch in which every request has drafts to verify.
 
     python -m benchmarks plan-time [--json FILE] [--rounds N]
 
-It needs vLLM with FlashInfer and a GPU. vLLM's builder and the plugin's are made for the heads of an 8b, without a
-model, on a device that is idle: nothing is ever waited for, so what is told is what a step costs the host, and not what
-stock vLLM waits besides. They take turns.
+It needs vLLM with FlashInfer and a GPU. vLLM's builder and the plugin's take turns, with the heads of an 8b and without
+a model. The device is idle, so nothing waits: the result is a step's cost on the host, without stock vLLM's waits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from vllm_async_spec.vllm_plugin.patches.flashinfer_builder import IMPLEMENTATIO
 
 REQUESTS = (1, 8, 32, 128)
 DRAFTS, LONGEST = 3, 4096
-_SHORT, _LONG = 300, 900  # tokens; a plan for either does not serve for the other
+_SHORT, _LONG = 300, 900  # tokens; a plan for one length does not serve the other
 _IN_EACH_STEP = "plugin, planned in each step"
 
 Step = Callable[[], Any]
@@ -40,7 +39,7 @@ class PlanTimeError(RuntimeError):
 
 
 class _Heads(BuilderInputs):
-    """With the heads of an 8b."""
+    """Builder inputs with the heads of an 8b."""
 
     def vllm_config(self, **engine_args: Any) -> Any:
         wanted = {"block_size": PAGE, "speculative_config": ngram_drafts(DRAFTS), "max_num_seqs": max(REQUESTS)}
@@ -53,7 +52,7 @@ class _Heads(BuilderInputs):
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The result file: microseconds a step, by requests and kind of builder, over so many rounds.
+    """The result file: microseconds a step, by requests and kind of builder, over `rounds` rounds.
 
     Raises:
         PlanTimeError: there is no CUDA device, or vLLM or FlashInfer is not there.
@@ -71,14 +70,14 @@ def measure(rounds: int) -> dict[str, Any]:
     for requests in REQUESTS:
         steps = steps_of(builders, device, requests)
         for step in steps.values():
-            microseconds_on_an_idle_device(step)  # what compiles, and what the allocator has yet to take
+            microseconds_on_an_idle_device(step)  # warm-up: compilation and first allocations
         times = by_turns(steps, rounds, lambda name, steps=steps: microseconds_on_an_idle_device(steps[name]))  # type: ignore[misc]
         found[str(requests)] = {name: summary(values) for name, values in times.items()}
     return {"vllm": vllm.__version__, "device": torch.cuda.get_device_name(), "requests": found}
 
 
 def builders_of(module: Any, device: torch.device) -> dict[str, Any]:
-    """Builders of `module`, vLLM's, by kind."""
+    """Builders by kind; `module` is vLLM's FlashInfer backend."""
     stock = module.FlashInferMetadataBuilder
     transaction = Transaction()
     IMPLEMENTATIONS["flashinfer-builder"].apply(transaction, module)
@@ -97,12 +96,12 @@ def builders_of(module: Any, device: torch.device) -> dict[str, Any]:
         xqa = builder(stock, Way.XQA)
     except AbsentError:
         return found
-    # Up to 0.29 it decodes single tokens alone.
+    # Up to vLLM 0.29 XQA decodes single tokens only.
     return found | ({"stock, XQA": xqa} if xqa.reorder_batch_threshold > 1 else {})
 
 
 def steps_of(builders: Mapping[str, Any], device: torch.device, requests: int) -> dict[str, Step]:
-    """Builds of so many requests' metadata, by kind of builder."""
+    """Metadata builds for this many requests, by kind of builder."""
     short, long = (_drafts(requests, length, device) for length in (_SHORT, _LONG))
     batches = {_IN_EACH_STEP: [short, long]}
     return {name: _step(builder, itertools.cycle(batches.get(name, [short]))) for name, builder in builders.items()}
@@ -117,7 +116,7 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
-    """Of the table."""
+    """Columns of the table."""
     return ("builder, by requests", *found["requests"])
 
 
@@ -140,6 +139,6 @@ def _drafts(requests: int, length: int, device: torch.device) -> Any:
 def _step(builder: Any, batches: Iterator[Any]) -> Step:
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(builder.vllm_config):  # which the first build asks for the KV cache's layout
+    with set_current_vllm_config(builder.vllm_config):  # the first build reads the KV cache's layout from it
         builder.build(0, next(batches))
     return lambda: builder.build(0, next(batches))

@@ -1,4 +1,4 @@
-"""One figure for each result: ratios with their intervals where arms are compared, else figures; or a timeline."""
+"""One figure for each result: ratios with intervals if arms are compared, else measured values; or a timeline."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _save(path: Path, make: Callable[[Any], Figure]) -> None:
 
 
 def _compared(document: dict[str, Any], plt: Any) -> Figure:
-    """A row for each load: the band is what the noop arm, stock in all but name, differs by."""
+    """A row for each load; the band is the interval of the noop arm's ratio, which is noise."""
     plan = document["plan"]
     loads = [load["name"] for load in plan["loads"]]
     arms = [arm["name"] for arm in plan["arms"] if arm["name"] not in (plan["reference"], plan["control"])]

@@ -20,17 +20,17 @@ _KINDS = {
     KERNELS: ("#0b6e8a", "kernels"),
     COPIES: ("#6a4c93", "copies"),
 }
-"""Colour and words."""
+"""Colour and legend text."""
 _FAINT = "#8a8f98"
 _HALF = 0.36
 _FEW = 60
-"""Blocks of a kind in a row; each of no more than these is drawn wide enough to be seen."""
+"""If a row has at most this many blocks of a kind, each is drawn wide enough to be seen."""
 _SEEN = 1 / 600
-"""Of the axis."""
+"""Smallest visible width, as a share of the axis."""
 
 
 def timeline(found: dict[str, Any], plt: Any) -> Figure:
-    """The figure of what `tracing` wrote, drawn with pyplot."""
+    """The figure of a file that `tracing` wrote, drawn with pyplot."""
     arms = found["arms"]
     rows = [len(arm["rows"]) for arm in arms.values()]
     figure: Figure
@@ -74,7 +74,7 @@ def _arm(panel: Axes, name: str, arm: dict[str, Any], seen_us: float) -> None:
 
 
 def _blocks(panel: Axes, place: int, kind: str, blocks: Sequence[Sequence[float]]) -> None:
-    """As one path: a file of a thousand rectangles is several times as large."""
+    """Draw the blocks as one path, because a file of a thousand rectangles is several times as large."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 

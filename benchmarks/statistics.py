@@ -1,4 +1,4 @@
-"""Ratios of speeds, how far they can be trusted, and when none may be told.
+"""Ratios of speeds, how far they can be trusted, and when they are omitted.
 
 The unit of noise is the turn: one process that starts an engine and runs a load several times. Runs inside a turn
 share its process, its memory layout and its clocks, so they are summed up by their median and never counted as
@@ -51,11 +51,11 @@ def ratio_in_words(reference: Sequence[float], other: Sequence[float]) -> str:
 
 
 def by_turns(arms: Collection[str], passes: int, turn: Callable[[str], float]) -> dict[str, list[float]]:
-    """What arms give that take turns in one process.
+    """Measure arms that take turns in one process.
 
     Args:
         arms: their names, in order; in each pass they take two turns each, ABC CBA.
-        passes: how many.
+        passes: number of passes.
         turn: runs one turn of an arm.
 
     Returns:
@@ -77,7 +77,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def refusal(control: Interval | None) -> str | None:
-    """Why no ratio may be told, given that of the noop arm to stock; None if it may."""
+    """Why ratios must be omitted, given the ratio of the noop arm to stock; None if they may be given."""
     if control is None:
         return "fewer than two control passes"
     if control.low <= 1 <= control.high:

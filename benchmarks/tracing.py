@@ -1,10 +1,10 @@
-"""A few decode steps of a technique, with its wait and without, as rows of blocks: what `plot` draws a timeline from.
+"""A few decode steps of a technique, with its wait and without, as rows of blocks for the timeline of `plot`.
 
     python -m benchmarks trace TECHNIQUE --out FILE.json [--model SIZE] [--batch N] [--steps N] [--drafts K]
 
 Both arms run in one process on one set of random weights. A block is a stretch of time in which a row did one thing;
-stretches nearer to each other than `join_us` are one block. The step times and shares beside the rows are of all
-recorded steps, from the records before anything is joined. Recording makes steps longer, those with many launches most.
+stretches nearer to each other than `join_us` are one block. The step times and shares beside the rows cover all
+recorded steps and ignore the joining. Recording makes steps longer, above all steps with many launches.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from vllm_async_spec.audit.report import Place
 
 ARMS = ("synchronous", "asynchronous")
 CALL, CRITICAL, OVERLAPPED = "call", "critical", "overlapped"
-"""Blocks of the host: in a call of CUDA; waiting until the device has nothing left to do; waiting while it has."""
+"""Blocks of the host: in a CUDA call, in a critical wait, in an overlapped wait."""
 KERNELS, COPIES = "kernels", "copies"
 """Blocks of a stream."""
 LARGEST = 55_000
-"""Bytes of a file: it is committed."""
+"""Most bytes of a file, because files are committed."""
 
 _JOIN_US = 1.0
 _RECORDED = 24
@@ -64,13 +64,13 @@ TECHNIQUES = {
 
 
 class TraceError(RuntimeError):
-    """What was asked for can't be traced."""
+    """This trace can't be made; the message says why."""
 
 
 def record(
     technique: str, *, size: str = "", batch: int = 0, steps: int = 3, drafts: int = 0, command: str = ""
 ) -> dict[str, Any]:
-    """The file's content; `size` and `batch` are the technique's own if unset.
+    """The file's content; `size` and `batch` default to the technique's.
 
     Raises:
         TraceError: the technique or the size is unknown, there is no GPU, `drafts` are not for this technique, or the
@@ -110,7 +110,7 @@ def record(
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write what `record` found, without a space that it does not need."""
+    """Write the result of `record` as compact JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_as_text(found), encoding="utf-8")
 
@@ -118,10 +118,10 @@ def write(found: dict[str, Any], path: Path) -> None:
 def make_runs(
     technique: str, stack: contextlib.ExitStack, *, size: str, batch: int, device: str, drafts: int
 ) -> dict[str, Run]:
-    """Both arms of a technique, which have run once and gave the same tokens.
+    """Both arms of a technique, after one run of each that gave the same tokens.
 
     Raises:
-        TraceError: they did not.
+        TraceError: the tokens differ.
     """
     make = _make_batching if technique == "batching" else functools.partial(_make_generation, technique)
     runs = make(stack, size=size, batch=batch, device=device, drafts=drafts)
@@ -132,7 +132,7 @@ def make_runs(
 
 
 def reduced(about: dict[str, Any], middles: dict[str, Middle], steps: int) -> dict[str, Any]:
-    """`about`, and the steps in the middle of each arm as rows of blocks, few enough that the file is not too large."""
+    """`about`, and the middle steps of each arm as rows of blocks, joined until they fit into `LARGEST` bytes."""
     join_us = _JOIN_US
     while True:
         arms = {name: _arm(middle, steps, join_us) for name, middle in middles.items()}
@@ -155,7 +155,7 @@ def _make_generation(
     model = generation.make_model(size, device)
     made = generation.make_arms(dict.fromkeys(("interleaved", "static"), model), device, batch, _NEW_TOKENS)
     # A step begins where its forward is launched: transformers' loop calls the model, ours may replay a graph. A
-    # forward that is compiled is left alone; there a step begins where transformers' loop does.
+    # compiled forward is not patched; there a step begins at the condition of transformers' loop.
     names, owner, name = {
         "stopping": (("synchronous", "asynchronous"), model, "forward"),
         "static": (("static", "static asynchronous"), model, "_has_unfinished_sequences"),
@@ -175,7 +175,7 @@ def _make_batching(stack: contextlib.ExitStack, *, size: str, batch: int, device
     vocabulary = SHAPES[size].target["vocab_size"] - 1
     prompts = torch.randint(vocabulary, (batch, _PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
     names = [f"drafts {name}" if drafts else name for name in ARMS]
-    # A step with drafts gives more tokens, and there must be as many steps to record.
+    # A step with drafts gives more tokens, so as many steps need more tokens.
     new_tokens = math.ceil(_NEW_TOKENS * expected_length(SHARE, drafts))
     made: Arms = make_arms(
         stack,
@@ -234,7 +234,7 @@ class _Window:
 
 
 def joined(stretches: Iterable[Stretch], within: int) -> Iterator[Stretch]:
-    """Stretches by start, as one where the next begins less than `within` after the end of those before."""
+    """Stretches by start, merged where the next begins less than `within` after the end of those before."""
     begun: Stretch | None = None
     for a, b in sorted(stretches):
         if begun is not None and a - begun[1] < within:
@@ -268,7 +268,7 @@ def _host(recorded: Recorded, trace: DeviceTrace, window: _Window) -> dict[str, 
 
 
 def _streams(trace: DeviceTrace, window: _Window) -> Iterator[dict[str, Any]]:
-    """A row of each stream, by its first block."""
+    """One row for each stream, ordered by first block."""
     shown = (trace.end > window.start) & (trace.start < window.end)
     for stream in dict.fromkeys(trace.stream[shown].tolist()):
         blocks = {}

@@ -1,6 +1,6 @@
 """Speculative decoding in vLLM with no host-device synchronisation on the critical path.
 
-Importing it imports PyTorch, but neither vLLM nor transformers, and starts no CUDA context.
+Importing this package imports PyTorch, but neither vLLM nor transformers, and starts no CUDA context.
 """
 
 from vllm_async_spec._version import __version__

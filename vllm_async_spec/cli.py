@@ -33,7 +33,7 @@ _STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiti
 
 
 def main() -> None:
-    """The console script."""
+    """Run the command line."""
     app()
 
 
@@ -351,7 +351,7 @@ def _try(
 
 
 def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
-    """Run it on the GPU in a new process, whose CUDA is its own."""
+    """Run the suite on the GPU in a spawned process with its own CUDA context."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -360,7 +360,7 @@ def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendRes
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:
-    """Apply the patches; what is returned tells what has become of each so far."""
+    """Apply the patches; the function returned gives the current state of each patch."""
     from vllm_async_spec.vllm_plugin.plugin import load
 
     ledger = load(report=False).ledger

@@ -1,4 +1,4 @@
-"""One device tensor's value on the host, and the pinned buffers that carry such values across steps."""
+"""Host copies of device tensors, and rings of pinned buffers for asynchronous copies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm_async_spec.sync_policy import HostSyncWarning, ReadKind, calling_site,
 
 
 class Epoch:
-    """Tells until when a host value is current: until its owner says that device state has changed.
+    """Counts changes of device state: a host copy stays valid until `advance` is called.
 
-    PyTorch can't tell. Inference tensors have no version counter, and kernels write through raw pointers. Whoever makes
-    an epoch promises to call `advance` after each change of the tensors that it is given for.
+    PyTorch can't tell: inference tensors have no version counter, and kernels write through raw pointers. Code that
+    creates an epoch promises to call `advance` after each change of the tensors that the epoch covers.
     """
 
     __slots__ = ("count",)
@@ -25,22 +25,22 @@ class Epoch:
         """Changes so far."""
 
     def advance(self) -> None:
-        """Say that device state has changed: every host value obtained before is stale."""
+        """Report a change of device state: every earlier host copy becomes stale."""
         self.count += 1
 
 
 class HostCopy:
     """The value of a device tensor on the host, exact when it is returned.
 
-    Without an epoch nothing is kept, because nothing could prove that it is current: each `read` copies. With one, a
-    value is kept until the epoch advances, or the tensor's version counter shows a change. Callers share the tensor
-    that is kept, so they must not write to it.
+    Without an epoch each `read` copies, because nothing can prove an earlier value current. With an epoch, a value is
+    kept until the epoch advances or the tensor's version counter changes. Callers share the kept tensor, so they must
+    not write to it.
 
     Args:
-        source: device tensor, any shape and dtype. It is not copied here.
-        name: what the reports call it.
-        given: its value, where the caller knows it already (host, same shape and dtype); used only with an epoch.
-        epoch: says when `source` changes.
+        source: device tensor, any shape and dtype. The constructor does not copy it.
+        name: name of `source` in the reports.
+        given: the value, if the caller already knows it (host, same shape and dtype); used only with an epoch.
+        epoch: advances when `source` changes.
     """
 
     __slots__ = ("_at", "_epoch", "_host", "_pending", "name", "source")
@@ -64,7 +64,7 @@ class HostCopy:
         return self._host
 
     def read(self) -> torch.Tensor:
-        """The current value on the host; copies, and so waits for the device, only where it is not `known`.
+        """The current value on the host; copies, and so waits for the device, only if the value is not `known`.
 
         Raises:
             HostSyncError: a copy was needed and the policy is `error`.
@@ -84,8 +84,8 @@ class HostCopy:
     def prefetch(self) -> None:
         """Start the copy on a side stream into pinned memory, so that a later `read` waits for its event only.
 
-        Does nothing where the value is known or on its way. Without an epoch the value could not be used: then no copy
-        is started, and a `HostSyncWarning` says so.
+        Does nothing if the value is known or its copy is under way. Without an epoch the value could not be used, so no
+        copy starts, and a `HostSyncWarning` says so.
         """
         self._forget_if_stale()
         if self._epoch is None:
@@ -99,14 +99,14 @@ class HostCopy:
             self._host, self._pending, self._at = None, None, now
 
     def _now(self) -> tuple[int, int] | None:
-        """What differs after a change of `source`; None where nothing is sure to."""
+        """A value that changes with `source`; None without an epoch, because then a change can go unseen."""
         if self._epoch is None:
             return None
         return self._epoch.count, 0 if self.source.is_inference() else self.source._version
 
 
 def _warn_unused(what: str) -> None:
-    """Warn at the line outside this package that asked."""
+    """Warn at the calling line outside this package's machinery."""
     site = calling_site()
     message = f"{what}, because it has no epoch, so reading it copies; give an Epoch that advances when it changes"
     warnings.warn_explicit(message, HostSyncWarning, site.file, site.line)
@@ -114,7 +114,7 @@ def _warn_unused(what: str) -> None:
 
 @dataclass(slots=True)
 class _Pending:
-    """A copy under way: `host` holds the value once `event` has happened (None on the CPU: it has)."""
+    """A copy under way: `host` holds the value once `event` has happened, or at once if `event` is None (CPU)."""
 
     host: torch.Tensor
     event: torch.cuda.Event | None
@@ -156,13 +156,13 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class PinnedRing:
     """Pinned host buffers used in turn, each fenced by the event of the last asynchronous copy that touched it.
 
-    A buffer that the host fills for a copy to the device, or that a copy from the device fills, must not be written
-    again before that copy has run. `next` hands out the oldest buffer and waits, counted, where its copy has not.
+    A buffer must not be written again before its last copy, to or from the device, has run. `next` hands out the
+    oldest buffer; if that copy has not run yet, `next` waits and counts the wait.
 
     Args:
         shape: shape of each buffer.
         dtype: dtype of each buffer.
-        depth: number of buffers, at least 1: one more than the steps that may be in flight never waits.
+        depth: number of buffers, at least 1. With one more than the steps in flight, `next` never waits.
         device: the device copied to or from; buffers are pinned if it is a CUDA device.
 
     Raises:
@@ -180,7 +180,7 @@ class PinnedRing:
         self._turn = -1
 
     def next(self) -> torch.Tensor:
-        """The buffer whose turn it is, free to be written by the host."""
+        """The oldest buffer, free to be written by the host."""
         self._turn = (self._turn + 1) % len(self._buffers)
         fence = self._fences[self._turn]
         if fence is not None:
@@ -189,11 +189,11 @@ class PinnedRing:
         return self._buffers[self._turn]
 
     def fence(self) -> torch.cuda.Event | None:
-        """Record, on the current stream, that the copy just launched with the last `next` buffer ends here.
+        """Record an event on the current stream, after the launch of the copy that uses the last `next` buffer.
 
         Returns:
-            The event, for those who wait for the buffer's value; None on the CPU. The buffer's next turn records it
-            again, because to make one costs more than to record it.
+            The event, to wait for the buffer's value; None on the CPU. The buffer's next turn records the same event
+            again, because creating an event costs more than recording one.
         """
         if self.device.type != "cuda":
             return None

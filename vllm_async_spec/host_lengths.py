@@ -1,4 +1,4 @@
-"""The lazy host properties of attention metadata, for our class and, grafted, for vLLM's."""
+"""Lazy host properties of attention metadata, for this package's class and, grafted, for vLLM's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_async_spec.host_copy import Epoch, HostCopy
 class HostLengths:
     """Host views of device `seq_lens` for a class that has the fields named below.
 
-    A view is exact when it is returned. It costs nothing until somebody reads it, and then a copy each time, unless an
-    epoch tells that an earlier copy is still current.
+    A view is exact when returned. Each read copies, unless an epoch proves that an earlier copy is still current. A
+    view that is never read costs nothing.
     """
 
     seq_lens: torch.Tensor
@@ -29,7 +29,7 @@ class HostLengths:
 
     @property
     def host_lengths(self) -> HostCopy:
-        """The copy behind the properties below; made for the tensor that `seq_lens` is now."""
+        """The copy behind the properties below; made anew when `seq_lens` becomes another tensor."""
         copy: HostCopy | None = self.__dict__.get("_host_lengths")
         if copy is None or copy.source is not self.seq_lens:
             copy = self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", epoch=self.epoch)
@@ -37,10 +37,10 @@ class HostLengths:
 
     @property
     def seq_lens_cpu(self) -> torch.Tensor:
-        """(batch,) int32, host: exact lengths. Copies where they are not known.
+        """(batch,) int32, host: exact lengths. Copies if the lengths are not known.
 
         Raises:
-            HostSyncError: they are not known and the sync policy is `error`.
+            HostSyncError: the lengths are not known and the sync policy is `error`.
         """
         return self.host_lengths.read()
 
@@ -72,7 +72,7 @@ class HostLengths:
 
     @property
     def seq_len_upper_bound(self) -> int:
-        """The honest name of `max_seq_len`: at least the longest sequence, and more by at most the drafts in flight."""
+        """`max_seq_len` by a clear name: at least the longest sequence, and more by at most the drafts in flight."""
         return self.max_seq_len
 
     def prefetch_host(self) -> None:
@@ -80,36 +80,36 @@ class HostLengths:
         self.host_lengths.prefetch()
 
     def seq_lens_changed(self) -> None:
-        """Say that `seq_lens` was written in place: advances the epoch, where there is one."""
+        """Report that `seq_lens` was written in place: advances the epoch, if any."""
         if self.epoch is not None:
             self.epoch.advance()
 
 
 class Trust(enum.Enum):
-    """Which of the host values that vLLM gives its metadata are returned; all others are copied anew."""
+    """Which host values from vLLM the views return; any other read copies."""
 
     RENEWED = "renewed"
-    """Those given to the constructor, and what replaces them: vLLM 0.12 renews each of them in each draft step."""
+    """Values given to the constructor, and their replacements: vLLM 0.12 replaces each value in each draft step."""
     UNCHANGED = "unchanged"
-    """Those given to the constructor, until anything shows a change of the lengths: vLLM 0.13 to 0.29."""
+    """Values given to the constructor, until a change of the lengths is seen: vLLM 0.13 to 0.29."""
     NONE = "none"
-    """None: vLLM 0.30 and later give none, so nobody keeps them current."""
+    """No values: vLLM 0.30 and later give none and keep none current."""
 
 
 class VllmHostLengths(HostLengths):
     """The same views for vLLM's class, whose callers may give host values under these names or with an underscore.
 
-    No copy is kept: vLLM's kernels write `seq_lens` through raw pointers, which nothing shows.
+    No copy is kept: vLLM's kernels write `seq_lens` through raw pointers, which PyTorch can't see.
     """
 
     host_trust: ClassVar[Trust]
 
     @property
     def seq_lens_cpu(self) -> torch.Tensor:
-        """(batch,) int32, host: exact lengths. Copies where vLLM has not given them.
+        """(batch,) int32, host: exact lengths. Copies unless vLLM gave a value that is still trusted.
 
         Raises:
-            HostSyncError: they are copied and the sync policy is `error`.
+            HostSyncError: a copy is needed and the sync policy is `error`.
         """
         given = self._seq_lens_cpu
         return HostCopy(self.seq_lens, "seq_lens").read() if given is None else given
@@ -128,16 +128,16 @@ class VllmHostLengths(HostLengths):
 
     @property
     def num_computed_tokens_cpu(self) -> torch.Tensor:
-        """(batch,) int32, host: tokens already in the KV cache. Copies where vLLM has not given them.
+        """(batch,) int32, host: tokens already in the KV cache. Copies unless vLLM gave a value that is still trusted.
 
         Raises:
-            HostSyncError: they are copied and the sync policy is `error`.
+            HostSyncError: a copy is needed and the sync policy is `error`.
         """
         if (given := self._num_computed_tokens_cpu) is not None:
             return given
         if (lengths := self._seq_lens_cpu) is not None:
             return lengths - query_lens(self.query_start_loc_cpu)
-        # Subtracted on the device: from 0.31 on only the device knows how many drafts of a request are verified.
+        # Subtract on the device: from vLLM 0.31 on, only the device knows how many drafts a request verifies.
         return HostCopy(self.num_computed_tokens, "num_computed_tokens").read()
 
     @num_computed_tokens_cpu.setter
@@ -153,18 +153,18 @@ class VllmHostLengths(HostLengths):
         _give(self, _COMPUTED, value)
 
     def prefetch_host(self) -> None:
-        """Warn that nothing is prefetched: without an epoch nothing could prove the value current."""
+        """Warn that nothing is prefetched: without an epoch, nothing can prove the value current."""
         HostCopy(self.seq_lens, "seq_lens").prefetch()
 
     def seq_lens_changed(self) -> None:
-        """Drop what vLLM gave, because `seq_lens` was written in place."""
+        """Drop vLLM's host values, because `seq_lens` was written in place."""
         self._seq_lens_cpu = self._num_computed_tokens_cpu = None
 
 
 class host_values_of:
-    """Run the constructor of `metadata` within: the host values that it is given describe the lengths it is given.
+    """Context for the constructor of `metadata`: ties each host value given to the lengths given with it.
 
-    A class, because each object that a step makes pays for it, and a generator costs twice as much.
+    A class, because every metadata object of a step enters this context, and a generator costs twice as much.
     """
 
     __slots__ = ("_metadata",)
@@ -181,16 +181,16 @@ class host_values_of:
         del values[_CONSTRUCTING]
         for name in _GIVEN_NAMES:
             value = values.get(name)
-            # One that was given for other lengths before still says for which: `dataclasses.replace` hands it on.
+            # `dataclasses.replace` hands values on: keep the record of the lengths that a value was first given for.
             if isinstance(value, torch.Tensor) and not hasattr(value, _DESCRIBED):
                 setattr(value, _DESCRIBED, (metadata.seq_lens, _version(metadata.seq_lens)))
 
 
 def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
-    """A copy of vLLM's metadata whose host views are all `value`: for upstream code that takes bounds from them.
+    """A shallow copy of vLLM's metadata whose host views all return `value`, for upstream code that reads bounds there.
 
     Args:
-        metadata: vLLM's, whether the views are grafted or its own.
+        metadata: vLLM's metadata, with grafted views or vLLM's own.
         value: (batch,) int32, host.
     """
     stand_in = copy.copy(metadata)
@@ -204,11 +204,11 @@ def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
 _CONSTRUCTING, _STAND_IN = "_host_constructing", "_host_stand_in"
 _GIVEN_NAMES = _LENGTHS, _COMPUTED = "_host_given_lengths", "_host_given_computed"
 _DESCRIBED = "_async_spec_described"
-"""On a host value: the device lengths that it was given for, and their version."""
+"""Attribute of a host value: the device lengths that the value was given for, and their version."""
 
 
 def _given(metadata: Any, name: str) -> torch.Tensor | None:
-    """The value that vLLM gave, if it is to be trusted still."""
+    """The value that vLLM gave, if still trusted; else None."""
     values = metadata.__dict__
     value: torch.Tensor | None = values.get(_STAND_IN)
     if value is not None:
@@ -222,14 +222,14 @@ def _given(metadata: Any, name: str) -> torch.Tensor | None:
 
 
 def _give(metadata: Any, name: str, value: torch.Tensor | None) -> None:
-    """Take what is assigned: in the constructor, and after it only what renews a value given there."""
+    """Store an assigned value: in the constructor always, later only to renew a value given there; else store None."""
     values = metadata.__dict__
     renews = metadata.host_trust is Trust.RENEWED and values.get(name) is not None
     values[name] = value if renews or _CONSTRUCTING in values else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """What PyTorch counts of changes in place; None for inference tensors, of which it counts none."""
+    """PyTorch's count of in-place changes; None for inference tensors, which have no counter."""
     return None if tensor.is_inference() else tensor._version
 
 

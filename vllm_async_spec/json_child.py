@@ -21,7 +21,7 @@ _TELLING = re.compile(r"\b\w*(Error|Exception|Killed|Segmentation fault)\b")
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A started child process; the fields are what `start` was given."""
+    """A started child process; `start` describes the fields."""
 
     process: subprocess.Popen[str]
     log: Path
@@ -34,19 +34,19 @@ class Child:
         self.answer(self.ready_s)
 
     def ask(self, command: str, **arguments: Any) -> Answer:
-        """Have a command carried out.
+        """Send a command and return the answer.
 
         Raises:
-            Exception: the command failed, or the process ended; `start` was told which exception.
+            Exception: made by `fail`: the command failed, the process ended, or no answer came in time.
         """
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its last line, or its log, says why
+        with contextlib.suppress(BrokenPipeError):  # the child has ended; its last answer, or its log, says why
             self.process.stdin.write(json.dumps({"command": command} | arguments) + "\n")
             self.process.stdin.flush()
         return self.answer(self.answer_s)
 
     def answer(self, seconds: float | None = None) -> Answer:
-        """The next answer; after `seconds` without one the process is killed. Raises what `ask` raises."""
+        """The next answer; kills the process after `seconds` without an answer. Raises what `ask` raises."""
         assert self.process.stdout is not None
         late = threading.Timer(seconds or 0, self.process.kill)
         if seconds is not None:
@@ -78,17 +78,17 @@ def start(
     answer_s: float | None = None,
     end_s: float | None = 30.0,
 ) -> Iterator[Child]:
-    """A child process, for as long as the context lasts.
+    """Run a child process while the context lasts.
 
     Args:
         command: the command line.
-        log: where its standard error goes.
+        log: file for its standard error.
         env: its environment variables.
         fail: makes the exception from the reason, which ends with the log's path.
         cwd: its working directory; this process's if None.
-        ready_s: seconds that it may take to be ready; None for any.
-        answer_s: seconds that it may take to answer a command; None for any.
-        end_s: seconds that it may take to end by itself, so that its log is whole and the device free; None for any.
+        ready_s: seconds until the child must be ready; None for no limit.
+        answer_s: seconds until the child must answer a command; None for no limit.
+        end_s: seconds for the child to exit by itself, which completes its log and frees the device; None for no limit.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stderr:
@@ -116,10 +116,10 @@ def last_telling_line(log: Path) -> str:
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[Answer], None]]:
-    """Take standard output for answers alone; what anybody else prints goes to standard error.
+    """Reserve standard output for answers; everything else that is printed goes to standard error.
 
     Yields:
-        Writes an answer. An exception that leaves the context is the last answer.
+        A function that writes an answer. An exception that leaves the context is the last answer.
     """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -135,11 +135,11 @@ def answering() -> Iterator[Callable[[Answer], None]]:
 
 
 def serve(make: Callable[[], object], *commands: str) -> None:
-    """Carry out the commands on standard input until it ends.
+    """Run the commands from standard input until its end.
 
     Args:
-        make: makes the object whose methods carry them out.
-        commands: the names of these methods.
+        make: makes the object whose methods run the commands.
+        commands: names of these methods.
     """
     with answering() as answer:
         made = make()

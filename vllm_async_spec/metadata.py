@@ -1,4 +1,4 @@
-"""What attention needs to know about a batch, with the device as the only truth about sequence lengths."""
+"""Attention metadata of a batch, whose exact sequence lengths only the device holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_async_spec.host_lengths import HostLengths, query_lens
 
 
 class MetadataError(ValueError):
-    """A field of `CommonAttentionMetadata` that can't be: the message names it, what it was and what it must be."""
+    """An invalid field of `CommonAttentionMetadata`: the message gives its name, its value and what it must be."""
 
 
 @dataclass(eq=False)
@@ -32,9 +32,9 @@ class CommonAttentionMetadata(HostLengths):
     query_start_loc: torch.Tensor
     """(batch + 1,) int32, device: where each request's query begins in the flattened tokens."""
     query_start_loc_cpu: torch.Tensor
-    """(batch + 1,) int32, host: the same; the host made the schedule and always knows it."""
+    """(batch + 1,) int32, host: the same values, which the host knows because it makes the schedule."""
     seq_lens: torch.Tensor
-    """(batch,) int32, device: tokens of each request, computed and newly scheduled. The truth."""
+    """(batch,) int32, device: exact length of each request, in tokens computed and newly scheduled."""
     num_reqs: int
     """Rows, padding included."""
     num_actual_tokens: int
@@ -48,15 +48,15 @@ class CommonAttentionMetadata(HostLengths):
     slot_mapping: torch.Tensor
     """(num_actual_tokens or more,) int64, device: the KV slot that each query token is written to."""
     causal: bool = True
-    """Whether a query token sees only what precedes it."""
+    """Whether a query token sees no later token."""
     seq_lens_cpu_upper_bound: torch.Tensor | None = None
-    """(batch,) int32, host: bound of `seq_lens` by row, exact on rows that are still prefilling."""
+    """(batch,) int32, host: upper bound of each row of `seq_lens`, exact on rows that are still prefilling."""
     is_prefilling: torch.Tensor | None = None
     """(batch,) bool, host or device: rows whose prompt is not yet computed."""
     epoch: Epoch | None = None
-    """Says when `seq_lens` changes. With one, a host copy is kept and prefetched; without, each read copies."""
+    """Advances when `seq_lens` changes. With an epoch, host copies are kept and prefetched; else each read copies."""
     _seq_lens_cpu: InitVar[torch.Tensor | None] = None
-    """(batch,) int32, host: exact lengths, where the host has them anyway; used only with an epoch."""
+    """(batch,) int32, host: exact lengths, if the host already knows them; used only with an epoch."""
 
     def __post_init__(self, _seq_lens_cpu: torch.Tensor | None) -> None:
         batch = (self.num_reqs,)
@@ -83,13 +83,13 @@ class CommonAttentionMetadata(HostLengths):
             self.seq_lens_cpu = _seq_lens_cpu
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
-        """A copy with `changes`; a host copy that is known stays known unless `seq_lens` or the epoch is replaced.
+        """A copy with `changes`; a known host copy stays known unless `seq_lens` or the epoch is replaced.
 
         Raises:
-            MetadataError: a changed field can't be.
+            MetadataError: a changed field is invalid.
             TypeError: a change names no field.
         """
-        # Named, because dataclasses.replace would carry the lengths of the old `seq_lens` over to a new one.
+        # Given explicitly, because dataclasses.replace would give the old host lengths to a new `seq_lens`.
         known = None if changes.keys() & {"seq_lens", "epoch"} else self._seq_lens_cpu
         return dataclasses.replace(self, **{"_seq_lens_cpu": known} | changes)
 
@@ -97,7 +97,7 @@ class CommonAttentionMetadata(HostLengths):
         """The first `num_actual_reqs` requests and `num_actual_tokens` tokens: padding cut off.
 
         Raises:
-            MetadataError: more requests or tokens are asked for than there are.
+            MetadataError: the batch has fewer requests or tokens.
         """
         _check_within("num_actual_reqs", num_actual_reqs, self.num_reqs)
         _check_within("num_actual_tokens", num_actual_tokens, self.num_actual_tokens)
@@ -137,12 +137,11 @@ class CommonAttentionMetadata(HostLengths):
     def split(self, *token_offsets: int) -> tuple[CommonAttentionMetadata, ...]:
         """Micro-batches: the batch cut before each of `token_offsets` (ascending).
 
-        A request that a cut divides is in both parts: the earlier sees its sequence end at the cut.
-
-        Padding, of rows and of tokens, goes with the last part.
+        A request that a cut divides is in both parts; in the earlier part its sequence ends at the cut. Padding rows
+        and tokens go to the last part.
 
         Raises:
-            MetadataError: an offset is not inside the batch or they do not ascend.
+            MetadataError: the offsets do not ascend strictly within the batch.
         """
         total = int(self.query_start_loc_cpu[-1])
         cuts = (0, *token_offsets, total)
@@ -153,10 +152,10 @@ class CommonAttentionMetadata(HostLengths):
         return tuple(self._token_range(a, b) for a, b in pairwise(cuts))
 
     def advance(self, num_tokens: int = 1) -> None:
-        """Count `num_tokens` more tokens on every live request: a draft step, in place, on the device.
+        """Add `num_tokens` tokens to every live request, in place on the device, as a draft step does.
 
-        The bounds rise with it, and the epoch advances. A host copy that is known advances too, into a new tensor,
-        because the old one may still be read by a copy in flight; one that is not is dropped.
+        The bounds rise by the same number, and the epoch advances. A known host copy advances into a new tensor,
+        because a copy in flight may still read the old one. A pending prefetch is dropped.
 
         Raises:
             MetadataError: `num_tokens` is negative.
@@ -219,7 +218,7 @@ class CommonAttentionMetadata(HostLengths):
         return new
 
     def _bound(self, start: int, stop: int) -> int:
-        """The best bound of the lengths of these rows that the host knows."""
+        """The lowest upper bound of these rows' lengths that the host knows."""
         known = self.seq_lens_cpu_upper_bound if self.seq_lens_cpu_upper_bound is not None else self._seq_lens_cpu
         if known is None or start == stop:
             return self.max_seq_len
@@ -238,7 +237,7 @@ class CommonAttentionMetadata(HostLengths):
         )
 
 
-# As a default in the class body it is what makes the field optional; as a class attribute it would hide the property.
+# The default in the class body makes the field optional; left as a class attribute, it would hide the property.
 del CommonAttentionMetadata._seq_lens_cpu
 
 _HOST = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Changes of attributes that are made together or not at all."""
+"""Transactions that set attributes: all changes are made, or none."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ _ABSENT = object()
 
 
 class Transaction:
-    """Sets attributes; if the `with` block raises, every one is put back as it was, in reverse order.
+    """Sets attributes; if the `with` block raises, restores all of them in reverse order.
 
-    What it sets is what is named: it never walks a class's `__dict__`, to which newer Pythons add names of their own.
+    Sets only named attributes and never walks a class's `__dict__`, to which newer Pythons add names of their own.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name`, remembering what the owner itself (not its bases) had there."""
+        """Set `owner.name`, and remember the previous value of the owner itself, not of its bases."""
         self._undo.append(functools.partial(_put, owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def set_function(self, module: ModuleType, name: str, value: Any) -> None:
-        """Set `module.name`, and the same name wherever that function has been imported under it already.
+        """Set `module.name`, and the same name in every module that has already imported the function under it.
 
-        vLLM's command line imports some of its modules before it loads plugins; those hold the original by name.
+        vLLM's command line imports some of its modules before it loads plugins; these modules hold the original.
         """
         original = getattr(module, name)
-        # Put back wherever it is then: modules that are imported later take the new one.
+        # The undo searches all modules again, because modules imported later hold the new function.
         self._undo.append(functools.partial(_replace, name, value, original))
         _replace(name, original, value)
 
     def undo_with(self, undo: Callable[[], None]) -> None:
-        """Have `undo` called in its turn when everything is put back."""
+        """Call `undo` in its turn when the changes are rolled back."""
         self._undo.append(undo)
 
     def roll_back(self) -> None:
-        """Put everything back."""
+        """Undo all changes, the last one first."""
         while self._undo:
             self._undo.pop()()
 
@@ -57,10 +57,10 @@ class Transaction:
 
 @contextlib.contextmanager
 def temporarily() -> Iterator[Transaction]:
-    """Changes that last for the `with` block, however it ends.
+    """Changes that last for the `with` block, even if the block raises.
 
     Yields:
-        The transaction that takes the changes, at any time within the block.
+        The transaction, which takes changes at any time within the block.
     """
     transaction = Transaction()
     try:

@@ -1,4 +1,4 @@
-"""What plugin, generation and batching share of streams: waiting for an event, counted, and capturing a CUDA graph."""
+"""Stream helpers shared by plugin, generation and batching: counted waits for events, and CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Kept = TypeVar("Kept")
 
 
 class Arrival(Protocol):
-    """Something on its way to the host; a CUDA event is one."""
+    """Data on its way to the host, such as a CUDA event after a copy."""
 
     def query(self) -> bool:
-        """Whether it is there. Never waits."""
+        """Whether the data has arrived. Never waits."""
         ...
 
     def synchronize(self) -> None:
-        """Wait on the host until it is."""
+        """Wait on the host until the data has arrived."""
         ...
 
 
 def counted_wait(arrival: Arrival, what: str, nbytes: int) -> None:
-    """Wait for an arrival. If it is not there yet, the wait is counted, in every sync policy.
+    """Wait for an arrival. If the data has not arrived yet, count the wait, under every sync policy.
 
     Args:
-        arrival: what is waited for.
+        arrival: the data to wait for.
         what: its name in the sync report.
-        nbytes: how much was copied to the host.
+        nbytes: bytes copied to the host.
     """
     if not arrival.query():
         with host_read(what, nbytes, ReadKind.EVENT):
@@ -38,18 +38,18 @@ def counted_wait(arrival: Arrival, what: str, nbytes: int) -> None:
 
 
 def captured(run: Callable[[], Kept], pool: Any, **capture: Any) -> Callable[[], Kept]:
-    """Capture what `run` launches as a CUDA graph.
+    """Capture the kernels that `run` launches as a CUDA graph.
 
     Args:
-        run: has run before, so that nothing is compiled in the capture.
-        pool: where the graph has its memory, a `torch.cuda.graph_pool_handle()`.
+        run: must have run before, so that the capture compiles nothing.
+        pool: the graph's memory pool, a `torch.cuda.graph_pool_handle()`.
         capture: arguments of `torch.cuda.graph`, such as `stream`.
 
     Returns:
-        Replays the graph on the current stream, and returns what `run` returned, written when the graph has run.
+        A function that replays the graph on the current stream. Returns what `run` returned, valid after the replay.
 
     Raises:
-        RuntimeError: `run` waits for the device, or does something else that no graph can hold.
+        RuntimeError: `run` waits for the device, or does something else that can't be captured.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, **capture):

@@ -1,10 +1,10 @@
-"""What reading device state from the host means, and who did it.
+"""The sync policy: what a host read of device state does, and a report of the reads by call site.
 
-Every read that makes the host wait for the device goes through `host_read`: it is counted by call site and,
-as the policy says, allowed, warned about once per site, or refused before it happens. On CPU tensors a read counts
-as the one that it would be on a GPU, so that the contract can be tested without one.
+Every read that makes the host wait for the device goes through `host_read`, which counts it by call site. The policy
+then allows the read, warns once per site, or refuses the read before it happens. Reads of CPU tensors count as they
+would on a GPU, so that tests need no GPU.
 
-Counters are those of one process. A forked child starts at zero.
+Counters are per process. A forked child starts at zero.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class SyncPolicy(str, enum.Enum):
     """What happens when the host reads device state."""
 
     ALLOW = "allow"
-    """Count it."""
+    """Count the read."""
     WARN = "warn"
-    """Count it, and warn once per call site, at the caller's file and line."""
+    """Count the read, and warn once per call site, at the caller's file and line."""
     ERROR = "error"
-    """Count it, and raise `HostSyncError` before anything is copied."""
+    """Count the read, and raise `HostSyncError` before anything is copied."""
 
     @classmethod
     def parse(cls, value: str | SyncPolicy) -> SyncPolicy:
@@ -55,7 +55,7 @@ class ReadKind(str, enum.Enum):
     COPY = "copy"
     """A blocking device-to-host copy."""
     EVENT = "event"
-    """The event of a copy that had been started earlier: the wait that is left, if any, is short and was asked for."""
+    """A wait for the event of a copy started earlier; any wait left is short and intended."""
 
 
 class HostSyncError(RuntimeError):
@@ -68,7 +68,7 @@ class HostSyncWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """The line outside this package's machinery that asked."""
+    """The line outside this package's machinery that made the read."""
 
     file: str
     line: int
@@ -97,7 +97,7 @@ class SyncReport:
     policy: SyncPolicy
     sites: tuple[SiteReport, ...] = field(default=())
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Batches that took a wait because a request needs exact host counts, by reason."""
+    """Batches that waited because a request needs exact host counts, by reason."""
 
     @property
     def count(self) -> int:
@@ -127,7 +127,7 @@ class SyncReport:
 
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
-# Frames of these files are how a read is carried out, never who asked for it.
+# Frames of these files carry out a read and are never its call site.
 _MACHINERY = frozenset(
     os.path.join(_PACKAGE, name)
     for name in ("sync_policy.py", "host_copy.py", "host_lengths.py", "metadata.py", "streams.py")
@@ -196,7 +196,7 @@ def reset_sync_report() -> SyncReport:
 def on_first_count(action: Callable[[], None]) -> None:
     """Call `action` once, as soon as this process has counted anything: now, or in the thread that counts first.
 
-    A forked child has counted nothing, and what was asked for in its parent is not asked for in it.
+    A forked child has counted nothing and does not inherit its parent's `action`.
     """
     global _first_count
     with _lock:
@@ -207,10 +207,10 @@ def on_first_count(action: Callable[[], None]) -> None:
 
 
 def record_fallback(reason: str) -> None:
-    """Count one batch that waits because some request of it needs exact host counts.
+    """Count one batch that waits because one of its requests needs exact host counts.
 
     Args:
-        reason: what needs them, such as `min_tokens`; one of a few, never anything of a request.
+        reason: the feature that needs them, such as `min_tokens`: one of a few fixed names, never request data.
     """
     with _lock:
         _fallbacks[reason] += 1
@@ -220,16 +220,15 @@ def record_fallback(reason: str) -> None:
 
 @contextlib.contextmanager
 def host_read(what: str, nbytes: int, kind: ReadKind = ReadKind.COPY) -> Iterator[None]:
-    """Carry out, inside the block, one read of device state: counted, timed, and attributed to the caller.
+    """Count, time and attribute to the caller one read of device state, which the block carries out.
 
     Args:
         what: name of what is read, such as `seq_lens`.
         nbytes: bytes that reach the host.
-        kind: `COPY` answers to the policy; `EVENT` is the remedy that the policy's message recommends, and is
-            only counted.
+        kind: `COPY` is subject to the policy; `EVENT` is only counted.
 
     Raises:
-        HostSyncError: the policy is `error` and `kind` is `COPY`; nothing has been copied then.
+        HostSyncError: the policy is `error` and `kind` is `COPY`; nothing has been copied.
     """
     site = calling_site()
     policy = current_sync_policy() if kind is ReadKind.COPY else SyncPolicy.ALLOW
@@ -264,7 +263,7 @@ def _count(site: CallSite, what: str, kind: ReadKind, nbytes: int) -> None:
 
 def _add_seconds(site: CallSite, what: str, kind: ReadKind, seconds: float) -> None:
     with _lock:
-        # A reset while the read was under way took its entry; what is left of it belongs to nobody.
+        # A reset during the read removed its entry; its time is then dropped.
         if entry := _sites.get((site, what, kind)):
             entry.seconds += seconds
 
@@ -273,12 +272,12 @@ def _announce_first_count() -> None:
     global _first_count
     with _lock:
         action, _first_count = _first_count, None
-    if action is not None:  # else another thread was quicker
+    if action is not None:  # else another thread was first
         action()
 
 
 def _start_at_zero() -> None:
-    """In a forked child: the counts are the parent's, and a thread that is not here may hold the lock."""
+    """Reset a forked child: its counts are the parent's, and a thread of the parent may hold the lock."""
     global _lock, _first_count
     _lock, _first_count = threading.Lock(), None
     _sites.clear()
@@ -306,7 +305,7 @@ def calling_site() -> CallSite:
 
 
 def _is_machinery(code: CodeType) -> bool:
-    # A dataclass's own __init__ has no file.
+    # A dataclass's generated __init__ has no file.
     return code.co_filename in _MACHINERY or (code.co_filename, code.co_name) == ("<string>", "__init__")
 
 

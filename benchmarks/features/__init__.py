@@ -1,1 +1,1 @@
-"""Small cases of what else vLLM can do, each held to stock's tokens."""
+"""Small cases of vLLM's other features, each compared with stock's tokens."""

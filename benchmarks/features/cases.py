@@ -1,6 +1,6 @@
-"""What else vLLM can do beside plain greedy decoding: small cases, each with what has to be seen when it is served.
+"""Small cases of vLLM's features beyond plain greedy decoding, each with the checks that it must pass when served.
 
-A case whose feature vLLM itself does not have with speculative decoding is here too, with the words of its refusal.
+Features that vLLM itself refuses with speculative decoding are here too, with the words of the refusal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCHEMA = {
 }
 MIN_TOKENS = 24
 TEXT_BYTES = 94
-"""Tokens of the text shape that are printable ASCII, from `!` on: its first ones."""
+"""Number of the text shape's first tokens that are printable ASCII, from `!` on."""
 
 
 class FeatureError(ValueError):
@@ -42,15 +42,15 @@ class Ask:
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from plain greedy decoding to the last token; `structured_outputs` as a dictionary."""
+    """Parameters beyond plain greedy decoding to the last token; `structured_outputs` as a dictionary."""
     adapter: bool = False
-    """Whether it is for the LoRA adapter."""
+    """Whether the request uses the LoRA adapter."""
     turn: int = 0
-    """Those of a turn are served together, when the turn before has ended."""
+    """Requests of a turn are served together, after the turn before."""
 
 
 STOCK_AGAIN = "stock again"
-"""In results, what stock said when it was not asked for log-probabilities."""
+"""In results: stock's answer without log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class Feature:
     name: str
     about: str
     asks: Callable[[], list[Ask]]
-    """Its requests, the same at each call. `twins` makes pairs, of which the second has what the case is about."""
+    """Its requests, the same at each call. `twins` makes pairs, of which the second uses the feature."""
     seen: tuple[str, ...] = ()
-    """What has to be seen, by the names of `checks.CHECKS`."""
+    """Checks that must hold, by their names in `checks.CHECKS`."""
     shape: str = "tiny"
     method: Method = Method.EAGLE
     fallback: str | None = None
-    """Why the plugin must have waited for exact counts; None: it must not have waited at all."""
+    """Reason for which the plugin must have waited for exact counts; None: it must not have waited at all."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     asynchronous: bool = True
     """Whether vLLM schedules it asynchronously when asked to; else its log says why it does not."""
     refused: str | None = None
-    """vLLM's words, where it does not do this with speculative decoding."""
+    """vLLM's words, if it refuses this with speculative decoding."""
     sampled: bool = False
-    """Whether tokens are drawn, each request with a seed: then no near tie is forgiven, because none can be told."""
+    """Whether tokens are drawn, each request with a seed: then no near tie is forgiven, because none can be seen."""
     tokenizer: bool = False
-    """Whether the engine needs one."""
+    """Whether the engine needs a tokenizer."""
     no_cpu: str | None = None
     """What vLLM's CPU platform lacks for it."""
 
@@ -84,7 +84,7 @@ def find_feature(name: str) -> Feature:
     """The case of this name.
 
     Raises:
-        FeatureError: there is none.
+        FeatureError: no case has this name.
     """
     if name not in FEATURES:
         raise FeatureError(f"there is no feature {name!r}; there are {', '.join(FEATURES)}")
@@ -100,7 +100,7 @@ def prompts(number: int, shape: str, lengths: tuple[int, int] = (8, 96), seed: i
 
 
 def banned_pairs() -> list[str]:
-    """Texts of two characters that the text shape would say all the time: a token and its successor."""
+    """Texts of two characters that the text shape would often generate: a token and its successor."""
     successor = make_orbit(find_shape("tiny-text").target["vocab_size"], STIRRED.share).successor.tolist()
     pairs = [(first, successor[first]) for first in range(TEXT_BYTES) if successor[first] < TEXT_BYTES]
     return ["".join(chr(ord("!") + token) for token in pair) for pair in pairs]
@@ -117,9 +117,9 @@ def _of(shape: str) -> Callable[[], list[Ask]]:
 def twins(
     shape: str, *kinds: Mapping[str, Any], adapter: bool = False, common: Mapping[str, Any] | None = None
 ) -> Callable[[], list[Ask]]:
-    """Every prompt twice: with `common` alone, and with one of the kinds too, or for the adapter.
+    """Every prompt twice: with `common` alone, and with one of `kinds` too, or for the adapter.
 
-    They end at different times and more arrive than run at once, so that a batch has such requests and loses them.
+    Requests end at different times, and more arrive than run at once, so that batches gain and lose such requests.
     """
 
     shared = dict(common or {})
@@ -146,7 +146,7 @@ def _shared() -> list[Ask]:
 
 
 def _cycles() -> list[Ask]:
-    """Prompts in which each token is followed by its successor: whatever is said next has been seen before."""
+    """Prompts in which each token is followed by its successor, so that every next token has been seen before."""
     orbit = make_orbit(find_shape("tiny-text").target["vocab_size"], STIRRED.share)
     asks = []
     for number in range(16):
@@ -213,7 +213,7 @@ FEATURES: dict[str, Feature] = {
             shape="tiny-text",
             method=Method.NGRAM_GPU,
             fallback="n-gram drafts on the GPU",
-            # Its kernel is one that vLLM compiles, and it refuses to start where it may not compile.
+            # vLLM compiles the kernel for this, and refuses to start without compilation.
             engine={"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY"}},
             no_cpu="drafts on a GPU",
         ),
@@ -246,7 +246,7 @@ FEATURES: dict[str, Feature] = {
             ("accepted", "changed"),
             # An EAGLE head would share embeddings that are wrapped for adapters.
             method=Method.DRAFT_MODEL,
-            # vLLM's CPU kernels take the last adapter's place for rows without one: it stays empty.
+            # vLLM's CPU kernels use the last adapter's slot for rows without an adapter, so that slot stays empty.
             engine={"enable_lora": True, "max_lora_rank": 8, "max_loras": 2},
         ),
         Feature("logprobs", "log-probabilities of outputs and prompts", _logprobs, ("accepted", "logprobs")),
@@ -285,7 +285,7 @@ FEATURES: dict[str, Feature] = {
             "the first of one, drawn: greedy by another way",
             twins("tiny", {"temperature": 1.0, "top_k": 1, "seed": 1}),
             ("accepted",),
-            sampled=True,  # of two that are equally far ahead in float16, one is drawn
+            sampled=True,  # of two tokens with equal float16 logits, one is drawn
             no_cpu=_NO_DRAWING,
         ),
         Feature(
@@ -303,7 +303,7 @@ FEATURES: dict[str, Feature] = {
             ("accepted", "M-RoPE"),
             shape="tiny-mrope",
         ),
-        # Last, because an engine does not survive what vLLM refuses of a request.
+        # Last, because an engine does not survive a request that vLLM refuses.
         Feature(
             "logit-bias",
             "a bias of single tokens",

@@ -1,4 +1,4 @@
-"""The plans that there are."""
+"""All plans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_plan(name: str) -> Plan:
     """The plan of this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: no plan has this name.
     """
     if name not in PLANS:
         raise PlanError(f"there is no plan {name!r}; there are {', '.join(PLANS)}")

@@ -12,7 +12,7 @@ BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 
 def baseline() -> Plan:
-    """vLLM in every combination of release, runner, attention backend and size that this project speaks of.
+    """vLLM in every combination of release, runner, attention backend and size that this project documents.
 
     The plugin is loaded and switched off, because each row is audited and the audit's agent comes with the plugin.
     """
@@ -41,7 +41,7 @@ def baseline() -> Plan:
 
 
 def baseline_tiny() -> Plan:
-    """What of the baseline a CPU can run: one release, one backend, two sizes of drafts."""
+    """The baseline on a CPU: one release, one backend, two numbers of draft tokens."""
     return Plan(
         name="baseline-tiny",
         about="vLLM with the plugin off on a CPU, by draft tokens",

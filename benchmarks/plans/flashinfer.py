@@ -11,10 +11,10 @@ from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, GPU_ENGINE, NATIVE,
 
 
 def flashinfer(shape: str) -> Plan:
-    """FlashInfer as each finds it on a machine without the artifact server, and what else there is to hold it to.
+    """FlashInfer with and without the plugin on a machine without the artifact server, and three arms to compare.
 
-    `stock-xqa` is told that it may use XQA, as if the server had answered. `plugin-native` is told not to, and decodes
-    with the wrappers that are planned on the host, as `stock` does.
+    `stock-xqa` may use XQA, as if the server had answered. `plugin-native` may not: it decodes with the wrappers that
+    are planned on the host, as `stock` does.
     """
 
     def arm(name: str, plugin: Plugin, attention: dict[str, Any], **environment: str) -> Arm:
@@ -34,7 +34,7 @@ def flashinfer(shape: str) -> Plan:
 
 
 def flashinfer_before(shape: str, runner: str) -> Plan:
-    """FlashInfer in vLLM 0.26.0, which decodes drafts with the wrappers alone, in one of its two runners."""
+    """FlashInfer in one runner of vLLM 0.26.0, which decodes drafts with the wrappers alone."""
 
     def arm(name: str, plugin: Plugin, backend: str = "FLASHINFER") -> Arm:
         engine = GPU_ENGINE | SIX_OF_8B | {"attention_backend": backend}
@@ -51,7 +51,7 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
 
 
 def flashinfer_older_gpu(shape: str) -> Plan:
-    """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on whatever GPU there is."""
+    """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on any GPU."""
     engine = GPU_ENGINE | SIX_OF_8B | {"attention_config": FLASHINFER | NATIVE}
     return _flashinfer(
         name=f"flashinfer-{shape}-fa2",
@@ -71,7 +71,7 @@ def flashinfer_older_gpu(shape: str) -> Plan:
 
 
 def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
-    """Engines side by side, so that a pass takes two minutes, and the host changes little in it."""
+    """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
     return Plan(
         name=name,
         about=about,
@@ -87,9 +87,9 @@ def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
 
 
 def flashinfer_audit(shape: str) -> Plan:
-    """Where the time goes with FlashInfer and the plugin, by release, runner and kernels.
+    """An audit of FlashInfer with the plugin, by release, runner and kernels.
 
-    Beside the V1 runner, whose own work may take the host longer than the device: FLASH_ATTN in it, the plugin off.
+    In the V1 runner the host's own work may take longer than the device's, so FLASH_ATTN without the plugin runs too.
     """
     attention = {
         "any": FLASHINFER,

@@ -14,8 +14,8 @@ from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, GPU_ENGINE
 def optimistic(shape: str, *, compiled: bool = False) -> Plan:
     """vLLM 0.18.1 without its wait for accepted counts, with it, and scheduled synchronously.
 
-    `compiled` leaves compilation to vLLM, whose own choice takes a minute more to start: Inductor, and CUDA graphs for
-    the pieces of drafting between attention too, which otherwise is launched one operation at a time.
+    `compiled` takes vLLM's default compilation, which adds a minute to the start: Inductor, and piecewise CUDA graphs
+    for drafting too. Without it drafting launches one operation at a time.
     """
     base = COMPILED_ENGINE if compiled else GPU_ENGINE
     arm = partial(_flash_arm, shape=shape, release="0.18.1", runner="V1", base=base)
@@ -39,7 +39,7 @@ def optimistic(shape: str, *, compiled: bool = False) -> Plan:
 
 
 def optimistic_peers(shape: str) -> Plan:
-    """vLLM 0.18.1 with the plugin, and what later releases make of the same."""
+    """vLLM 0.18.1 with the plugin beside later stock releases."""
     return Plan(
         name=f"optimistic-peers-{shape}",
         about=f"vLLM 0.18.1 with the plugin beside later releases without it, {shape} shape",
@@ -78,7 +78,7 @@ def _flash_arm(
 
 
 def optimistic_audit(shape: str) -> Plan:
-    """Where the time of vLLM 0.18.1 goes with the plugin on and off."""
+    """An audit of vLLM 0.18.1 with the plugin on and off."""
     return Plan(
         name=f"optimistic-audit-{shape}",
         about=f"vLLM 0.18.1 with the plugin on and off, audited, {shape} shape",

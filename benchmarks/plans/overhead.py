@@ -1,4 +1,4 @@
-"""What the plugin costs or wins beside stock, compiled by this project's choice or by vLLM's."""
+"""The plugin's cost or gain against stock, with this project's compilation settings or vLLM's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.shapes import find_shape
 
 
 def overhead(shape: str) -> Plan:
-    """What the plugin costs or wins on a GPU, with the first of the shape's drafters."""
+    """The plugin's cost or gain on a GPU, with the first of the shape's drafters."""
     method = next(iter(find_shape(shape).drafters))
     return Plan(
         name=f"overhead-{shape}",
@@ -26,7 +26,7 @@ def overhead(shape: str) -> Plan:
 
 
 def overhead_tiny() -> Plan:
-    """The same on a CPU, where vLLM's own choice is never to schedule asynchronously with speculative decoding."""
+    """The same on a CPU, where vLLM by default never schedules asynchronously with speculative decoding."""
     return Plan(
         name="overhead-tiny",
         about="The plugin on, off and not loaded, tiny shape on a CPU",
@@ -41,7 +41,7 @@ def overhead_tiny() -> Plan:
 
 
 def defaults(shape: str) -> Plan:
-    """What an operator gets: vLLM compiles and captures as it does by itself."""
+    """vLLM's default compilation and capture, as an operator gets them."""
 
     def arm(name: str, plugin: Plugin, backend: str) -> Arm:
         engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}

@@ -1,1 +1,1 @@
-"""Soaks: random arrivals and device delays, every request's tokens held to stock's."""
+"""Soaks: random arrivals and device delays, with every request's tokens compared with stock's."""

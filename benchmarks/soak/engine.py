@@ -1,9 +1,9 @@
-"""Requests served over and over under random arrivals and random delays of the device, each held to stock's tokens.
+"""Requests served repeatedly under random arrivals and random device delays, each compared with stock's tokens.
 
-Delays put the device behind the host, where a buffer that is used again too early, or a length that is read too soon,
-does its harm. Stock served the same requests before, without delays, and said at each token which others were close
-behind: where a batch has another size, kernels add up in another order and may swap two that are close, and after such
-a swap a request has a course of its own. Soaking stock itself shows how close that is: see `soaks.Soak.undrafted`.
+Delays put the device behind the host, so that a buffer reused too early, or a length read too soon, changes tokens.
+Stock served the same requests before, without delays, and recorded at each token which others were close behind. At
+another batch size kernels add in another order, which may swap two close tokens; the request then takes another course.
+A soak of stock itself shows how close such tokens are: see `soaks.Soak.undrafted`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any
 from benchmarks.loads import Request
 
 NEAR = 0.05
-"""Two choices this close may be swapped by the order of additions, in float16, where logits spread by 1."""
+"""Two tokens this close, in log-probability, may be swapped by the order of additions: float16, logits spread by 1."""
 
 NOTED = 0.5
-"""How far behind a choice may be for it to be noted."""
+"""Largest distance behind the chosen token, in log-probability, at which another token is recorded."""
 GAPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, NOTED)
 CHOICES = 5
-"""Most likely tokens that are asked for, the chosen one among them."""
+"""Number of most likely tokens requested, including the chosen token."""
 
 _LONGEST_DELAY_MS = 6.0
 _DELAYED = 0.25
-"""Share of the places where a delay may be put that get one."""
+"""Share of the possible places that get a delay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What stock says to one request: its tokens, and at each place how far other choices were behind."""
+    """Stock's answer to one request: its tokens, and at each place how far other tokens were behind."""
 
     tokens: list[int]
     behind: list[dict[str, float]]
-    """By token, in log-probability; of the next four those within `NOTED`."""
+    """By token, in log-probability: those of the next four tokens within `NOTED`."""
 
     def compare(self, tokens: Sequence[int], near: float = NEAR) -> tuple[str, int, float | None]:
-        """`same`, `swapped` or `different`; the place where they part; how far behind this choice was, if noted."""
+        """`same`, `swapped` or `different`; the first place that differs; how far behind this token was, if known."""
         if list(tokens) == self.tokens:
             return "same", len(self.tokens), None
         pairs = enumerate(zip(tokens, self.tokens, strict=False))
@@ -55,19 +55,19 @@ class Expected:
 
 @dataclass(slots=True)
 class Verdict:
-    """What came of all requests so far."""
+    """The result of all requests so far."""
 
     near: float = NEAR
-    """Two choices this close may be swapped."""
+    """Two tokens this close may be swapped."""
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("same", "swapped", "different"), 0))
     tokens: int = 0
     widest_swap: float = 0.0
-    """How far behind, in log-probability, the choice was that stock did not make, where `swapped`."""
+    """Largest distance, in log-probability, of a `swapped` token behind stock's."""
     first_different: list[tuple[int, int, float | None]] = field(default_factory=list)
-    """Up to ten: the request's index, the place, and how far behind the choice was, if it was among those noted."""
+    """Up to ten: the request's index, the place, and how far behind the token was, if recorded."""
     gaps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*map(str, GAPS), "more"), 0))
-    """Of requests that part: how many by a choice that was up to this far behind, and further than the last; `more`
-    has those not noted too."""
+    """Requests that differ, by how far behind their first differing token was: up to this, and beyond the last key.
+    `more` includes tokens that were not recorded."""
 
     def add(self, index: int, expected: Expected, tokens: Sequence[int]) -> None:
         """Judge one finished request."""
@@ -83,7 +83,7 @@ class Verdict:
 
 
 def expect(llm: Any, requests: Sequence[Request], sampling: Callable[..., Any]) -> list[Expected]:
-    """What `llm`, a `vllm.LLM`, says to each request, with its other choices."""
+    """The answers of `llm`, a `vllm.LLM`, to the requests, with the tokens close behind."""
     prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
     outputs = llm.generate(
         prompts, [sampling(request.max_tokens, logprobs=CHOICES) for request in requests], use_tqdm=False
@@ -92,7 +92,7 @@ def expect(llm: Any, requests: Sequence[Request], sampling: Callable[..., Any]) 
 
 
 def expected_of(output: Any) -> Expected:
-    """What one output of vLLM's with log-probabilities says."""
+    """The answer in one output of vLLM with log-probabilities."""
     tokens = [int(token) for token in output.token_ids]
     behind = []
     for token, choices in zip(tokens, output.logprobs, strict=True):
@@ -112,14 +112,14 @@ def soak(
     seed: int,
     near: float = NEAR,
 ) -> Verdict:
-    """Serve the requests in random order, arriving at random, until `seconds` have passed and each was there once."""
+    """Serve the requests in random order, arriving at random, until `seconds` have passed and each was served once."""
     source, engine, verdict = random.Random(seed), llm.llm_engine, Verdict(near)
     in_flight: dict[str, int] = {}
     begun, served, order = time.monotonic(), 0, list(range(len(requests)))
     source.shuffle(order)
     while True:
         late = time.monotonic() - begun > seconds and served >= len(requests)
-        # Between bursts the batch runs dry, so that every size of it is seen.
+        # Between bursts the batch runs dry, so that every batch size occurs.
         room = 0 if late else source.choice((0, 0, 0, 1, 1, 2, running))
         while room and len(in_flight) < running:
             index = order[served % len(order)]
@@ -140,10 +140,10 @@ def soak(
 
 @contextmanager
 def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
-    """Random work on the device before and after metadata is built and before each of the runner's steps.
+    """Put random work on the device before and after each metadata build, and before each of the runner's steps.
 
     Yields:
-        How many delays there were, by place.
+        Number of delays, by place.
 
     Raises:
         RuntimeError: there is no device to delay.
@@ -206,7 +206,7 @@ def _cycles_per_ms(torch: Any) -> float:
 
 
 def _no_lengths(llm: Any) -> None:
-    """What FlashInfer planned from the bound is not corrected on the device."""
+    """The device does not correct what FlashInfer planned from the upper bound."""
     from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
 
     flashinfer_builder.__dict__["write_exact_lengths"] = lambda *_: None
@@ -221,7 +221,7 @@ def _no_fence(llm: Any) -> None:
 
 
 def _short(llm: Any) -> None:
-    """Each builder is told of one token less than each request has; what a CUDA graph reads stays as it is."""
+    """Each builder gets lengths that are one token too short; the tensors that a CUDA graph reads stay the same."""
     import torch
 
     def shortened(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ def _short(llm: Any) -> None:
             given = copy.copy(common_attn_metadata)
             given.seq_lens = (given.seq_lens - 1).clamp(min=1)
             if any(base.__name__.startswith("MLA") for base in type(self).__mro__):
-                # Not less than is asked of it now, for its prefill path takes the difference for the context.
+                # At least the query length, because MLA's prefill path takes the difference as the context length.
                 given.seq_lens = torch.maximum(given.seq_lens, given.query_start_loc.diff())
             return original(self, common_prefix_len, given, *rest, **more)
 
@@ -240,7 +240,7 @@ def _short(llm: Any) -> None:
 
 
 def _no_positions(llm: Any) -> None:
-    """What the runner of 0.14 to 0.18 sent as if every draft had been accepted is not corrected on the device."""
+    """The device does not correct inputs that the runner of 0.14 to 0.18 sent as if every draft had been accepted."""
     from vllm_async_spec.spec_decode import DeviceProgress
 
     correct = DeviceProgress.correct
@@ -266,4 +266,4 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "positions": _no_positions,
     "exact": _never_exact,
 }
-"""Ways to break an engine on purpose, each of which a soak must notice where the path uses it."""
+"""Deliberate breakages of an engine. A soak must notice each of them if its path uses the broken part."""

@@ -1,4 +1,4 @@
-"""A soak from outside: stock says what is right, then the subject serves the same for as long as one likes."""
+"""The parent process of a soak: stock gives the expected tokens, then the subject serves the same requests."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NOISE_SECONDS = 15.0
 
 
 class SoakError(RuntimeError):
-    """A soak can't tell anything; the message says why and what to do."""
+    """A soak can't give a verdict; the message says why and what to do."""
 
 
 def allowed(noise: Mapping[str, Any]) -> float:
-    """How close two choices must be for a swap to be forgiven, given how far stock was from itself.
+    """How close two tokens must be for a swap to be forgiven, given how far stock differs from itself.
 
-    Twice the widest of its swaps, since they are fewer than the subject's are going to be.
+    Twice stock's widest swap, because stock has fewer swaps than the subject will have.
 
     Args:
-        noise: the verdict of stock on itself, `NOTED` being near.
+        noise: the verdict of stock on itself, with `near` set to `NOTED`.
 
     Raises:
-        SoakError: it is so far from itself that nothing can be told.
+        SoakError: stock differs too much from itself for any verdict.
     """
     apart: int = noise["outcomes"]["different"]
     widest: float = noise["widest_swap"]
@@ -56,24 +56,24 @@ def run_soak(
     cache: Path,
     report: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Run it, in legs of about a minute: what was seen before a time limit or a crash is then not lost.
+    """Run a soak in legs of about a minute, so that a time limit or a crash loses only the last leg.
 
     Args:
         soak: what to run.
-        plugin: the plugin in the subject; stock, held to itself, shows what noise is.
+        plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         seconds: for how long requests arrive.
         seed: of arrivals and delays.
         control: how to break the plugin on purpose, a key of `engine.CONTROLS`; None: not at all.
         envs: by vLLM release, a shell file to source first, or a Python.
         cache: folder for directories of models and for logs.
-        report: told a line for each engine.
+        report: takes a line of progress for each engine.
 
     Yields:
-        The verdict of all legs so far, with what ran, after each.
+        After each leg, the verdict of all legs so far, with the facts of the run.
 
     Raises:
-        ChildError: an engine does not come up, or dies.
-        SoakError: the oracle is not one.
+        ChildError: an engine does not start, or dies.
+        SoakError: stock differs too much from itself, see `allowed`.
     """
     env, models = envs.get(soak.subject.release or ""), cache / "models"
     with tempfile.TemporaryDirectory() as scratch:
@@ -114,7 +114,7 @@ def run_soak(
                         file=file,
                         seconds=min(left, _LEG_SECONDS),
                         seed=seed + len(legs),
-                        control=None if legs else control,  # what is broken stays so
+                        control=None if legs else control,  # a breakage outlasts its leg
                         near=near,
                     )
                 )
@@ -122,7 +122,7 @@ def run_soak(
 
 
 def together(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One verdict of those of one engine's legs, in their order."""
+    """Merge the verdicts of one engine's legs, in their order."""
     return {
         "outcomes": _added(leg["outcomes"] for leg in legs),
         "tokens": sum(leg["tokens"] for leg in legs),
@@ -138,5 +138,5 @@ def together(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     found: Counter[str] = Counter()
     for each in counts:
-        found.update(each)  # which keeps those that are zero, and `+` does not
+        found.update(each)  # unlike `+`, keeps zero counts
     return dict(found)

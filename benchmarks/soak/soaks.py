@@ -1,4 +1,4 @@
-"""The soaks that there are."""
+"""All soaks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _E5M2 = {"disable_flashinfer_q_quantization": True}
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """One engine that is to say what stock says, whatever the delays."""
+    """One engine that must give stock's tokens under any delays."""
 
     name: str
     subject: Arm
     load: Load
     undrafted: bool = False
-    """Whether stock says what is right without drafts, where with drafts it is wrong itself; it then serves the same
-    once more under random arrivals, and how far it is from itself is what the subject is allowed."""
+    """Whether stock gives the expected tokens without drafts, because stock with drafts is wrong. Stock then serves
+    the same requests again under random arrivals, and its difference from itself is the tolerance for the subject."""
 
     @property
     def oracle(self) -> Arm:
-        """Stock, which says what is right."""
+        """Stock, which gives the expected tokens."""
         method = None if self.undrafted else self.subject.method
         return replace(self.subject, name="stock", plugin=Plugin.STOCK, method=method)
 
@@ -35,7 +35,7 @@ def find_soak(name: str) -> Soak:
     """The soak of this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: no soak has this name.
     """
     if name not in SOAKS:
         raise PlanError(f"there is no soak {name!r}; there are {', '.join(SOAKS)}")
@@ -49,9 +49,9 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         release: of vLLM.
         runner: `V1` or `V2`.
         backend: of attention.
-        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a cache of
-            that format, with what vLLM needs to start with it; `ragged`, short prompts, and two tokens fewer in a step
-            than all requests with all their drafts have.
+        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV cache
+            of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two
+            below the tokens of all requests with all their drafts.
         shape: of the models.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
@@ -59,7 +59,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
     elif backend == "FLASHINFER" and not wrappers and not e5m2:
-        # Stock is given the kernels that the plugin opens, or it would add up in another order.
+        # Stock gets the kernels that the plugin enables; otherwise stock would add in another order.
         environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
     return Soak(
         name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds]),
@@ -71,7 +71,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             runner=runner,
             method=next(iter(find_shape(shape).drafters)),
             acceptance=STIRRED,
-            # In float16 few roundings decide between two tokens.
+            # In float16 rounding rarely decides between two tokens.
             engine=GPU_ENGINE
             | BESIDE_OTHERS
             | {
@@ -98,7 +98,7 @@ SOAKS: dict[str, Soak] = {
         ),
         Soak(
             name="tiny-mla",
-            # vLLM's own kernel rotates other rows than it should where heads have a dimension of theirs (findings).
+            # MLA passes [tokens, heads, size], of which vLLM's own rotary kernel rotates the wrong rows (findings).
             subject=replace(
                 tiny_arm("subject", plugin=Plugin.ON),
                 shape="tiny-mla",

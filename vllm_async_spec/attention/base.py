@@ -1,4 +1,4 @@
-"""What an adapter is."""
+"""The adapter protocol."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class HostNeed(enum.Enum):
     """What an adapter reads of the sequence lengths on the host."""
 
     NONE = "none"
-    """Nothing by request: the device lengths and the scalars `max_query_len` and `max_seq_len` are enough."""
+    """No length by request: device lengths and the scalars `max_query_len` and `max_seq_len` are enough."""
     UPPER_BOUND = "upper bound"
-    """`seq_lens_cpu_upper_bound`: a bound by request, for sizes and plans. Never waits."""
+    """`seq_lens_cpu_upper_bound`: an upper bound by request, for sizes and plans. Never waits."""
     EXACT = "exact"
-    """`seq_lens_cpu`: waits for the device wherever the host does not know the lengths."""
+    """`seq_lens_cpu`: waits for the device if the host does not know the lengths."""
 
 
 class Adapter(Protocol[ArgumentsT]):
     """Turns metadata into the arguments of one backend's kernels.
 
-    `host_need` is a promise: an adapter that reads more is wrong, as its tests show under the sync policy `error`.
+    An adapter must read no more than its `host_need`; tests check this under the sync policy `error`.
     """
 
     name: str

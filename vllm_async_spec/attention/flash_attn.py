@@ -1,8 +1,8 @@
 """FlashAttention 2 and 3 over a paged KV cache, from device `seq_lens`.
 
 Sources: `flash_attn_varlen_func` and `flash_attn_with_kvcache` of flash-attn (2.7 and later; hopper/ for 3) and
-vLLM's build of both, `vllm.vllm_flash_attn`. None of them reads a length on the host: lengths by request are device
-tensors, and the two maxima only size the grid and choose the number of KV splits, so a bound serves.
+vLLM's build of both, `vllm.vllm_flash_attn`. None of them reads a length on the host. Lengths by request are device
+tensors. The two maxima only size the grid and choose the number of KV splits, so an upper bound is enough.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class FlashAttentionArguments:
-    """One batch in FlashAttention's words; the methods below name it as each function does."""
+    """One batch in FlashAttention's terms; each method returns the keyword arguments of one function."""
 
     cu_seqlens_q: torch.Tensor
     """(batch + 1,) int32, device: cumulative query lengths."""
     seqused_k: torch.Tensor
-    """(batch,) int32, device: keys of each request. The truth."""
+    """(batch,) int32, device: exact number of keys of each request."""
     block_table: torch.Tensor
     """(batch, pages) int32, device, last dimension contiguous."""
     num_tokens: int
@@ -35,10 +35,10 @@ class FlashAttentionArguments:
     window_size: tuple[int, int]
     """Keys seen before and after a query token's own; -1 is no limit."""
     num_splits: int
-    """KV splits; 0 leaves it to the kernel, which decides from `max_seqlen_k`."""
+    """KV splits; with 0 the kernel chooses the number from `max_seqlen_k`."""
 
     def vllm_varlen(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's `flash_attn_varlen_func` (2 and 3), whose keys' lengths are `seqused_k`."""
+        """Keyword arguments of vLLM's `flash_attn_varlen_func` (2 and 3), which takes key lengths as `seqused_k`."""
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
             "max_seqlen_q": self.max_seqlen_q,
@@ -51,8 +51,8 @@ class FlashAttentionArguments:
         }
 
     def varlen(self) -> dict[str, Any]:
-        """Keyword arguments of flash-attn 2's `flash_attn_varlen_func`, whose keys' lengths are cumulative."""
-        # Summed on the device; the leading zero by padding, for a host scalar would be a copy to the device.
+        """Keyword arguments of flash-attn 2's `flash_attn_varlen_func`, which takes cumulative key lengths."""
+        # Summed on the device. `pad` makes the leading zero, because a host scalar would be copied to the device.
         cumulative = torch.nn.functional.pad(self.seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
@@ -67,8 +67,8 @@ class FlashAttentionArguments:
     def with_kvcache(self) -> dict[str, Any]:
         """Keyword arguments of flash-attn 2's `flash_attn_with_kvcache`.
 
-        Its query is (batch, `max_seqlen_q`, heads, head size), so every request must have `max_seqlen_q` query
-        tokens: a decode or a speculative batch.
+        The query is (batch, `max_seqlen_q`, heads, head size), so every request must have `max_seqlen_q` query
+        tokens, as in a decode or speculative batch.
 
         Raises:
             ValueError: the batch is ragged.
@@ -105,9 +105,9 @@ class FlashAttentionAdapter:
 
     Args:
         sliding_window: how many tokens back, itself included, a token sees; all if None.
-        num_splits: KV splits. 0 lets the kernel choose from the upper bound; because a bound that is higher by the
-            drafts in flight may choose another number, and so another order of summation, 1 is what makes results
-            independent of it bit for bit.
+        num_splits: KV splits. With 0 the kernel chooses from the upper bound. Drafts in flight raise the bound, which
+            may change the number of splits and so the order of summation. With 1, results are bitwise independent of
+            the bound.
 
     Raises:
         ValueError: `sliding_window` is less than 1, or `num_splits` less than 0.
@@ -125,7 +125,7 @@ class FlashAttentionAdapter:
         self.num_splits = num_splits
 
     def arguments(self, metadata: CommonAttentionMetadata) -> FlashAttentionArguments:
-        """The arguments for this batch; only names change, nothing is computed or copied."""
+        """The arguments for this batch: fields renamed, nothing computed or copied."""
         back = -1 if self.sliding_window is None else self.sliding_window - 1
         return FlashAttentionArguments(
             cu_seqlens_q=metadata.query_start_loc,

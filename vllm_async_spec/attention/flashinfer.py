@@ -1,17 +1,17 @@
 """FlashInfer's planned wrappers over a paged KV cache, planned from an upper bound and exact on the device.
 
-A plan shares out work on the host, for which a bound serves; the lengths that the kernels mask by are device memory.
-So the host plans from `seq_lens_cpu_upper_bound`. `write_exact_lengths` then writes `seq_lens` over it in stream order.
-Three things were safe only because the host used to wait before it planned:
+A plan distributes work on the host, for which an upper bound is enough. The kernels mask by lengths in device memory.
+So the host plans from `seq_lens_cpu_upper_bound`, and `write_exact_lengths` then overwrites the bound with `seq_lens`
+in stream order. Three things were safe only because the host used to wait before it planned:
 
-- FlashAttention 2 split over keys: with several query tokens a request, the kernel counts a request's chunks by the
-  exact length, and the plan's merge by the bound. `write_exact_lengths` counts the plan's again.
-- FlashAttention 3 (SM90) copies lengths into each piece of work when it plans: `write_exact_lengths` writes those.
-- A plan fills a pinned buffer and copies it asynchronously; the next plan must not fill it before that copy has run.
-  `PlanBuffers` hands out another one, fenced by an event.
+- Split-KV in FlashAttention 2: with several query tokens a request, the kernel counts a request's chunks from the exact
+  length, but the plan's merge counts them from the bound. `write_exact_lengths` recounts the merge.
+- FlashAttention 3 (SM90) copies lengths into each work item when it plans. `write_exact_lengths` overwrites them.
+- A plan fills a pinned buffer and copies it asynchronously. The next plan must not fill the same buffer before that
+  copy has run. `PlanBuffers` hands out another buffer, fenced by an event.
 
-And two were never fast: FlashAttention 2 in a CUDA graph, for a batch of drafts (see `planned_requests`), and to plan
-in each step, for which `keep_plan` makes a plan last.
+Two more things were slow: FlashAttention 2 in a CUDA graph for a batch of drafts (see `planned_requests`), and a replan
+in each step, which `keep_plan` avoids.
 
 Sources: flashinfer-python 0.6.14 and 0.7.0, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
 `hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
@@ -31,8 +31,8 @@ from vllm_async_spec.kernels import set_chunks, set_last_page_lens, set_pages, s
 _INT32_BYTES = 4
 _INT32_MAX = torch.iinfo(torch.int32).max
 _TILES = (16, 64, 128)
-"""Rows that a piece of work of FlashAttention 2 has room for: query tokens by the heads of a group. With heads of 256
-and more it never has more of them than this."""
+"""Tile sizes of FlashAttention 2, in rows: query tokens times GQA group size. For head sizes of 256 and more, actual
+tiles are never larger than these."""
 # PrefillPlanInfo::ToVector: two sizes, offsets in bytes into the int workspace, and two flags.
 _PLAN_SIZE = 15
 _WORKS, _QUERY_TOKENS, _TILE, _REQUESTS, _CHUNKS = 0, 1, 3, 4, 6
@@ -43,24 +43,24 @@ _SM90_QO_TILES, _SM90_QO_INDPTR, _SM90_KV_LENS, _SM90_WORK_INDPTR, _SM90_REQUEST
 
 
 class PlanError(RuntimeError):
-    """A wrapper holds its plan in a way that is not known; the message names it."""
+    """A wrapper's plan has an unknown form or size; the message names the wrapper."""
 
 
 def write_exact_lengths(
     wrapper: Any, seq_lens: torch.Tensor, page_size: int, block_table: torch.Tensor | None = None
 ) -> None:
-    """Write the exact lengths over those that `wrapper` was planned with. Launches kernels and waits for nothing.
+    """Overwrite the lengths in the plan of `wrapper` with exact lengths. Launches kernels and waits for nothing.
 
     Args:
-        wrapper: a `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python
-            that is planned, with page indices spaced as the bound's; its backend is `fa2` or `fa3`.
-        seq_lens: (batch,) int32, device: exact lengths of the requests planned, none above its bound.
+        wrapper: a planned `BatchDecodeWithPagedKVCacheWrapper` or `BatchPrefillWithPagedKVCacheWrapper` of
+            flashinfer-python, with page indices spaced for the bound; its backend is `fa2` or `fa3`.
+        seq_lens: (batch,) int32, device: exact length of each planned request, none above its bound.
         page_size: tokens in a page.
-        block_table: (batch or more, pages) int32, device: where requests may have other pages than they were planned
-            with. Such a plan is to be kept with `keep_plan` before it is first corrected.
+        block_table: (batch or more, pages) int32, device; needed if requests may have other pages than when planned.
+            Keep such a plan with `keep_plan` before the first correction.
 
     Raises:
-        PlanError: the wrapper's backend, or its plan, is of another kind.
+        PlanError: the wrapper's backend or plan is not supported.
     """
     if block_table is not None:
         batch = seq_lens.shape[0]
@@ -81,14 +81,14 @@ def write_exact_lengths(
                 page_size,
                 wrapper._paged_kv_last_page_len_buf[:batch],
             )
-        # With one query token a request, a chunk too many is empty, and harmless.
+        # With one query token a request, a surplus chunk is empty and harmless.
         if getattr(wrapper, "_max_q_len", 1) > 1:
             _carry_chunks(wrapper, seq_lens[:batch])
     elif wrapper._backend == "fa3" and len(wrapper._plan_info) == _SM90_PLAN_SIZE:
         plan = [int(offset) for offset in wrapper._plan_info]
         works = (plan[_SM90_QO_INDPTR] - plan[_SM90_QO_TILES]) // _INT32_BYTES
         ints = wrapper._int_workspace_buffer.view(torch.int32)
-        # Cumulative by processor, so the last entry counts all; what is behind it in the other two is padding.
+        # Cumulative by SM, so the last entry counts all work items; later entries of the other two are padding.
         count = _at(ints, plan[_SM90_WORK_INDPTR], 1 + _processors(ints.device))[-1:]
         set_work_lens(seq_lens, _at(ints, plan[_SM90_REQUESTS], works), count, _at(ints, plan[_SM90_KV_LENS], works))
     else:
@@ -98,14 +98,14 @@ def write_exact_lengths(
 
 
 def keep_plan(wrapper: Any, requests: int) -> None:
-    """Keep of a plan what `write_exact_lengths` narrows, so that it serves other lengths too, as far as its bound goes.
+    """Save the planned chunks, which `write_exact_lengths` reduces, so that the plan serves any lengths in its bound.
 
     Args:
-        wrapper: of a class by `with_empty_requests`, just planned.
-        requests: that `write_exact_lengths` will be given lengths of.
+        wrapper: just planned, of a class from `with_empty_requests`.
+        requests: number of requests whose lengths `write_exact_lengths` will get.
 
     Raises:
-        PlanError: the wrapper's plan is of another kind.
+        PlanError: the wrapper's plan is not supported.
     """
     given = _chunk_arguments(wrapper, requests) if wrapper._backend == "fa2" else None
     if given is not None:
@@ -113,20 +113,19 @@ def keep_plan(wrapper: Any, requests: int) -> None:
 
 
 def planned_requests(requests: int, tokens: int, group: int) -> int:
-    """How many requests to plan a graph of FlashAttention 2 for, of which those behind `requests` are empty.
+    """How many requests to plan a CUDA graph of FlashAttention 2 for; the requests after `requests` are empty.
 
-    In a graph FlashInfer allows for any share of the tokens between the requests planned, and so for one that has all
-    but one of each other; every piece of work then has room for as many rows as that request, and computes them. For 32
-    requests with four tokens in groups of four heads it is 128 rows, of which 16 are needed. What is empty leaves fewer
-    tokens to the largest.
+    Under CUDA graphs FlashInfer sizes every tile as if one request owned nearly all tokens: all but one for each other
+    request. The kernel computes every row of a tile. For 32 requests of four tokens with GQA group size 4, a tile has
+    128 rows, of which 16 are needed. Empty requests leave fewer tokens to the largest request, so tiles shrink.
 
     Args:
-        requests: of the graph.
-        tokens: query tokens of each.
+        requests: requests in the graph.
+        tokens: query tokens of each request.
         group: query heads for each KV head.
 
     Returns:
-        The fewest for which no piece is larger than a request needs; `requests` where more would not help.
+        The fewest for which no tile is larger than a request needs; `requests` if more would not help.
     """
     tile = _tile(tokens * group)
     most_tokens = tile // group if tile < _TILES[-1] else requests * tokens
@@ -135,22 +134,22 @@ def planned_requests(requests: int, tokens: int, group: int) -> int:
 
 @functools.cache
 def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
-    """A subclass that plans for as many requests as its buffers are made for, whatever it is given.
+    """A subclass that always plans for as many requests as its buffers hold.
 
     Args:
         wrapper_class: `BatchPrefillWithPagedKVCacheWrapper` of flashinfer-python; the subclass is for CUDA graphs.
     """
 
     class WithEmptyRequests(wrapper_class):  # type: ignore[misc]
-        """As its base; those behind the ones given have no tokens and no keys."""
+        """Pads the plan with empty requests."""
 
         kept: tuple[Any, ...] | None = None
-        """Arguments of `set_chunks` behind the lengths, where the plan is kept."""
+        """Arguments of `set_chunks` after the lengths, if the plan is kept."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             count = self._paged_kv_last_page_len_buf.shape[0]
-            # Pageable, so that a copy to the device has read them when it returns.
+            # Pageable memory, so that a copy to the device has read it when the call returns.
             sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
             self._filled = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
             self._views = {name: filled.numpy() for name, filled in self._filled.items()}
@@ -165,10 +164,10 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
             seq_lens: torch.Tensor | None = None,
             **kwargs: Any,
         ) -> None:
-            """As the base's."""
+            """Plan as the base class does, with empty requests added."""
             self.kept = None
             if self._backend == "fa2":
-                # It only asks them for the longest, in Python, one by one.
+                # FlashInfer only takes their maximum, in a Python loop, so give the longest alone.
                 longest = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
                 kwargs["seq_lens"] = self._fill("seq_lens", longest[None])[:1]
                 kwargs["max_token_per_sequence"] = int(np.diff(qo_indptr.numpy()).max())
@@ -194,21 +193,21 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
 def split_bytes(
     planned: int, tokens: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device
 ) -> int:
-    """What FlashAttention 2 may need of a wrapper's float workspace to plan for a graph; with less its plan may fail.
+    """Float workspace that FlashAttention 2 may need to plan for a CUDA graph; with less its plan may fail.
 
-    A graph always splits keys, into as many pieces of work as any later plan may need, and each piece has room for
-    the outputs of its rows and for their sums, in float32. FlashAttention 3 needs none.
+    A graph always uses split-KV, with as many work items as any later plan may need. Each work item stores the outputs
+    of its rows and their sums, in float32. FlashAttention 3 needs none.
 
     Args:
         planned: requests that the graph is planned for.
         tokens: query tokens of the graph.
         num_heads: query heads.
-        num_kv_heads: of the KV cache.
+        num_kv_heads: KV heads.
         head_size: of keys and values.
-        device: the wrapper's.
+        device: the wrapper's device.
 
     Returns:
-        Bytes; no fewer than it takes.
+        An upper bound, in bytes.
     """
     group = num_heads // num_kv_heads
     tile = max(_tile((tokens - planned + 1) * group), _least_tile(device))
@@ -217,12 +216,12 @@ def split_bytes(
 
 
 def split_bytes_outside_graphs(num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> int:
-    """The same for plans outside a graph, whatever their batches."""
+    """The same, in bytes, for plans of any batch outside CUDA graphs."""
     return _output_bytes(_splits(num_kv_heads, device) * _TILES[-1], num_heads, head_size)
 
 
 def _splits(num_kv_heads: int, device: torch.device) -> int:
-    """Into how many pieces of work keys are split at most."""
+    """Most work items that split-KV makes."""
     return 2 * _processors(device) // num_kv_heads
 
 
@@ -241,7 +240,7 @@ def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:
 
 
 def _chunk_arguments(wrapper: Any, requests: int) -> tuple[Any, ...] | None:
-    """Of `set_chunks`, but for the lengths; None where keys are not split."""
+    """Arguments of `set_chunks` after the lengths; None without split-KV."""
     plan = [int(number) for number in wrapper._plan_info]
     if len(plan) != _PLAN_SIZE:
         raise PlanError(f"a plan of {type(wrapper).__name__} of {len(plan)} numbers can't be corrected on the device")
@@ -267,7 +266,7 @@ def _at(ints: torch.Tensor, offset: int, count: int) -> torch.Tensor:
 
 @functools.cache
 def _least_tile(device: torch.device) -> int:
-    """Before Ampere there are no narrow ones."""
+    """The smallest tile, in rows: 64 before Ampere, else 16."""
     before_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
     return _TILES[1 if before_ampere else 0]
 
@@ -278,11 +277,11 @@ def _processors(device: torch.device) -> int:
 
 
 class PlanBuffers:
-    """Pinned buffers that wrappers' plans are filled into in turn, each fenced by the copy that empties it.
+    """Pinned buffers that wrappers' plans fill in turn, each fenced by its copy to the device.
 
     Args:
-        depth: plans that may be in flight before one waits, counted.
-        nbytes: size of each, at least that of the wrappers' own.
+        depth: plans that may be in flight before the next one waits; the wait is counted.
+        nbytes: size of each buffer, at least that of the wrappers' own buffers.
         device: the wrappers' device.
     """
 
@@ -292,10 +291,10 @@ class PlanBuffers:
         self._lent = False
 
     def lend(self, wrapper: Any) -> None:
-        """Let the next plan of `wrapper` fill the buffer whose turn it is.
+        """Let the next plan of `wrapper` fill the oldest buffer.
 
         Raises:
-            PlanError: the wrapper may plan more than a buffer holds.
+            PlanError: the wrapper's own buffer is larger.
         """
         own = wrapper._pin_memory_int_workspace_buffer.nbytes
         if own > self._nbytes:
@@ -305,7 +304,7 @@ class PlanBuffers:
         self._lent = True
 
     def planned(self) -> None:
-        """Say that what was lent has been planned with, so that its copy is on the stream."""
+        """Fence the buffer last lent; call this after the plan, when its copy is on the stream."""
         if self._lent:
             self._ring.fence()
             self._lent = False

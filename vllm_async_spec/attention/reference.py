@@ -1,4 +1,4 @@
-"""Paged attention in plain PyTorch: what every other adapter is compared with, on any device."""
+"""Paged attention in plain PyTorch, on any device: the reference for every other adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class ReferenceArguments:
-    """What `paged_attention` takes beside the tensors that it attends over."""
+    """One batch for `paged_attention`."""
 
     query_start_loc: torch.Tensor
     """(batch + 1,) int32, device."""
@@ -23,12 +23,12 @@ class ReferenceArguments:
     """(batch, pages) int32, device."""
     max_query_len: int
     max_seq_len: int
-    """Upper bound of `seq_lens`: how far pages are gathered. What lies beyond the true length is masked."""
+    """Upper bound of `seq_lens`: pages are gathered up to this length. Keys beyond the exact length are masked."""
     causal: bool
 
 
 class ReferenceAdapter:
-    """The torch reference; reads nothing on the host, so it can be the oracle of a run without syncs too."""
+    """The PyTorch reference. Reads no lengths on the host, so it can also check a run without syncs."""
 
     name = "TORCH_REFERENCE"
     host_need = HostNeed.NONE
@@ -56,7 +56,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of each request's query over its paged keys and values, gathered and given to PyTorch's SDPA.
 
-    The last query token of a request is the last token of its sequence; each sees what is not after it.
+    The last query token of a request is the last token of its sequence. If causal, a token sees no later token.
 
     Args:
         query: (tokens, query heads, head size) floating point; tokens beyond the last request are padding.
@@ -74,7 +74,7 @@ def paged_attention(
         return torch.zeros_like(query)
     device = query.device
     pages = -(-max(arguments.max_seq_len, 1) // page_size)
-    # The table may be narrower than an optimistic bound asks for; no true length reaches beyond it.
+    # The table may be narrower than the upper bound needs; no exact length exceeds the table.
     table = arguments.block_table[:, :pages].long()
     keys = key_cache[table].flatten(1, 2)
     values = value_cache[table].flatten(1, 2)
@@ -92,7 +92,7 @@ def paged_attention(
         sees = sees & (key_at <= query_at)
     if sliding_window is not None:
         sees = sees & (key_at > query_at - sliding_window) & (key_at < query_at + sliding_window)
-    # A row that sees nothing gives NaN in a softmax; it is padding, so let it see something and drop the result.
+    # A row that sees no key gives NaN in the softmax. Padding rows therefore see all keys; their result is dropped.
     sees = sees | ~is_query[:, :, None]
 
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -104,7 +104,7 @@ def paged_attention(
         enable_gqa=query.shape[1] != key_cache.shape[2],
     ).transpose(1, 2)
 
-    # Padding goes to one extra row, which is cut off: an index of fixed size, where a boolean one would wait.
+    # Padding goes to one extra row, which is cut off: the index has a fixed size, while a boolean index would wait.
     out = query.new_zeros(query.shape[0] + 1, *query.shape[1:])
     target = torch.where(is_query, token, query.shape[0])
     return out.index_copy_(0, target.flatten(), attended.flatten(0, 1))[:-1]

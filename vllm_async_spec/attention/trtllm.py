@@ -1,12 +1,12 @@
 """FlashInfer's trtllm-gen (SM100, SM103) and XQA (SM90, SM12x) over a paged KV cache, from device `seq_lens`.
 
-Neither is planned: each kernel reads the length of every request on the device. Of the maxima, trtllm-gen chooses the
-kernel and the number of KV splits by its own, so a bound serves; XQA takes `max_seq_len` and looks at the width of
-`block_table` instead.
+Neither is planned: each kernel reads the length of every request on the device. trtllm-gen uses the maxima only to
+choose the kernel and the number of KV splits, so an upper bound is enough. XQA takes `max_seq_len` but uses the width
+of `block_table` instead.
 
 Sources: flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1: `trtllm_batch_decode_with_kv_cache` and
 `xqa_batch_decode_with_kv_cache` in `decode.py`, `trtllm_batch_context_with_kv_cache` in `prefill.py`, `xqa.py`,
-`csrc/xqa/mha.cu`, `csrc/trtllm_fmha_kernel_launcher.cu`. FlashInfer is imported only to ask it what it has.
+`csrc/xqa/mha.cu`, `csrc/trtllm_fmha_kernel_launcher.cu`. FlashInfer is imported only to detect its features.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from vllm_async_spec.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class TrtllmDecodeArguments:
-    """The requests that are decoded, in the words of FlashInfer's two functions for them.
+    """The decoded requests, in the terms of FlashInfer's two decode functions.
 
-    Query, output, KV cache, workspace and `bmm_scales` are the layer's, and come from there.
+    The layer provides query, output, KV cache, workspace and `bmm_scales`.
     """
 
     kernel: str
     """`trtllm-gen` or `xqa`."""
     tokens: slice
-    """The query tokens that the function is to be given, and the output that it writes."""
+    """Tokens of query and output that belong to these requests."""
     block_tables: torch.Tensor
     """(requests, pages) int32, device, contiguous."""
     seq_lens: torch.Tensor
-    """(requests,) int32, device: keys of each request. The truth."""
+    """(requests,) int32, device: exact number of keys of each request."""
     max_seq_len: int
     """Upper bound of `seq_lens`."""
     max_q_len: int
-    """Query tokens of each request; where the batch is ragged, a bound of them."""
+    """Query tokens of each request; if the batch is ragged, an upper bound."""
     cum_seq_lens_q: torch.Tensor | None
     """(requests + 1,) int32, device: cumulative query lengths; None if each request has `max_q_len`."""
     mask: torch.Tensor | None
@@ -54,7 +54,7 @@ class TrtllmDecodeArguments:
         """Keyword arguments of `trtllm_batch_decode_with_kv_cache`.
 
         Raises:
-            ValueError: the batch is ragged and the kernel is XQA, which takes such a batch in its own function only.
+            ValueError: the batch is ragged and the kernel is XQA, which needs `xqa_batch_decode` for such a batch.
         """
         ragged = self.cum_seq_lens_q is not None
         if ragged and self.kernel == XQA:
@@ -64,7 +64,7 @@ class TrtllmDecodeArguments:
             )
         return self._common() | {
             "backend": self.kernel,
-            # Its default is 1, and while it is set the two below are not looked at.
+            # Set always, because the default is 1, and FlashInfer ignores the next two unless this is None.
             "q_len_per_req": None if ragged else self.max_q_len,
             "max_q_len": self.max_q_len if ragged else None,
             "cum_seq_lens_q": self.cum_seq_lens_q,
@@ -80,7 +80,7 @@ class TrtllmDecodeArguments:
         if self.kernel != XQA:
             raise ValueError(f"the kernel is {self.kernel}; use the arguments of trtllm_batch_decode()")
         call = self._common() | {"q_len_per_req": self.max_q_len, "mask": self.mask}
-        # Releases before 0.6.16 have no such parameter, and the shape says that no batch is ragged there.
+        # Releases before 0.6.16 lack this parameter; with them no batch is ragged, see `TrtllmShape.ragged`.
         return call if self.cum_seq_lens_q is None else call | {"q_cu_seq_lens": self.cum_seq_lens_q}
 
     def _common(self) -> dict[str, Any]:
@@ -95,14 +95,14 @@ class TrtllmDecodeArguments:
 
 @dataclass(frozen=True, slots=True)
 class TrtllmContextArguments:
-    """The requests that are prefilled, in the words of `trtllm_batch_context_with_kv_cache`."""
+    """The prefilled requests, in the terms of `trtllm_batch_context_with_kv_cache`."""
 
     tokens: slice
-    """The query tokens that the function is to be given, and the output that it writes."""
+    """Tokens of query and output that belong to these requests."""
     block_tables: torch.Tensor
     """(requests, pages) int32, device, contiguous."""
     seq_lens: torch.Tensor
-    """(requests,) int32, device: keys of each request. The truth."""
+    """(requests,) int32, device: exact number of keys of each request."""
     max_q_len: int
     max_kv_len: int
     """Upper bound of `seq_lens`."""
@@ -110,7 +110,7 @@ class TrtllmContextArguments:
     cum_seq_lens_q: torch.Tensor
     """(requests + 1,) int32, device: cumulative query lengths."""
     cum_seq_lens_kv: torch.Tensor
-    """(requests + 1,) int32, device: cumulative pages of the requests, summed there."""
+    """(requests + 1,) int32, device: cumulative pages of the requests, summed on the device."""
     window_left: int
     kv_layout: str
 
@@ -131,39 +131,39 @@ class TrtllmContextArguments:
 
 @dataclass(frozen=True, slots=True)
 class TrtllmArguments:
-    """A batch as vLLM splits it, decodes first; a part without a query token is None."""
+    """A batch split as in vLLM, decodes first; a part without query tokens is None."""
 
     decode: TrtllmDecodeArguments | None
     context: TrtllmContextArguments | None
     """The prefills, if the kernel is trtllm-gen."""
     planned: CommonAttentionMetadata | None
-    """The prefills, if it is XQA, which has no kernel for them: a batch for FlashInfer's planned wrappers."""
+    """The prefills, if the kernel is XQA, which has no prefill kernel: a batch for FlashInfer's planned wrappers."""
 
 
 class TrtllmAdapter:
     """Arguments for FlashInfer's trtllm-gen and XQA.
 
-    vLLM has no backend of this name. It uses both below `--attention-backend FLASHINFER`, with `use_trtllm_attention`,
-    and the name is made of the two, because FLASHINFER alone would mean the planned wrappers as well.
+    vLLM has no backend of this name: it uses both kernels under `--attention-backend FLASHINFER`, with
+    `use_trtllm_attention`. The adapter's name joins the two, because FLASHINFER also means the planned wrappers.
 
     Args:
-        shape: what does not change from step to step; it has been checked when it was made.
+        shape: the values that do not change from step to step; the shape's constructor has checked them.
     """
 
     name = "FLASHINFER_TRTLLM"
 
     def __init__(self, shape: TrtllmShape) -> None:
         self.shape = shape
-        # Beside XQA prefills are planned, and the batch that is handed on for it is bounded by its own requests.
+        # With XQA, planned wrappers run the prefills, and their batch takes its `max_seq_len` from the upper bounds.
         self.host_need = HostNeed.NONE if shape.kernel == TRTLLM_GEN else HostNeed.UPPER_BOUND
         self._window_left = -1 if shape.sliding_window is None else shape.sliding_window - 1
         self._uniform_masks: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
     def arguments(self, metadata: CommonAttentionMetadata) -> TrtllmArguments:
-        """The arguments for this batch. Rows and tokens that are padding are cut off, or are requests of length 0.
+        """The arguments for this batch. Padding rows and tokens are cut off, or are requests of length 0.
 
-        A request with at most `query_tokens` of the shape is decoded, up to the first with more. Where XQA takes no
-        ragged batch, up to the first with another number than the first has.
+        Leading requests with at most `shape.query_tokens` query tokens are decoded. If XQA takes no ragged batch,
+        decoding stops at the first request whose query length differs from that of request 0.
 
         Raises:
             ValueError: the batch is not causal, or a tensor is not contiguous.
@@ -184,7 +184,7 @@ class TrtllmAdapter:
     def _decode(
         self, metadata: CommonAttentionMetadata, starts: np.ndarray[Any, Any], query_lens: np.ndarray[Any, Any]
     ) -> tuple[TrtllmDecodeArguments | None, int]:
-        """The leading requests' arguments, and where those begin that are not among them."""
+        """Arguments of the decoded requests, and the index of the first request that is not decoded."""
         boundary, live = len(query_lens), _behind_last(query_lens)
         if live == 0:
             return None, boundary
@@ -196,11 +196,11 @@ class TrtllmAdapter:
             if live == 0:
                 return None, 0
         if self.shape.kernel == XQA and self.shape.ragged and not (uniform and most in (1, self.shape.query_tokens)):
-            # XQA is compiled for each width: one for all ragged batches, and its function takes none of 1.
+            # XQA is compiled for each width. All ragged batches share one width, which must be at least 2.
             uniform, most = False, max(self.shape.query_tokens, 2)
         rows, tokens = live, int(starts[live])
         if uniform and boundary == metadata.num_reqs and metadata.num_actual_tokens == boundary * most:
-            # As padded for a CUDA graph: each padding row has its query tokens too.
+            # Padded for a CUDA graph: each padding row has query tokens too.
             rows, tokens = boundary, metadata.num_actual_tokens
         cumulative = None if uniform else metadata.query_start_loc[: rows + 1]
         mask = None
@@ -240,15 +240,15 @@ class TrtllmAdapter:
             max_kv_len=metadata.max_seq_len,
             batch_size=stop - first,
             cum_seq_lens_q=starts_of - tokens.start if first else starts_of,
-            # Pages, as vLLM and FlashInfer's own tests and benchmarks have them; its docstring speaks of lengths.
-            # The leading zero by padding, for a host scalar would be a copy to the device.
+            # Pages, as in vLLM and in FlashInfer's tests and benchmarks, although FlashInfer's docstring says lengths.
+            # `pad` makes the leading zero, because a host scalar would be copied to the device.
             cum_seq_lens_kv=pad(pages.cumsum(0, dtype=torch.int32), (1, 0)),
             window_left=self._window_left,
             kv_layout=self.shape.kv_layout,
         )
 
     def _uniform_mask(self, device: torch.device, rows: int, width: int) -> torch.Tensor:
-        """(rows, width, words) uint16, made once for each power of two: a CUDA graph may hold the address for good."""
+        """(rows, width, words) uint16, kept for each power of two: a CUDA graph may hold the address."""
         key = (device, 1 << (rows - 1).bit_length(), width)
         if key not in self._uniform_masks:
             mask = causal_draft_masks(torch.arange(width, device=device), width)
@@ -257,11 +257,11 @@ class TrtllmAdapter:
 
 
 def causal_draft_masks(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """XQA's mask of query tokens: which tokens of its own request each sees, itself included.
+    """XQA's mask: the query tokens of its own request that each query token sees, itself included.
 
     Args:
-        positions: (tokens,) integer: which query token of its request each is.
-        width: query tokens of a request that the kernel was compiled for; gives the words a row.
+        positions: (tokens,) integer: index of each query token in its request.
+        width: query tokens of a request that the kernel was compiled for; gives the number of words in a row.
 
     Returns:
         (tokens, words) uint16, on the device of `positions`, with two words for 32 query tokens: bit `j % 16` of word
@@ -283,15 +283,15 @@ def bmm_scales(
 
     Args:
         softmax_scale: factor on the logits, 1 / sqrt(head size) for example.
-        query: what a stored value of the query is to be multiplied by, if it is fp8.
-        key: the same of the KV cache's keys.
-        value: the same of its values.
+        query: dequantisation factor of the query, if the query is fp8.
+        key: the same for the KV cache's keys.
+        value: the same for its values.
 
     Returns:
-        Floats, or one-element float32 tensors on the device where one of those was given; they stay there.
+        Floats, or one-element float32 device tensors where such a tensor was given, without a copy to the host.
 
     Raises:
-        ValueError: a scale is neither.
+        ValueError: a scale is neither a float nor a one-element float32 tensor.
     """
     for name, scale in {"softmax_scale": softmax_scale, "query": query, "key": key, "value": value}.items():
         if isinstance(scale, torch.Tensor):
@@ -318,13 +318,13 @@ def _check(metadata: CommonAttentionMetadata) -> None:
 
 
 def _behind_last(query_lens: np.ndarray[Any, Any]) -> int:
-    """Requests up to and including the last that has a query token."""
+    """Number of requests up to and including the last with a query token."""
     live = np.flatnonzero(query_lens)
     return int(live[-1]) + 1 if len(live) else 0
 
 
 def _positions(cumulative: torch.Tensor, tokens: int) -> torch.Tensor:
-    """(tokens,) int32: which query token of its request each is, from (requests + 1,) cumulative query lengths."""
+    """(tokens,) int32: index of each query token in its request, from (requests + 1,) cumulative query lengths."""
     token = torch.arange(tokens, dtype=torch.int32, device=cumulative.device)
     request = torch.searchsorted(cumulative[1:], token, right=True, out_int32=True)
     return token - cumulative.index_select(0, request)

@@ -1,8 +1,9 @@
-"""Which shapes FlashInfer's trtllm-gen and XQA kernels take, so that one that they do not stops no running engine.
+"""Shapes that FlashInfer's trtllm-gen and XQA kernels take, checked early so that none stops a running engine.
 
-trtllm-gen is a set of compiled kernels, so its rules are what is in the set: `flashInferMetaInfo.h` of flashinfer-cubin
-0.6.6 and 0.6.13. XQA is compiled for the shape, so its rules are what its sources refuse. Both were read in
-flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1; where these differ, what the installed one has decides, not its number.
+trtllm-gen is a set of compiled kernels, so the list of the set gives its rules: `flashInferMetaInfo.h` of
+flashinfer-cubin 0.6.6 and 0.6.13. XQA is compiled for the shape, so its sources give its rules. Both were read in
+flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1. Where these differ, the installed release's features decide, not its
+version number.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ class UnsupportedShapeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferFeatures:
-    """What some releases of flashinfer-python have and others have not."""
+    """Features that only some releases of flashinfer-python have."""
 
     ragged_xqa: bool
-    """XQA takes ragged batches, and a window for each of several query tokens. One change brought both: 0.6.16."""
+    """XQA takes ragged batches, and applies a window to each of several query tokens. Both since 0.6.16."""
     large_pages: bool
-    """trtllm-gen takes pages of 128 tokens and more: 0.6.12."""
+    """trtllm-gen takes pages of 128 tokens and more. Since 0.6.12."""
 
     @classmethod
     def installed(cls) -> FlashInferFeatures:
-        """What the installed FlashInfer has.
+        """Features of the installed FlashInfer.
 
         Raises:
-            ImportError: there is none.
+            ImportError: FlashInfer is not installed.
         """
         from flashinfer.decode import xqa_batch_decode_with_kv_cache
         from flashinfer.jit import env
@@ -51,15 +52,15 @@ class FlashInferFeatures:
 
 
 def takes_ragged(xqa_batch_decode_with_kv_cache: Callable[..., Any]) -> bool:
-    """Whether FlashInfer's function of this name takes requests with different numbers of query tokens."""
+    """Whether this FlashInfer function takes requests with different numbers of query tokens."""
     return "q_cu_seq_lens" in inspect.signature(xqa_batch_decode_with_kv_cache).parameters
 
 
 def decode_kernel(capability: tuple[int, int]) -> str:
-    """The kernel that FlashInfer decodes with on a machine of this compute capability, as `backend="auto"` chooses.
+    """FlashInfer's decode kernel for this compute capability, as `backend="auto"` chooses.
 
     Raises:
-        UnsupportedShapeError: there is none.
+        UnsupportedShapeError: neither kernel runs on this compute capability.
     """
     if capability in ((10, 0), (10, 3)):
         return TRTLLM_GEN
@@ -73,10 +74,10 @@ def decode_kernel(capability: tuple[int, int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmShape:
-    """What does not change from step to step; making one is the check.
+    """The values that do not change from step to step; the constructor checks them.
 
     Raises:
-        UnsupportedShapeError: the kernel does not take it.
+        UnsupportedShapeError: the kernel does not take this shape.
     """
 
     kernel: str
@@ -91,13 +92,13 @@ class TrtllmShape:
     query_dtype: torch.dtype
     kv_dtype: torch.dtype
     query_tokens: int = 1
-    """Most query tokens of a request that is decoded: the drafts and one."""
+    """Most query tokens of a decoded request: its drafts plus one."""
     sliding_window: int | None = None
     """How many tokens back, itself included, a token sees; all if None."""
     kv_layout: str = "HND"
-    """Of the KV cache: `HND` or `NHD`. The functions' own defaults differ, so it is always said."""
+    """Layout of the KV cache, `HND` or `NHD`. Always passed, because the functions' defaults differ."""
     features: FlashInferFeatures = field(default_factory=FlashInferFeatures.installed)
-    """Of the FlashInfer that will run; the installed one's if not given."""
+    """Features of the FlashInfer that will run; by default the installed one."""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "head_size", "num_heads", "num_kv_heads", "query_tokens"):
@@ -124,21 +125,21 @@ class TrtllmShape:
         return self.num_heads // self.num_kv_heads
 
     def _check_trtllm_gen(self) -> None:
-        # The constructor of TllmGenFmhaRunner, fmhaRunner.cuh. 10.7 is new in 0.7.0, and nothing of ours knows it.
+        # Source: constructor of TllmGenFmhaRunner, fmhaRunner.cuh. 0.7.0 adds 10.7, which this package lacks.
         self._one_of("capability", self.capability, ((10, 0), (10, 3)), f"use {XQA} (9.0, 12.x) or FLASH_ATTN")
-        # The inventories: mHeadDimQk of paged kernels that are there in both, for every dtype, page size and mask.
+        # Source: mHeadDimQk of paged kernels in both flashInferMetaInfo.h, for every dtype, page size and mask.
         self._one_of("head_size", self.head_size, (64, 128, 256), _OTHERWISE)
         self._one_of("kv_dtype", self.kv_dtype, (torch.bfloat16, torch.float16, torch.float8_e4m3fn), _CACHE)
-        # Also the inventories. Both have 16-bit queries over an fp8 cache for decoding, and neither for prefills.
+        # Same source: both have 16-bit queries over an fp8 cache for decoding, and neither for prefills.
         if self.query_dtype != self.kv_dtype:
             raise UnsupportedShapeError(
                 f"query_dtype is {self.query_dtype} over a KV cache of {self.kv_dtype}; {TRTLLM_GEN} has no kernel for "
                 "such prefills, so quantise both, as vLLM does without disable_flashinfer_q_quantization, or neither"
             )
-        # 16, 32 and 64 have kernels of their own; a power of two from 128 runs on those that read the size, if there.
+        # 16, 32 and 64 have kernels of their own; powers of two from 128 need kernels that read the size at run time.
         large = self.page_size >= 128 and self.page_size & (self.page_size - 1) == 0
         if large and self.features.large_pages:
-            # vLLM's get_supported_kernel_block_sizes offers them for grouped heads only.
+            # vLLM's get_supported_kernel_block_sizes offers such pages for grouped heads only.
             if self._group == 1:
                 raise UnsupportedShapeError(
                     f"page_size is {self.page_size} with one query head for each KV head; {TRTLLM_GEN} takes such "
@@ -151,7 +152,7 @@ class TrtllmShape:
             )
         else:
             self._one_of("page_size", self.page_size, (16, 32, 64), "use --block-size 64")
-        # computeCtaAndClusterConfig in fmhaKernels.cuh: a block has 128 rows at most, and all heads of a group.
+        # computeCtaAndClusterConfig in fmhaKernels.cuh: a block has at most 128 rows and holds a whole GQA group.
         if self._group > 128:
             raise UnsupportedShapeError(
                 f"{self.num_heads} heads over {self.num_kv_heads} KV heads are {self._group} in a group; {TRTLLM_GEN} "
@@ -164,16 +165,16 @@ class TrtllmShape:
             raise UnsupportedShapeError(
                 f"capability is {_words(self.capability)}; {XQA} takes 9.0, 10.x and 12.x, so {_OTHERWISE}"
             )
-        # gen_xqa_module in jit/xqa.py, all of the next four. Dtypes that it does not know it takes for 16 bits.
+        # Source of the next four checks: gen_xqa_module in jit/xqa.py, which treats unknown dtypes as 16-bit.
         self._one_of("page_size", self.page_size, (16, 32, 64, 128), "use --block-size 64")
         self._one_of("query_dtype", self.query_dtype, (torch.bfloat16, torch.float16), "do not quantise the query")
         self._one_of("kv_dtype", self.kv_dtype, (self.query_dtype, torch.float8_e4m3fn), _CACHE)
-        # Up to 256 in all; 0.7.0 goes to 512 for single tokens, which neither vLLM nor this uses.
+        # All releases take up to 256. 0.7.0 takes 512 for single tokens, which neither vLLM nor this package uses.
         if self.head_size % 16 or self.head_size > 256:
             raise UnsupportedShapeError(
                 f"head_size is {self.head_size}; {XQA} takes multiples of 16 up to 256, so {_OTHERWISE}"
             )
-        # static_assert(persistentQ) in csrc/xqa/mha.cu, for one query token: all heads of a group are in one tile.
+        # static_assert(persistentQ) in csrc/xqa/mha.cu, for one query token: one tile holds a whole GQA group.
         padded = next(size for size in (64, 128, 256) if size >= self.head_size)
         most = _XQA_TILE_BYTES // (2 * padded)
         if self._group > most:
@@ -181,7 +182,7 @@ class TrtllmShape:
                 f"{self.num_heads} heads over {self.num_kv_heads} KV heads are {self._group} in a group; {XQA} takes "
                 f"at most {most} of head size {self.head_size}, so {_OTHERWISE}"
             )
-        # Without IS_SPEC_DEC_TREE=0, in jit/xqa.py, csrc/xqa/mha.cu cuts the window by tiles and not by query token.
+        # Unless jit/xqa.py sets IS_SPEC_DEC_TREE=0, csrc/xqa/mha.cu applies the window by tile, not by query token.
         if self.sliding_window is not None and self.query_tokens > 1 and not self.features.ragged_xqa:
             raise UnsupportedShapeError(
                 f"sliding_window is {self.sliding_window} with {self.query_tokens} query tokens a request; this "

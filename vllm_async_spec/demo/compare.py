@@ -1,4 +1,4 @@
-"""The main job: one model, one batch of prompts, four ways of serving it, and whether the tokens are the same."""
+"""The demo: serves one batch of prompts in four ways with one model, and compares the tokens."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ WAYS = (
 )
 BASELINE = "synchronous"
 
-# Greedy acceptance is the same in every mode, but for the last step of a request, whose drafts beyond max_tokens may
-# or may not be counted.
+# Greedy acceptance is the same in every mode, except in a request's last step, where drafts beyond max_tokens may or
+# may not count.
 _ACCEPTANCE_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one way gave."""
+    """The result of one way."""
 
     way: str
     async_scheduling: bool
@@ -58,13 +58,13 @@ class Result:
     spread: tuple[float, float]
     """Lowest and highest round."""
     acceptance_length: float | None
-    """Mean tokens a step and request, its own one included; None without speculation."""
+    """Mean tokens a step and request, the target's own token included; None without speculation."""
     reads_now: float
-    """Host reads a step of what the newest step computed."""
+    """Blocking host reads a step: reads of the newest step's results."""
     reads_late: float
-    """Host reads a step of what the step before it computed."""
+    """Host reads a step of the results of the step before the newest."""
     difference: str | None
-    """The first difference of its tokens to those of the first way, or None."""
+    """The first difference from the tokens of the first way, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Comparison:
     rounds: int
     results: tuple[Result, ...]
     failures: tuple[str, ...]
-    """What must not be: a token that differs, an acceptance that falls, scheduling that is not what was asked for."""
+    """Failed checks: a different token, no drafts, lower acceptance, or other scheduling than requested."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -95,7 +95,7 @@ def compare(
     log_dir: Path,
     progress: Progress,
 ) -> Comparison:
-    """Start the four engines side by side, and let them take turns, so that each meets the same state of the machine.
+    """Start the four engines side by side and let them take turns, so that each meets the same machine state.
 
     The order of turns is reversed every other round.
 

@@ -1,7 +1,7 @@
 """One engine of the demo, in a process of its own: `python -m vllm_async_spec.demo.engine SETUP.json`.
 
-It carries out commands by `json_child`. The engine is in this process, not in a child of it, so that the probe sees the
-thread that drives the device.
+It takes commands through `json_child`. The engine is in this process, not in a child process, so that the probe sees
+the thread that drives the device.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class DemoEngine:
         if setup["async_scheduling"] is not None:
             options["async_scheduling"] = setup["async_scheduling"]
         if self._cuda:
-            # Four engines share the GPU: each takes a fixed cache, for measuring what is free would count the others.
-            # float16 is the finest that FlashAttention takes, and the batch that a token is in differs between modes.
+            # Four engines share the GPU. Each has a fixed cache size, because free memory depends on the others.
+            # Modes batch a token differently, so rounding differs: float16 is the finest that FlashAttention takes.
             options |= {"dtype": "float16", "gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 1 << 30}
-            # Compiling models this small takes longer than all that they do here.
+            # Compiling models this small takes longer than the whole demo.
             options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         else:
             options |= {"dtype": "float32", "enforce_eager": True}
@@ -85,12 +85,12 @@ class DemoEngine:
         }
 
     def probe(self) -> dict[str, Any]:
-        """Complete the prompts under the probe: host reads a step of what the device computed, now and late."""
+        """Complete the prompts under the probe: host reads a step of the newest step (`now`) and the one before."""
         from vllm_async_spec.audit.host_reads import CpuProbe, CudaProbe
 
         probe = CudaProbe() if self._cuda else CpuProbe()
         runner = self._runner()
-        # The V1 runner has a seam just at the forward; the V2 runner launches it in execute_model and nothing after.
+        # The V1 runner has a method for the forward alone; the V2 runner's execute_model launches the forward last.
         seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
         original: Callable[..., Any] = getattr(runner, seam)
         setattr(runner, seam, lambda *args, **kwargs: probe.forward(lambda: original(*args, **kwargs)))

@@ -1,4 +1,4 @@
-"""The few device kernels: each a Triton kernel and a PyTorch reference of one signature."""
+"""Device kernels: each a Triton kernel and a PyTorch reference with the same signature."""
 
 from vllm_async_spec.kernels.device_inputs import (
     ROW_FIELDS,

@@ -1,12 +1,11 @@
-"""What a step takes over from the one before, written on the device over what the host has sent.
+"""Correction of a step's inputs on the device, from the results of the last step.
 
-A host that did not wait for the last step prepares the next one as if every draft had been accepted. What it made is
-right for each request that had no draft in that step. For the others the device knows better: it carries how many
-tokens of each request were computed when the last step began, and has the step's counts. The tokens themselves, those
-that were sampled and the drafts that follow them, are on the device alone, for every request of the last step. One
-launch writes all of it.
+The host prepares a step without waiting for the last one, as if every draft had been accepted. These inputs are right
+for each request without drafts in the last step. For the others the device adds accepted counts to the tokens that were
+computed when the last step began. Sampled tokens and the drafts after them are on the device alone, for every request
+of the last step. One kernel launch writes all corrections.
 
-Importing this imports no Triton; the first call on a CUDA tensor does.
+Importing this module does not import Triton; the first call on a CUDA tensor does.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 
 @dataclass(frozen=True, slots=True)
 class PagedGroup:
-    """Where one KV cache group keeps its tokens."""
+    """Pages and slots of one KV cache group."""
 
     block_table: torch.Tensor
     """(rows, width) int32, device, rows contiguous: the pages of each row's request."""
@@ -34,24 +33,24 @@ class PagedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """What the last step has left on the device, by its own rows."""
+    """Device results of the last step, by that step's rows."""
 
     carry: torch.Tensor
     """(rows,) int32: computed tokens when that step began."""
     counts: torch.Tensor
-    """(rows,) int32: tokens that the row got, 1 at least."""
+    """(rows,) int32: new tokens of the row, at least 1."""
     sampled: torch.Tensor
-    """(rows, 1 or more) int32: the last of these tokens, in the first column."""
+    """(rows, 1 or more) int32: the last new token, in the first column."""
     drafts: torch.Tensor
-    """(rows, K) int64: the drafts that follow it."""
+    """(rows, K) int64: the drafts after that token."""
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The device buffers of a step, which hold what the host has sent and are written.
+    """A step's device buffers, which hold the host's inputs and are corrected in place.
 
-    They must stay where they are: a kernel finds them by their addresses, which is quicker to launch than one that is
-    given each of them.
+    The buffers must keep their addresses. The kernel takes a table of addresses, which launches faster than one
+    argument for each buffer.
     """
 
     query_start_loc: torch.Tensor
@@ -71,8 +70,8 @@ class StepInputs:
 
     @functools.cached_property
     def addresses(self) -> torch.Tensor:
-        """(7 + 4 a group,) int64, device: the fields in order, with the stride of the axes; of each group its block
-        table, that one's row stride, its page size, its slot mapping.
+        """(7 + 4 a group,) int64, device: addresses of the fields in order, then the stride of `axes`; for each group
+        its block table, the table's row stride, page size and slot mapping.
         """
         axes = (0, 0) if self.axes is None else (self.axes.data_ptr(), self.axes.stride(0))
         buffers = (self.query_start_loc, self.input_ids, self.verified, self.positions, self.seq_lens)
@@ -84,26 +83,26 @@ class StepInputs:
 
 
 ROW_FIELDS = 5
-"""int32 that the host tells of each row: `corrected_from`, `came_from`, `computed`, `drafts` and `draft_ends`."""
+"""int32 that the host sends for each row: `corrected_from`, `came_from`, `computed`, `drafts` and `draft_ends`."""
 
 
 def correct_inputs(last: LastStep, rows: torch.Tensor, batch: int, next_carry: torch.Tensor, sent: StepInputs) -> None:
-    """Write what the device knows of the last step over what the host has assumed. Launches one kernel.
+    """Replace the host's assumptions with the results of the last step. Launches one kernel.
 
-    A row whose request had no draft in the last step keeps its position and length as the host has sent them. A request
-    never has more computed tokens than the host assumes, so a sum beyond that (the scheduler has taken tokens back) is
-    cut to it.
+    A row whose request had no drafts in the last step keeps the positions and length that the host sent. A request
+    never has more computed tokens than the host assumes. A larger sum, after the scheduler took tokens back, is cut to
+    the host's number.
 
     Args:
-        last: of the last step.
-        rows: (`ROW_FIELDS`, batch or more) int32, device, each field contiguous. `corrected_from`: the row that the
-            request of each row had in the last step if it had drafts there, else -1. `came_from`: the row that it had
-            if it was sampled there, else -1, and then its tokens stay as sent. `computed`: computed tokens that the
-            host assumes. `drafts`: drafts that this step verifies of each row, the last of its tokens. `draft_ends`:
-            their running sum.
+        last: results of the last step.
+        rows: (`ROW_FIELDS`, batch or more) int32, device, each field contiguous. `corrected_from`: the request's row in
+            the last step if it had drafts there, else -1. `came_from`: the request's row in the last step if it was
+            sampled there, else -1; with -1 its tokens stay as sent. `computed`: computed tokens that the host assumes.
+            `drafts`: drafts that this step verifies for the row, at the end of its tokens. `draft_ends`: running sum of
+            `drafts`.
         batch: rows of this step.
         next_carry: (rows,) int32, device, no part of `last.carry`; the first `batch` are written: computed tokens.
-        sent: of this step; written.
+        sent: inputs of this step; written.
     """
     if not runs_as_triton(next_carry):
         correct_inputs_reference(last, rows, batch, next_carry, sent)
@@ -135,7 +134,7 @@ def correct_inputs_reference(
     _correct_tokens(last, came_from, drafts, draft_ends, starts, sent)
     corrected = corrected_from >= 0
     source = corrected_from.clamp(min=0).long()
-    # The last step may have had fewer rows than this one, and none of the rows without drafts comes from them.
+    # Only corrected rows use the gathered counts, so any valid index serves the others; there may be no counts at all.
     counts = last.counts
     accepted = counts[source.clamp(max=counts.shape[0] - 1)] if counts.shape[0] else torch.zeros_like(computed)
     exact = torch.where(corrected, (last.carry[source] + accepted).minimum(computed), computed).int()
@@ -174,4 +173,4 @@ def _correct_tokens(
 
 
 _BLOCK = 16
-"""Query tokens handled at once: a request with drafts has one more than those."""
+"""Query tokens handled at once; a request with drafts has one more than it has drafts."""

@@ -1,4 +1,4 @@
-"""The Triton kernel of `device_inputs`, which says what it computes."""
+"""The Triton kernel of `device_inputs`, which documents it."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
 import triton

@@ -1,10 +1,10 @@
 """Exact lengths, written on the device into a plan that the host made from an upper bound.
 
-A planned paged kernel (FlashInfer's) holds lengths in one of two places: as page counts with the length of the last
-page, or copied into each piece of work. Both are device memory, so what the host did not know when it planned can be
-written there before the kernel runs, in stream order and without a wait.
+FlashInfer's planned paged kernels hold lengths in one of two places: as page counts with the length of the last page,
+or copied into each work item. Both are device memory. So kernels can write the exact lengths there before attention
+runs, in stream order and without a wait.
 
-Importing this imports no Triton; the first call on a CUDA tensor does.
+Importing this module does not import Triton; the first call on a CUDA tensor does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 def set_last_page_lens(
     seq_lens: torch.Tensor, page_indptr: torch.Tensor, page_size: int, last_page_lens: torch.Tensor
 ) -> None:
-    """Make page counts that are too high mean the exact lengths, by the length of the last page.
+    """Set the last page's length so that the page counts of an upper bound give the exact length.
 
-    A paged kernel reads a length as `(pages - 1) * page_size + last_page_len`. With the pages of an upper bound the
-    last one's length becomes zero or negative wherever the exact length ends in an earlier page; the sum is exact.
-    A request without pages has length 0 whatever is written.
+    A paged kernel reads a length as `(pages - 1) * page_size + last_page_len`. If the exact length ends in an earlier
+    page, `last_page_len` becomes zero or negative, and the sum is still exact. A request without pages has length 0
+    whatever is written.
 
     Args:
         seq_lens: (batch,) int32, device: exact lengths, in tokens.
@@ -55,14 +55,14 @@ def set_pages(
     page_indices: torch.Tensor,
     last_page_lens: torch.Tensor,
 ) -> None:
-    """`set_last_page_lens`, and the pages of each request where the plan's bound has put them.
+    """`set_last_page_lens`, and write each request's page indices at the plan's offsets.
 
     Args:
         seq_lens: (batch,) int32, device: exact lengths, in tokens.
         block_table: (batch or more, pages) int32, device: at least as wide as the bound of any request.
         page_indptr: (batch + 1,) int32, device: cumulative pages of an upper bound.
         page_size: tokens in a page.
-        page_indices: (pages,) int32, device: of all requests, one after the other; written.
+        page_indices: (pages,) int32, device: pages of all requests, one after the other; written.
         last_page_lens: (batch,) int32, device; written.
     """
     if not runs_as_triton(seq_lens):
@@ -96,12 +96,12 @@ def set_pages_reference(
 
 
 def set_work_lens(seq_lens: torch.Tensor, requests: torch.Tensor, count: torch.Tensor, work_lens: torch.Tensor) -> None:
-    """Give each piece of work the exact length of its request.
+    """Write the exact length of its request into each work item.
 
     Args:
         seq_lens: (batch,) int32, device: exact lengths, in tokens.
-        requests: (works,) int32, device: the request of each piece of work.
-        count: (1,) int32, device: how many pieces there are; what follows them in the other two is left alone.
+        requests: (works,) int32, device: the request of each work item.
+        count: (1,) int32, device: number of work items; later entries of `work_lens` are left alone.
         work_lens: (works,) int32, device; written.
     """
     if not runs_as_triton(seq_lens):
@@ -131,20 +131,20 @@ def set_chunks(
     output_indptr: torch.Tensor,
     merge_indptr: torch.Tensor,
 ) -> None:
-    """Let a plan that splits keys have the chunks of the exact lengths, of which there are no more than were planned.
+    """Set the chunks of a split-KV plan from the exact lengths, which never need more chunks than planned.
 
-    A request has `cdiv(clamp(seq_len, 1, limit), chunk_size)` chunks. Each piece of work takes one of them; one whose
-    chunk there is not takes the last, which is then computed twice with the same result. Partial results lie by
-    request, by query token, by chunk.
+    A request has `cdiv(clamp(seq_len, 1, limit), chunk_size)` chunks, and each work item takes one chunk. A work item
+    whose chunk no longer exists takes the last one, which is then computed twice with the same result. Partial results
+    are ordered by request, then by query token, then by chunk.
 
     Args:
         seq_lens: (batch,) int32, device: exact lengths, in tokens.
         query_indptr: (batch + 1,) int32, device: cumulative query lengths.
-        limit: most keys that a piece of work may see, in tokens: the window, if there is one.
+        limit: most keys that a work item may see, in tokens: finite with a sliding window.
         chunk_size: (1,) int32, device: keys in a chunk.
-        requests: (works,) int32, device: the request of each piece of work; one that is none is left alone.
-        planned_chunks: (works,) int32, device: the chunk that was planned for each.
-        chunks: (works,) int32, device: the chunk of each; written. It may be `planned_chunks`.
+        requests: (works,) int32, device: the request of each work item; items of no request are left alone.
+        planned_chunks: (works,) int32, device: the planned chunk of each work item.
+        chunks: (works,) int32, device: the chunk of each work item; written. May be `planned_chunks`.
         output_indptr: (batch + 1,) int32, device: cumulative partial results of the requests; written.
         merge_indptr: (query tokens + 1,) int32, device: cumulative partial results of the query tokens; written.
     """
@@ -194,10 +194,10 @@ def set_chunks_reference(
 
 
 def compile_kernels(device: torch.device) -> None:
-    """Compile and load all kernels of this module now, so that no request waits for it; on a CPU there are none.
+    """Compile and load all kernels of this module, so that no request waits for a compilation; does nothing on a CPU.
 
     Args:
-        device: where they are going to run.
+        device: where the kernels will run.
     """
     if device.type != "cuda":
         return

@@ -1,6 +1,6 @@
-"""The Triton kernels of `paged_lengths`, which says what they compute.
+"""The Triton kernels of `paged_lengths`, which documents them.
 
-Each is compiled once for a device: neither values nor alignments make another one, which a request would wait for.
+Each kernel compiles once for a device: no value or alignment causes a recompilation, for which a request would wait.
 """
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
@@ -45,7 +45,7 @@ def pages(  # type: ignore[no-untyped-def]
 
 @_kernel
 def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program for each BLOCK pieces of work."""
+    """One program for each BLOCK work items."""
     work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = (work < works) & (work < tl.load(count))
     request = tl.load(requests + work, mask=mask, other=0)
@@ -67,11 +67,11 @@ def chunks(  # type: ignore[no-untyped-def]
     works,
     BLOCK: tl.constexpr,
 ):
-    """One program for each request, and for each BLOCK pieces of work."""
+    """One program for each request, and for each BLOCK work items."""
     program, block, size = tl.program_id(0), tl.arange(0, BLOCK), tl.load(chunk_size)
 
     if program < batch:
-        # Every program adds up what comes before its request: cheaper than a second launch.
+        # Every program sums the partial results before its request, which is cheaper than a second launch.
         before = 0
         for first in range(0, program, BLOCK):
             request = first + block

@@ -1,4 +1,4 @@
-"""Whether a kernel runs as Triton's or as its PyTorch reference, and Triton's, imported when the first one runs."""
+"""The choice between a Triton kernel and its PyTorch reference; imports Triton when the first Triton kernel runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 def runs_as_triton(tensor: torch.Tensor) -> bool:
-    """Whether a kernel on this tensor is Triton's: on a GPU, or where its interpreter is asked for."""
+    """Whether a kernel on this tensor runs in Triton: on a GPU, or if `TRITON_INTERPRET` is 1."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
 def kernels_of(module: str) -> Any:
-    """The Triton kernels of a module of this package, which are in the module beside it."""
+    """The module `{module}_triton`, which holds the Triton kernels of `module`."""
     return importlib.import_module(f"{module}_triton")

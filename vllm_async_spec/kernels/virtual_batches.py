@@ -1,12 +1,11 @@
-"""Chunked local attention as attention of shorter requests, cut on the device where each sequence crosses a chunk.
+"""Chunked local attention as causal attention over virtual batches, which the device cuts at chunk ends.
 
 Under chunked local attention a token at position `p` sees the keys from `p // chunk * chunk` to `p`. So a request
-whose query tokens lie in several chunks is several requests of ordinary causal attention, the *virtual batches*, each
-with the keys of one chunk. Where a sequence is cut depends on its exact length. How many pieces there can be at most
-does not, and that many rows are made: `virtual_batches`. Rows that the exact length leaves over have no query tokens
-and no keys.
+whose query tokens lie in several chunks equals several requests of ordinary causal attention, the *virtual batches*,
+each with the keys of one chunk. The cuts depend on the exact length, but the largest number of pieces does not.
+`virtual_batches` gives that number of rows. Rows that the exact length does not need have no query tokens and no keys.
 
-Importing this imports no Triton; the first call on a CUDA tensor does.
+Importing this module does not import Triton; the first call on a CUDA tensor does.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
 
 
 def virtual_batches(query_lens: torch.Tensor, chunk: int) -> torch.Tensor:
-    """How many chunks a request's query tokens can lie in, wherever they begin: 1 for up to one token.
+    """The most chunks that a request's query tokens can lie in, wherever they begin: 1 for up to one token.
 
     Args:
         query_lens: (batch,) int32, host or device.
@@ -47,7 +46,7 @@ def split_by_chunks(
         virtual_start_loc: (rows + 1,) int32, device; written. `rows` is the sum of `virtual_batches`.
         virtual_seq_lens: (rows,) int32, device; written: keys of each row, from its chunk's first token on.
         requests: (rows,) int32, device; written: the request of each row.
-        chunks: (rows,) int32, device; written: which chunk of the request's sequence each row is.
+        chunks: (rows,) int32, device; written: each row's chunk number in its request's sequence.
     """
     out = virtual_start_loc, virtual_seq_lens, requests, chunks
     if not runs_as_triton(seq_lens):
@@ -70,7 +69,7 @@ def split_by_chunks_reference(
     """`split_by_chunks` in PyTorch."""
     starts = query_start_loc[:-1]
     query_lens = query_start_loc[1:] - starts
-    # A row of padding may be shorter than its query; no chunk has a negative number.
+    # A padding row may be shorter than its query; the clamp keeps chunk numbers from being negative.
     computed = (seq_lens - query_lens).clamp(min=0)
     ends = virtual_batches(query_lens, chunk).cumsum(0, dtype=torch.int32)
     rows = torch.arange(requests.shape[0], dtype=torch.int32, device=seq_lens.device)

@@ -1,4 +1,4 @@
-"""The Triton kernels of `virtual_batches`, which says what they compute."""
+"""The Triton kernels of `virtual_batches`, which documents them."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
 import triton
@@ -31,7 +31,7 @@ def split_by_chunks(  # type: ignore[no-untyped-def]
     end = tl.load(query_start_loc + request + 1)
     length = tl.load(seq_lens + request)
     tokens = end - start
-    # A row of padding may be shorter than its query; no chunk has a negative number.
+    # A padding row may be shorter than its query; the maximum keeps chunk numbers from being negative.
     computed = tl.maximum(length - tokens, 0)
     most = 1 + (tl.maximum(tokens - 1, 0) + CHUNK - 1) // CHUNK
     for begin in range(0, most, BLOCK):

@@ -1,4 +1,4 @@
-"""Device bookkeeping of drafts: how far each request has got, and buffers that no wait protects. Imports no vLLM."""
+"""Progress of each request, kept on the device, and host buffers that need no wait. Imports no vLLM."""
 
 from vllm_async_spec.spec_decode.progress import DeviceProgress
 from vllm_async_spec.spec_decode.staging import PolledEvent, RotatingBuffer

@@ -1,9 +1,8 @@
-"""Drafting as one CUDA graph for each of a few batch sizes, captured from the function that drafts kernel by kernel.
+"""Drafting as one CUDA graph for each of a few batch sizes, captured from the eager drafting function.
 
-A batch in which every request has its drafts to be verified differs from another of as many requests in nothing but the
-contents of its tensors. So what is launched for it is recorded once, on tensors that stay where they are, and replayed
-when these have been filled. A smaller batch is filled up with rows that are nobody's: their pages are page 0, which
-holds no request's keys.
+Batches of one size in which every request has drafts to verify differ only in the contents of their tensors. So the
+launches are captured once, on tensors that keep their addresses, and replayed after these tensors are filled. Padding
+rows fill up a smaller batch: their only page is page 0, which holds no request's keys.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from dataclasses import dataclass
 import torch
 
 NO_SLOT = -1
-"""Where a token goes that is kept nowhere."""
+"""Slot of a token that the KV cache does not store."""
 
 Drafting = Callable[[Mapping[str, torch.Tensor], int], torch.Tensor]
-"""From tensors, by the names of `DraftInputs.of`, of a number of requests to their drafts, (rows, drafts)."""
+"""Takes tensors, named as in `DraftInputs.of`, and the number of requests; returns their drafts, (rows, drafts)."""
 Replay = Callable[[], torch.Tensor]
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, and between two powers of two their middle, up to `most`, which is one itself."""
+    """Powers of two up to `most`, the middles between them except 3, and `most` itself."""
     powers = [1 << power for power in range(most.bit_length())]
     return sorted(
         {size for power in powers for size in (power, power + power // 2) if size <= most and size != 3} | {most}
@@ -36,10 +35,10 @@ class DraftShape:
 
     Attributes:
         rows: requests.
-        tokens: of each request: its drafts to be verified and one.
-        hidden: width of the target's hidden states, as the drafter is given them.
+        tokens: query tokens of each request: its drafts to verify plus one.
+        hidden: width of the target's hidden states, as the drafter gets them.
         pages: columns of the block table.
-        dtype: of hidden states.
+        dtype: of the hidden states.
     """
 
     rows: int
@@ -50,10 +49,10 @@ class DraftShape:
 
 
 class DraftInputs:
-    """The tensors that graphs read. Rows that no request has filled have no slots, and page 0 alone."""
+    """The tensors that graphs read. Padding rows have slot `NO_SLOT`, and page 0 as their only page."""
 
     def __init__(self, shape: DraftShape, device: torch.device) -> None:
-        """Make them, of a batch in which no row is a request's."""
+        """Allocate the tensors; at first every row is padding."""
         self.shape = shape
         rows, tokens = shape.rows, shape.tokens
 
@@ -74,7 +73,7 @@ class DraftInputs:
             "block_table": zeros(rows, shape.pages),
         }
         self._filled = 0
-        """Rows that some request has filled since they were emptied."""
+        """Leading rows that hold requests."""
         self._by_dtype: dict[torch.dtype, list[str]] = {}
         for name, each in self._each.items():
             self._by_dtype.setdefault(each.dtype, []).append(name)
@@ -84,7 +83,7 @@ class DraftInputs:
         """Views of the first `rows` rows.
 
         Returns:
-            Of tokens: `token_ids`, `positions`, `hidden_states` and `slot_mapping`, (rows * tokens, ...); of requests:
+            By token: `token_ids`, `positions`, `hidden_states` and `slot_mapping`, (rows * tokens, ...); by request:
             `next_token_ids`, `last_indices`, `rejected`, `seq_lens`, (rows,), and `block_table`, (rows, pages); and
             `query_start_loc`, (rows + 1,).
         """
@@ -95,15 +94,15 @@ class DraftInputs:
         return self._views[rows]
 
     def fill(self, rows: int, given: Mapping[str, torch.Tensor]) -> None:
-        """Take over the tensors of a batch of `rows` requests; rows beyond that another batch had filled are emptied.
+        """Copy in the tensors of a batch of `rows` requests, and reset rows that an earlier batch filled beyond these.
 
         Args:
             rows: requests.
-            given: by the names of `of`, without `query_start_loc`; each as long as there.
+            given: tensors named as in `of`, without `query_start_loc`, and of the same lengths.
         """
         views = self.of(rows)
         for names in self._by_dtype.values():
-            # One launch for tensors of one type.
+            # One launch for all tensors of a dtype.
             torch._foreach_copy_([views[name] for name in names], [given[name] for name in names], non_blocking=True)
         if rows < self._filled:
             tokens = self.shape.tokens
@@ -114,14 +113,14 @@ class DraftInputs:
 
 
 class DraftGraphs:
-    """Replays what `drafting` launches.
+    """Captures `drafting` as CUDA graphs and replays them.
 
     Args:
-        drafting: what is captured; kept, with all the tensors that it reads and writes. It may change `seq_lens` in
-            place, and nothing else that it is given.
-        inputs: the tensors that it is given.
-        sizes: numbers of rows that are captured.
-        capture: makes a replay of a function; `captured`, but for tests.
+        drafting: function to capture; kept, with all tensors that it reads and writes. It may change `seq_lens` in
+            place, and no other input.
+        inputs: the tensors that `drafting` gets.
+        sizes: numbers of rows to capture.
+        capture: makes a replay of a function: `streams.captured`, except in tests.
     """
 
     def __init__(
@@ -135,12 +134,12 @@ class DraftGraphs:
 
         def run(rows: int) -> torch.Tensor:
             given = inputs.of(rows)
-            # A row that is nobody's would grow with each replay.
+            # Cloned, because the length of a padding row would grow with each replay.
             return drafting(given | {"seq_lens": given["seq_lens"].clone()}, rows)
 
         self._replays: dict[int, Replay] = {}
-        for size in sorted(sizes, reverse=True):  # so that the smaller ones fit into the memory of the largest
-            run(size)  # compiles, and lets libraries take the memory that they keep
+        for size in sorted(sizes, reverse=True):  # largest first: smaller graphs then fit into its memory
+            run(size)  # compiles, and lets libraries allocate the memory that they keep
             self._replays[size] = capture(lambda size=size: run(size))  # type: ignore[misc]
         self.sizes = sorted(self._replays)
 
@@ -149,10 +148,10 @@ class DraftGraphs:
 
         Args:
             rows: requests, no more than the largest of `sizes`.
-            given: as of `DraftInputs.fill`.
+            given: as in `DraftInputs.fill`.
 
         Returns:
-            (rows, drafts), and the caller's own.
+            (rows, drafts), a tensor that the caller owns.
         """
         self._inputs.fill(rows, given)
         replay = self._replays[self.sizes[bisect.bisect_left(self.sizes, rows)]]

@@ -1,9 +1,9 @@
-"""How far each row of a batch has got, carried on the device from one step to the next.
+"""Computed tokens of each row of a batch, carried on the device from one step to the next.
 
-The host never learns how many drafts of a step were accepted before it prepares the next one. It remembers which rows
-had drafts, and which row each request comes from; the device remembers how many tokens of each row were computed when
-the step began, and is given how many it got. `correct` adds the two where they are, and puts the tokens that only the
-device knows among the step's.
+The host prepares a step before it knows how many drafts of the last step were accepted. The host remembers which rows
+had drafts, and which row each request comes from. The device keeps the computed tokens of each row when the step began,
+and gets the accepted counts. `correct` adds the two on the device, and writes the tokens that only the device knows
+into the step's inputs.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from vllm_async_spec.host_copy import PinnedRing
 from vllm_async_spec.kernels import ROW_FIELDS, LastStep, StepInputs, correct_inputs
 
 _IN_FLIGHT = 2
-"""Steps that the engine has launched and not seen the result of."""
+"""Steps that the engine has launched, but whose results it has not seen."""
 
 _ALIGNED = 4
-"""int32 in 16 bytes: Triton compiles a kernel anew for a pointer that is not aligned to them."""
+"""int32 in 16 bytes: Triton recompiles a kernel for a pointer without 16-byte alignment."""
 
 
 class DeviceProgress:
-    """The computed tokens of each row of the last step, and of the one being prepared.
+    """The computed tokens of each row of the last step, and of the step being prepared.
 
     Args:
-        rows: rows of a batch at most.
+        rows: most rows of a batch.
         device: where the progress is kept.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         pitch = -(-rows // _ALIGNED) * _ALIGNED
-        # Two, because a request may come from a row that another request's progress is written to.
+        # Two buffers, because one request's old row may be another request's new row.
         self._carry, self._next_carry = torch.zeros(2, pitch, dtype=torch.int32, device=device).unbind(0)
         self._counts = torch.ones(rows, dtype=torch.int32, device=device)
         self._staged = torch.zeros(ROW_FIELDS, pitch, dtype=torch.int32, device=device)
         self._staging = PinnedRing((ROW_FIELDS, pitch), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetching = PinnedRing((rows,), torch.int32, depth=_IN_FLIGHT + 1, device=device)
         self._fetched: torch.Tensor | None = None
-        # One more, which is always zero: that of a request that comes from row -1, which is none.
+        # One more entry, always zero: row -1, for requests without a row in the last step.
         self._drafts = np.zeros(rows + 1, dtype=np.int32)
 
     @property
@@ -51,15 +51,15 @@ class DeviceProgress:
         return bool(self._drafts.any())
 
     def most_counts(self, rows: int) -> list[int]:
-        """What each of the first `rows` rows of the last step got if all of its drafts were accepted."""
+        """Accepted count of each of the first `rows` rows of the last step, if all drafts were accepted."""
         counts: list[int] = (self._drafts[:rows] + 1).tolist()
         return counts
 
     def sampled(self, counts: torch.Tensor) -> None:
-        """Take note of what the step gave.
+        """Keep the step's accepted counts.
 
         Args:
-            counts: (rows of the step,) int32, device: tokens of each row. Kept until the next step's; not copied.
+            counts: (rows of the step,) int32, device: new tokens of each row. Kept until the next step's; not copied.
         """
         self._counts = counts
 
@@ -73,18 +73,17 @@ class DeviceProgress:
         drafted: torch.Tensor,
         sent: StepInputs,
     ) -> None:
-        """Write the exact progress of the step being prepared, and its tokens, over what the host has sent.
+        """Overwrite the host's inputs of the step being prepared with exact progress and tokens.
 
         Args:
             requests: the request of each row.
-            came_from: request to its row in the last step, for those that were sampled in it and have been in the
-                batch since.
+            came_from: row in the last step of each request that was sampled there and has stayed in the batch.
             computed: (rows,) int32, host: computed tokens of each row, as if all drafts of the last step had been
                 accepted.
-            drafts: (rows,) int32, host: drafts that this step verifies of each row; None if there are none.
+            drafts: (rows,) int32, host: drafts that this step verifies for each row; None if there are none.
             sampled: (rows of the last step, 1 or more) int32, device: see `LastStep`.
-            drafted: (rows of the last step, K) int64, device: its drafts.
-            sent: written.
+            drafted: (rows of the last step, K) int64, device: the last step's drafts.
+            sent: inputs of this step; written.
         """
         batch = len(requests)
         staging = self._staging.next()
@@ -105,14 +104,14 @@ class DeviceProgress:
         self._carry, self._next_carry = self._next_carry, self._carry
 
     def fetch(self, rows: int) -> None:
-        """Start a copy of where each row of this step began, for somebody who is going to wait for its counts."""
+        """Start copying each row's computed tokens to the host, for a caller that will wait for the step's counts."""
         host = self._fetching.next()
         host[:rows].copy_(self._carry[:rows], non_blocking=True)
         self._fetching.fence()
         self._fetched = host
 
     def fetched(self) -> list[int]:
-        """Where each row of the last step began. To be read after a wait for something that came later than `fetch`."""
+        """Computed tokens of each row when the last step began. Valid after a wait for work launched after `fetch`."""
         assert self._fetched is not None
         began: list[int] = self._fetched.tolist()
         return began

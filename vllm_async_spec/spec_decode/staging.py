@@ -1,4 +1,4 @@
-"""What a wait for the device used to protect, and an event that is asked before it is waited for."""
+"""Host buffers that need no wait before the next write, and events that are queried before a wait."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class _Staged(Protocol):
 
 
 class RotatingBuffer:
-    """Gives a host buffer that is written every step other memory each time, so that none is written in flight.
+    """Gives a host buffer other memory each step, so that the host never writes memory that a copy still reads.
 
     Args:
-        buffer: has a host tensor `cpu` and its NumPy view `np`, both of which are replaced at once.
+        buffer: has a host tensor `cpu` and its NumPy view `np`; the constructor and each `turn` replace both.
         device: the device copied to.
-        depth: as of `PinnedRing`.
+        depth: as in `PinnedRing`.
     """
 
     def __init__(self, buffer: _Staged, device: torch.device, depth: int = 3) -> None:
@@ -31,7 +31,7 @@ class RotatingBuffer:
         self._take()
 
     def turn(self) -> None:
-        """To be called when the copy of this step has been launched: the next step writes elsewhere."""
+        """Switch to other memory for the next step; call this after launching the copy of this step."""
         self._ring.fence()
         self._take()
 
@@ -41,11 +41,11 @@ class RotatingBuffer:
 
 
 class PolledEvent:
-    """An event that usually has happened when the host comes to wait for it, and is waited for only if it has not.
+    """An event that has usually happened by the time the host needs it; the host waits only if it has not.
 
     Args:
         event: with `query`, `record` and `synchronize`.
-        name: what the reports call a wait for it.
+        name: name of the wait in the reports.
     """
 
     def __init__(self, event: Any, name: str) -> None:
@@ -61,5 +61,5 @@ class PolledEvent:
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        """Return when the event has happened; a wait for it is counted."""
+        """Return when the event has happened; counts the wait, if any."""
         counted_wait(self._event, self._name, 0)
