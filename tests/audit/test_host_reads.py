@@ -8,6 +8,8 @@ import torch
 
 from vllm_async_spec.audit import host_reads
 from vllm_async_spec.audit.host_reads import CpuProbe, CudaProbe
+from vllm_async_spec.audit.report import WaitKind
+from vllm_async_spec.audit.waits import waits_on_cpu
 
 READS = {
     "tolist": lambda t: t.tolist(),
@@ -55,6 +57,13 @@ def test_a_read_of_what_the_newest_step_computed_is_counted_as_now(what: str, in
         sampled = (hidden * 2).argsort()
         READS[what](sampled)
     assert (dict(reads.now), dict(reads.late), reads.steps) == ({what: 1}, {}, 1)
+
+
+@pytest.mark.parametrize("what", READS)
+def test_an_audit_of_a_cpu_engine_reports_each_read(what: str):
+    copies = {"cpu", "to", "numpy"}
+    (wait,) = waits_on_cpu([{"thread": 1, "what": what, "late": False, "at": 5, "stack": []}], main=1)
+    assert wait.kind is (WaitKind.COPY_TO_HOST if what in copies else WaitKind.READ)
 
 
 @pytest.mark.parametrize("inference", [False, True])

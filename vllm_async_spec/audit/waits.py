@@ -148,7 +148,7 @@ def waits_on_cpu(reads: Sequence[dict[str, Any]], main: int) -> list[Wait]:
     return [
         Wait(
             read["thread"],
-            _CPU_KINDS[read["what"]],
+            _CPU_KINDS.get(read["what"], WaitKind.READ),
             Place.HIDDEN if read["thread"] != main else Place.OVERLAPPED if read["late"] else Place.CRITICAL,
             read["at"],
             read["at"],
@@ -164,8 +164,5 @@ _CPU_KINDS = {
     "cpu": WaitKind.COPY_TO_HOST,
     "to": WaitKind.COPY_TO_HOST,
     "numpy": WaitKind.COPY_TO_HOST,
-    "item": WaitKind.READ,
-    "tolist": WaitKind.READ,
-    "nonzero": WaitKind.READ,
-    "boolean index": WaitKind.READ,
 }
+"""By operation; every other operation reads a value or a shape."""
