@@ -1,22 +1,21 @@
-"""Dummy weights under which a drafter is right as often as one asks.
+"""Dummy weights that give a drafter a set share of accepted drafts.
 
-A model whose weights are noise accepts nearly no draft, and a benchmark of speculative decoding that accepts nothing
-measures half of it. What is arranged here, in weights that are already there, leaves
-every matrix dense:
+A model with random weights accepts almost no draft, and a benchmark without accepted drafts measures only half of
+speculative decoding. This module arranges existing weights and leaves every matrix dense:
 
 - Rows of the embeddings are random directions, far longer than anything that layers of dummy weights (all within
   0.001) add to them: the residual stream that leaves the last layer is the token's embedding.
-- The head's row for `successor[i]` is the embedding of `i`, so that the target always says `successor[i]` after `i`.
-  The successors form one long cycle.
+- The head's row for `successor[i]` is the embedding of `i`, so that the target always generates `successor[i]` after
+  `i`. The successors form one long cycle.
 - Two hidden dimensions are reserved. In the target's embeddings `MARK` holds +1 for the tokens after which the
-  drafter is to be wrong and -1 for the others, and the head is blind to it. `VOTE` is zero there, and the head's row
-  for one token that is nobody's successor, the stranger, has a large weight for it.
-- The drafter, which would otherwise say what the target says, gets the mark into `VOTE`: by the projection of its
-  input, which copies the embedding and writes the mark (EAGLE, MTP), by its attention, of which each token looks at
-  itself alone (EAGLE-3, whose projection does not see the embedding), or by its own embeddings (a draft model).
+  drafter must be wrong and -1 for the others, and the head ignores `MARK`. `VOTE` is zero in these embeddings. The
+  *stranger* is the one token that is no successor; its row of the head has a large weight for `VOTE`.
+- The drafter would otherwise generate the target's tokens, so the mark is copied into its `VOTE`. In EAGLE and MTP the
+  projection of the input does this, and also copies the embedding. EAGLE-3's projection does not see the embedding, so
+  its attention does this, in which each token attends to itself alone. A draft model's own embeddings hold the mark.
 
-Marks are spread over the cycle at random and every step begins at a token that no step before it has looked at, so
-that each draft is accepted with probability `share`, independently of the others.
+Marks are spread over the cycle at random, and every step begins at a token that no earlier step has read. So each draft
+is accepted with probability `share`, independently of the others.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _HEADS = {"lm_head", "head"}
 _NORMS = {"norm", "enorm", "hnorm"}
 """Norms outside the layers: of the last hidden state, and of the inputs of a drafter's projection."""
 _PROJECTIONS = {"fc", "eh_proj"}
-"""From (embedding, target's hidden state) to the drafter's hidden state: EAGLE's, and that of DeepSeek's MTP; EAGLE-3's
-is from three of the target's hidden states."""
+"""Projections from (embedding, target's hidden state) to the drafter's hidden state, of EAGLE and of DeepSeek's MTP;
+EAGLE-3's takes three of the target's hidden states."""
 _LOOK = 2.0
-"""With it a token's own key is so far ahead of the others' that next to nothing else is looked at."""
+"""Scale of the query that puts a token's own key far ahead of the others', so that it attends almost only to itself."""
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -45,12 +44,12 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def is_head(name: str) -> bool:
-    """Whether this, the last part of a parameter's name, is the head's."""
+    """Whether this last part of a parameter's name is the head's."""
     return name in _HEADS
 
 
 def is_projection(name: str) -> bool:
-    """Whether it is that of a drafter's input."""
+    """Whether this last part of a parameter's name is that of the projection of a drafter's input."""
     return name in _PROJECTIONS
 
 
@@ -60,16 +59,16 @@ class ArrangementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Orbit:
-    """What follows what, and after which tokens the drafter is wrong."""
+    """The successor of each token, and the tokens after which the drafter is wrong."""
 
     successor: Tensor
-    """[vocabulary - 1] int64; what follows the vocabulary's last token, the stranger, is left to chance."""
+    """[vocabulary - 1] int64; the vocabulary's last token, the stranger, has no defined successor."""
     wrong: Tensor
     """[vocabulary - 1] bool."""
 
     @property
     def stranger(self) -> int:
-        """What the drafter says when it is to be wrong."""
+        """The token that the drafter generates when it must be wrong."""
         return len(self.successor)
 
 
@@ -95,8 +94,8 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
 def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = False, seed: int = SEED) -> None:
     """Arrange the dummy weights of a target or of a drafter, in place.
 
-    A target and the drafters of its hidden size get the same embeddings and head, so that it makes no difference
-    which of them vLLM lets them share.
+    A target and the drafters of its hidden size get the same embeddings and head, so it does not matter which of the
+    two matrices vLLM lets them share.
 
     Args:
         model: a causal language model, its modules named as in vLLM and transformers.
@@ -142,7 +141,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
 
 
 def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) -> None:
-    """Have the layer of an EAGLE-3 drafter, whose heads are as wide as its hidden size, hand on embedding and mark."""
+    """Make the layer of an EAGLE-3 drafter, whose heads are as wide as its hidden size, copy embedding and mark."""
     for name, weight in weights:
         if name == "input_layernorm":
             weight.fill_(1)

@@ -1,4 +1,4 @@
-"""What is compared, as plain data: an arm is one way of serving, a plan is arms, loads and the order of turns."""
+"""Comparisons as plain data: an arm is one way of serving, a plan is arms, loads and the order of turns."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from benchmarks.shapes import Method
 
 
 class Plugin(str, enum.Enum):
-    """Whose vLLM an arm is."""
+    """State of the plugin in an arm."""
 
     STOCK = "stock"
-    """vLLM is told not to load the plugin."""
+    """vLLM does not load the plugin."""
     NOOP = "noop"
-    """The plugin is loaded and switched off: what differs from stock is noise, or a fault of the comparison."""
+    """The plugin is loaded and off: a difference from stock is noise, or a fault of the comparison."""
     ON = "plugin"
 
 
 class Means(str, enum.Enum):
-    """By what the acceptance rate is set."""
+    """How the acceptance rate is set."""
 
     WEIGHTS = "weights"
     """The drafter's and the target's weights are arranged (`acceptance`): any release, any runner, greedy."""
     STIRRED = "stirred"
-    """The same, and the target's layers have a say (`attentive_weights`): tokens show what attention does."""
+    """The same, and the target's layers affect tokens (`attentive_weights`), so tokens show errors of attention."""
     SAMPLER = "sampler"
     """vLLM's own synthetic rejection sampling, in the releases that have it, and on a GPU."""
 
@@ -41,7 +41,7 @@ class Acceptance:
 
 
 def expected_length(share: float, draft_tokens: int) -> float:
-    """Mean tokens a step and request: the target's own, and drafts up to the first that is wrong."""
+    """Mean tokens a step and request: the target's own, and drafts before the first wrong one."""
     return sum(share**accepted for accepted in range(draft_tokens + 1))
 
 
@@ -59,12 +59,12 @@ class Arm:
     method: Method | None = Method.EAGLE
     draft_tokens: int = 3
     acceptance: Acceptance | None = None
-    """None: whatever dummy weights accept, which is next to nothing."""
+    """None: the acceptance of plain dummy weights, which is close to zero."""
     engine: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `vllm.LLM`, before which all others give way."""
+    """Arguments of `vllm.LLM`, which override all others."""
     environment: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Columns of the table that this arm is a row of, where its name is not enough."""
+    """Columns of this arm's row in the table, if its name is not enough."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -73,7 +73,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Arms, what they are given to do, and how often each has its turn."""
+    """Arms, their loads, and the number of turns of each arm."""
 
     name: str
     about: str
@@ -82,17 +82,17 @@ class Plan:
     turns: int
     """Turns of each arm; the order of the arms is reversed every other time."""
     seconds: float = 3.0
-    """Timed runs of a load go on in each turn until this is spent."""
+    """Timed runs of a load repeat in each turn until they have taken this long."""
     repetitions: int = 3
     """Fewest timed runs of a load in a turn."""
     reference: str | None = None
-    """The arm that others are compared with; None where rows are only listed."""
+    """The arm that others are compared with; None if rows are only listed."""
     control: str | None = None
     """The arm that must not differ from the reference."""
     keep: bool = False
-    """Whether the engines stay side by side between turns: saves starts, and hides what differs between two of them."""
+    """Whether the engines stay side by side between turns, which saves starts and hides differences between starts."""
     audit_steps: int = 0
-    """Steps that each arm's first turn is audited for after it was timed, once for each load."""
+    """Steps of the audit of each load after each arm's first turn was timed; 0 for no audit."""
 
     def __post_init__(self) -> None:
         if self.reference is not None and self.turns % 2:
@@ -105,8 +105,8 @@ class Plan:
     def order(self) -> list[tuple[int, Arm]]:
         """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ...
 
-        What others are compared with comes last in the first pass and first in the second, so that a run which is cut
-        in the second has it twice, and ratios of all arms that it came to.
+        The reference comes last in the first pass and first in the second. A run that is cut off in the second pass
+        then has the reference twice, and ratios of all arms that ran twice.
         """
         last = {self.control: 1, self.reference: 2}
         arms = sorted(self.arms, key=lambda arm: last.get(arm.name, 0))

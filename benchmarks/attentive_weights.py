@@ -1,10 +1,10 @@
-"""Dummy weights under which attention decides what is said next, so that a wrong length shows in the tokens.
+"""Dummy weights under which attention affects the next token, so that a wrong length shows in the tokens.
 
-Arranged weights (`acceptance`) make the target say a token's successor whatever came before it: the speed of a step is
-right, and attention may be wrong without anybody noticing. Stirred ones keep the arrangement as a tendency. The layers'
-matrices are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head
-gets a random part, which that movement decides. The successor still wins more often than not, which is what the
-drafter goes by.
+Arranged weights (`acceptance`) make the target generate a token's successor whatever came before. The speed of a step
+is right, but wrong attention goes unnoticed. Stirred weights keep the arrangement as a tendency. The layers' matrices
+are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head gets a
+random part, which that movement selects from. The successor still wins more often than not, and the drafter relies on
+this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STIRRED = 1.25
 _LEAD = 1.25
 """How far the successor is ahead of the best of the others on average, in standard deviations of their logits."""
 _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
-"""What writes into the residual stream."""
+"""Matrices that write into the residual stream."""
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, se
     Args:
         model: a causal language model that `acceptance.arrange` has arranged.
         vocabulary: tokens of the model.
-        votes: whether it is a draft model, which has its own head and stays as it is.
+        votes: whether the model is a draft model, which has its own head and stays unchanged.
         seed: of the noise.
     """
     if votes:
@@ -53,11 +53,11 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, se
             scale = 1 / math.sqrt(2 * layers) if name in _OUTPUTS else 1.0
             weight.copy_(_noise(weight, seed + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
             if name in _OUTPUTS:
-                weight[..., [MARK, VOTE], :] = 0  # or a layer would vote
+                weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
 
 
 def _stir_head(weight: Tensor, vocabulary: int, seed: int) -> None:
-    """The successor's part shrunk to what leads by `_LEAD`, and a random part beside it."""
+    """Shrink the successor's part until it leads by `_LEAD`, and add a random part."""
     hidden, stranger = weight.shape[1], vocabulary - 1
     best = math.sqrt(2 * math.log(vocabulary))
     share = min(1.0, (best + _LEAD) * math.sqrt(1 + _STIRRED**2) / math.sqrt(hidden))

@@ -1,4 +1,4 @@
-"""Audited results as a table: a row for each engine and load, with where its time goes and who waits."""
+"""Audited results as a table: a row for each engine and load, with shares of its time and the code that waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD = (
 
 
 def digest(report: Report) -> dict[str, Any]:
-    """What a result keeps of an audit: the figures of its row. The whole report is twenty times as long."""
+    """The part of an audit that a result keeps: the values of its row. The whole report is twenty times as long."""
     gpu, cost = report.gpu, report.overhead
     critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     return {
@@ -37,11 +37,11 @@ def digest(report: Report) -> dict[str, Any]:
 
 
 def cells(audit: dict[str, Any], speed: str) -> list[str]:
-    """What a row says of one audit, under `HEAD`.
+    """The cells of one audit, under `HEAD`.
 
     Args:
         audit: its `digest`.
-        speed: the figure that was measured before the audit.
+        speed: the speed measured before the audit.
     """
     sites = [f"`{site}` {kind} {per_step:.2f}" for site, kind, per_step in audit["sites"]]
     waits, waiting_ms = audit["critical"]

@@ -1,4 +1,4 @@
-"""The arms of the benchmark of continuous batching: what takes turns in `batching`, and is recorded by `tracing`."""
+"""The arms of the continuous batching benchmark, which `batching` times in turns and `tracing` records."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _ASYNCHRONOUS = ("asynchronous", "drafts asynchronous")
 _PAGE = 256
 
 Arm = Callable[..., list[list[int]]]
-"""From how many new tokens, and prompts other than those it was made with, to the tokens of each request."""
+"""Takes the number of new tokens, and optionally other prompts; returns the tokens of each request."""
 Say = Callable[[str], None]
-"""Is told what is being done."""
+"""Takes a line of progress."""
 
 
 class BatchingError(RuntimeError):
-    """The arms don't generate the same tokens, or what was asked for can't be run."""
+    """The arms don't generate the same tokens, or the settings can't be run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """What takes turns."""
+    """The arms that take turns."""
 
     runs: dict[str, Arm]
     attention: dict[str, str]
@@ -40,7 +40,7 @@ class Arms:
     def stepping(
         self, name: str, new_tokens: int, on_step: OnStep, *, others: list[list[int]] | None = None
     ) -> list[list[int]]:
-        """Run an arm of ours, on other prompts if there are any, with a call as each step begins."""
+        """Run one of our arms, on `others` as prompts if given, and call `on_step` as each step begins."""
         with before_each(self.batchers[name], "step", on_step):
             return self.runs[name](new_tokens, others)
 
@@ -59,7 +59,7 @@ def make_arms(
     compiled: bool = False,
     say: Say = lambda _: None,
 ) -> Arms:
-    """The arms of these names, which `stack` closes; those that draft need a drafter, and how many drafts."""
+    """The arms of these names, which `stack` closes; arms that draft need `drafter` and `drafts`."""
     from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 
     made = Arms({}, {}, {})
@@ -69,8 +69,8 @@ def make_arms(
         made.runs["transformers"], made.attention["transformers"] = _transformers(
             stack, model, prompts, batch, length, new_tokens
         )
-    # Where requests queue, those that share a step are not the same when it is learned later that one has ended. With
-    # one decode size, and one prompt a step, that changes no bit of any.
+    # If requests queue, an arm that learns later that a request ended batches other requests together. With one decode
+    # size and one prompt a step, this changes no bit of any result.
     options: dict[str, Any] = {"max_prefills": 1, "decode_sizes": [batch]} if len(prompts) > batch else {}
     if compiled:
         options |= {"torch_compile": True, "decode_sizes": [batch]}
@@ -81,7 +81,7 @@ def make_arms(
         batcher.run()
         return [request.result() for request in found]
 
-    # Those that draft first: a model that a batcher has taken has no twin.
+    # Arms that draft first, because a model that a batcher holds can't have a twin.
     for ours in (DRAFTED, ARMS[:3]):
         wanted = [name for name in ours if name in names]
         if not wanted:

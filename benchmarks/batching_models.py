@@ -1,8 +1,8 @@
-"""Models for the benchmark of continuous batching: random weights, and a drafter that is right as often as is said.
+"""Models for the continuous batching benchmark: random weights, and a drafter with a set share of accepted drafts.
 
-Where drafts are made, the weights of both models are arranged by `acceptance`, whose shapes and drafters are those of
-the benchmarks of vLLM. What is said next then depends on the last token alone, and by a margin that no rounding passes:
-so tokens can be compared in bfloat16 too, but say nothing about attention.
+With drafts, `acceptance` arranges the weights of both models; shapes and drafters are those of the vLLM benchmarks. The
+next token then depends on the last token alone, by a margin that no rounding reaches. So tokens can be compared in
+bfloat16 too, but they show nothing about attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.shapes import SHAPES, Method
 SHARE = 0.7
 """Probability that a draft is accepted, given that those before it were."""
 _DUMMY = 5e-4
-"""Standard deviation of weights that arranged embeddings drown, whatever the layers add."""
+"""Standard deviation of the weights, small enough that arranged embeddings dominate whatever the layers add."""
 
 
 def make_model(size: str, device: str, *, arranged: bool) -> Any:
-    """A Llama of this size: bfloat16 on a GPU and float32 elsewhere; no end of sequence that it could say."""
+    """A Llama of this size, bfloat16 on a GPU and float32 elsewhere, that can't generate its end-of-sequence id."""
     return _llama(SHAPES[size].target, device, seed=0, share=SHARE if arranged else None)
 
 
@@ -36,7 +36,7 @@ def make_drafter(size: str, device: str) -> Any:
 
 
 def twin(model: Any) -> Any:
-    """A model of the same weights, in the same memory, with an attention of its own choice."""
+    """A model that shares the weights' memory and can use another attention implementation."""
     return copy.deepcopy(model, {id(each): each for each in itertools.chain(model.parameters(), model.buffers())})
 
 

@@ -1,4 +1,4 @@
-"""The process of one arm's engine: its command line, and what of the environment it gets."""
+"""The process of one arm's engine: its command line and its environment."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _START_SECONDS, _ANSWER_SECONDS = 600.0, 900.0
 
 
 class ChildError(RuntimeError):
-    """The engine's process failed; the message says at what, and where its log is."""
+    """The engine's process failed; the message says why, and where its log is."""
 
 
 def start(
     arm: Arm, loads: Sequence[Load], *, audit: bool, env: Path | None, models: Path, log: Path
 ) -> contextlib.AbstractContextManager[json_child.Child]:
-    """The process of an arm's engine, for as long as the context lasts.
+    """Run the process of an arm's engine while the context lasts.
 
     Args:
-        arm: what to serve with.
-        loads: what it is going to be asked to run.
+        arm: the arm to serve with.
+        loads: the loads that it may be asked to run.
         audit: whether it can be asked for audits.
         env: a shell file to source first, or another Python; None for this one.
         models: folder for the directories of models.
-        log: where its log goes.
+        log: file for its log.
     """
     setup = {"arm": arm.to_dict(), "loads": [asdict(load) for load in loads], "models": str(models.resolve())}
     return json_child.start(
@@ -59,7 +59,7 @@ def interpreter(env: Path | None) -> list[str]:
 
 
 def environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
-    """Of an arm's process: nothing of vLLM's settings or ours comes from the caller, only from the arm."""
+    """Environment of an arm's process: settings of vLLM and of this project come from the arm, not from the caller."""
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     runner = {} if arm.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if arm.runner == "V2" else "0"}
     agent = {"VLLM_ASYNC_SPEC_AUDIT": "1"} if audit else {}

@@ -1,7 +1,7 @@
 """One arm's engine, in a process of its own: `python -m benchmarks.engine SETUP`, SETUP being JSON (see `child`).
 
-It answers each line of JSON on its standard input with one on its standard output; what anybody else prints goes to
-standard error. The engine core and the worker are in this process, so that it can say what really runs.
+It answers each line of JSON on its standard input with one on its standard output; all other output goes to standard
+error. The engine core and the worker are in this process, so that it can report what really runs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vllm_async_spec.json_child import serve
 
 _OURS = "async_spec"
 _SPARE_TOKENS = 32
-"""What a request's length may exceed its prompt and output by, with drafts in flight."""
+"""Tokens by which drafts in flight may extend a request beyond its prompt and output."""
 
 
 class EngineError(RuntimeError):
-    """The arm is not what was asked for; the message says what to do."""
+    """The engine is not what the arm declares; the message says what to do."""
 
 
 class BenchEngine:
@@ -61,7 +61,7 @@ class BenchEngine:
         if not self._cuda and self._arm["plugin"] == "noop" and self._arm["engine"].get("async_scheduling"):
             from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
-            open_cpu_gate()  # on a CPU stock vLLM takes that choice back
+            open_cpu_gate()  # on a CPU stock vLLM turns asynchronous scheduling off again
         options = {
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
@@ -87,10 +87,10 @@ class BenchEngine:
         self._driver = Driver(self._llm, sampling)
 
     def describe(self) -> dict[str, Any]:
-        """What really runs.
+        """Facts of the running engine.
 
         Raises:
-            EngineError: it is not what the arm declares.
+            EngineError: the engine is not what the arm declares.
         """
         import torch
         import vllm
@@ -145,7 +145,7 @@ class BenchEngine:
         return digest(audit_llm(self._llm, work, steps=steps, name=load, requests=which.running))
 
     def expect(self, load: str, file: str) -> dict[str, Any]:
-        """Serve `load` and write what it says, with its other choices, to `file`, for the soak of another engine."""
+        """Serve `load` and write its tokens, with those close behind, to `file`, for the soak of another engine."""
         _, requests = self._loads[load]
         said = expect(self._llm, requests, self._sampling)
         Path(file).write_text(json.dumps([asdict(each) for each in said]))
@@ -154,7 +154,7 @@ class BenchEngine:
     def soak(
         self, load: str, file: str, seconds: float, seed: int, control: str | None, near: float = NEAR
     ) -> dict[str, Any]:
-        """Serve `load` for `seconds` under random arrivals and, on a GPU, delays, against what `file` expects."""
+        """Serve `load` for `seconds` under random arrivals and, on a GPU, delays; compare with the tokens in `file`."""
         which, requests = self._loads[load]
         expected = [Expected(**each) for each in json.loads(Path(file).read_text())]
         if control is not None:
@@ -190,7 +190,7 @@ class BenchEngine:
             return serve_feature(self._llm, find_feature(name), noted=noted, adapter=adapter)
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
-        """Model, drafter, and how their weights are made up."""
+        """Options for the model, its drafter and their random weights."""
         arm = self._arm
         method = Method(arm["method"]) if arm["method"] else None
         models = write_models(find_shape(arm["shape"]), method, folder)
@@ -223,7 +223,7 @@ class BenchEngine:
         return options | {"speculative_config": drafting}
 
     def _synthetic(self, share: float) -> dict[str, Any]:
-        """Options of vLLM's own synthetic rejection sampling: it takes the rate of each position."""
+        """Options of vLLM's own synthetic rejection sampling, which takes an acceptance rate for each position."""
         from vllm.config import SpeculativeConfig
 
         if not self._cuda:
@@ -235,7 +235,7 @@ class BenchEngine:
 
 
 def _choose_plugins(plugin: str) -> None:
-    """Say which plugins vLLM loads, and refuse an environment without ours where the arm needs it.
+    """Choose the plugins that vLLM loads, and check that ours is installed if the arm needs it.
 
     Raises:
         EngineError: the plugin is not installed here.

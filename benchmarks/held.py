@@ -2,7 +2,7 @@
 
     python -m benchmarks held [--json FILE] [--times N]
 
-Before each call the device is given a tenth of a second of work. A call that waits for the device takes as long; one
+Before each call the device gets a tenth of a second of work. A call that waits for the device takes as long. A call
 that only launches takes microseconds.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from benchmarks.statistics import summary
 
 DRAFTS = 4 * 32
-"""Logits that a step of 32 requests with three drafts each has."""
+"""Rows of logits in a step of 32 requests with three drafts each."""
 VOCABULARY = 32_000
 _CYCLES = 200_000_000
 
@@ -29,7 +29,7 @@ class HeldError(RuntimeError):
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """What is looked at, by what it is called in the table; each launches what vLLM's V1 runner launches."""
+    """The calls to measure, by their names in the table; each launches what vLLM's V1 runner launches."""
     device, tokens = torch.device("cuda"), torch.int64
     indices = np.arange(DRAFTS, dtype=np.int32)
     positions = torch.zeros(3, 8193, dtype=tokens, device=device)

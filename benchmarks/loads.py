@@ -1,4 +1,4 @@
-"""What an engine is given to do: how many requests, how long, and how many of them at once. All of it seeded."""
+"""Loads of an engine: how many requests, how long, and how many at once. All are seeded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Load:
 
     @property
     def steady(self) -> bool:
-        """Whether all requests run from the beginning: a load whose speed is the time of a step."""
+        """Whether all requests run from the beginning; the speed of such a load is the time of a step."""
         return self.requests == self.running
 
     @property
@@ -58,7 +58,7 @@ def find_loads(names: Iterable[str]) -> tuple[Load, ...]:
     """The loads of these names.
 
     Raises:
-        LoadError: there is none of such a name.
+        LoadError: a name has no load.
     """
     names = tuple(names)
     for name in names:

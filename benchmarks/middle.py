@@ -1,4 +1,4 @@
-"""The middle of a run of a loop in this process: by the audit's recorder with the host's waits, or by CUPTI alone."""
+"""Records the middle of a loop's run in this process: with the audit's recorder and host waits, or with CUPTI alone."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class MiddleError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """What was recorded of the steps in the middle."""
+    """The record of the middle steps."""
 
     recorded: Recorded
 
     def waits_a_step(self, place: Place) -> float:
-        """Waits in one place, a step; all but the hidden ones are the launching thread's."""
+        """Waits a step of this place; all but hidden waits are the launching thread's."""
         return sum(wait.place is place for wait in self.recorded.waits) / self.recorded.count
 
     def busy(self) -> float:
-        """Share of the time in which the device did anything."""
+        """Share of the time in which the device was busy."""
         recorded = self.recorded
         assert recorded.trace is not None
         return shares_between(recorded.trace, recorded.start, recorded.end).busy
 
 
 def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
-    """Run the loop once to count its steps and to warm up, and once more with the steps in the middle recorded.
+    """Run the loop once to count its steps and to warm up, and once more to record the middle steps.
 
     Args:
-        run: the loop, which takes as many steps each time.
-        at_most: steps to count; half of all if None or more than that.
+        run: the loop, which takes equally many steps each time.
+        at_most: most steps to count, and never more than half of all; None for half.
 
     Raises:
         MiddleError: the loop has too few steps, or recording failed.
@@ -100,7 +100,7 @@ def before_each(owner: Any, name: str, on_step: OnStep) -> Iterator[None]:
 
 
 def shares_of_run(run: Callable[[], object]) -> Shares:
-    """What the device spent the middle half of a run on."""
+    """Shares of the device's time in the middle half of a run."""
     with _profiler() as profiler:
         run()
     trace = _traced(profiler)
@@ -109,7 +109,7 @@ def shares_of_run(run: Callable[[], object]) -> Shares:
 
 
 def shares_of_steps(run: Run) -> Shares:
-    """What the device spent the third quarter of a run's steps on, in which long prompts have long been read."""
+    """Shares of the device's time in the third quarter of a run's steps, when long prompts have been prefilled."""
     steps = 0
 
     def count() -> None:
@@ -129,7 +129,7 @@ def shares_of_steps(run: Run) -> Shares:
 
     run(on_step)
     trace = _traced(profiler)
-    # What was launched before is not in it, and at the end it stops within a step.
+    # The trace lacks earlier launches and ends within a step, so cut off an eighth at each end.
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
 

@@ -11,7 +11,7 @@ from benchmarks.arms import expected_length
 from benchmarks.summary import Row
 
 _UNLIKE = 1.25
-"""A load of one short request can miss the acceptance length that was asked for by this factor, by chance."""
+"""Factor by which a load of one short request can miss the requested acceptance length by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,21 +22,21 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """As in a document."""
+        """The table as Markdown."""
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.head, *self.rows)]
         lines.insert(1, "|" + "---|" * len(self.head))
         return "\n".join(lines) + "\n"
 
 
 def grid(document: dict[str, Any]) -> Grid:
-    """The table of a result: a row for each load and arm where arms are compared or audited, else one for each arm."""
+    """The table of a result: a row for each load and arm if arms are compared or audited, else one for each arm."""
     if document["plan"]["reference"]:
         return _compared(document)
     return _audited(document) if any("audit" in turn for turn in document["turns"]) else _listed(document)
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """What a reader has to know about a result's table: refusals, each once, and failures."""
+    """Notes on a result's table: refusals, each once, and failures."""
     plan, found = document["plan"], dict[str, list[str]]()
     for row in document.get("summary", []):
         if "refused" in row:
@@ -75,7 +75,7 @@ def ratio(row: Row) -> str:
 
 
 def speed(row: Row) -> str:
-    """The figure that a row is compared by, and its unit."""
+    """The value by which a row is compared, and its unit."""
     return f"{step(row)} ms" if row["steady"] else f"{throughput(row)} tokens/s"
 
 
@@ -117,7 +117,7 @@ def _compared(document: dict[str, Any]) -> Grid:
 
 
 def _listed(document: dict[str, Any]) -> Grid:
-    """A row for each arm that had its turn."""
+    """A row for each arm that has run."""
     loads = [load["name"] for load in document["plan"]["loads"]]
     rows = []
     for arm, _, cells in _arms(document):
@@ -137,7 +137,7 @@ def _audited(document: dict[str, Any]) -> Grid:
 
 
 def _arms(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Row]]]:
-    """Each arm that had its turn, with that and with its rows by load."""
+    """Each arm that has run, with its first turn, and with its rows by load."""
     turns = {turn["arm"]: turn for turn in reversed(document["turns"])}
     for arm in document["plan"]["arms"]:
         if turn := turns.get(arm["name"]):

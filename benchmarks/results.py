@@ -1,4 +1,4 @@
-"""Result files: written after every turn, so that a run can be broken off and taken up again."""
+"""Result files, written after every turn, so that a run can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ResultFile:
     """The result of one plan."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
-        """Open the file of `plan`, or begin it.
+        """Open the result file of `plan`, or start a new one.
 
         Raises:
-            PlanError: what the file holds is not of this plan.
+            PlanError: the file holds the result of another plan.
         """
         self.path = path
-        declared = json.loads(json.dumps(asdict(plan)))  # as it reads once it has been a file
+        declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
         if path.is_file():
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
@@ -44,19 +44,19 @@ class ResultFile:
 
     @property
     def turns(self) -> list[Turn]:
-        """Turns that were had, failed ones too."""
+        """Turns that have run, including failed turns."""
         turns: list[Turn] = self.document["turns"]
         return turns
 
     def holds(self, number: int, arm: Arm, *, failed: bool) -> bool:
-        """Whether the turn of `arm` in pass `number` is there; `failed` says whether one that failed counts."""
+        """Whether the file has the turn of `arm` in pass `number`; with `failed`, a failed turn counts."""
         return any(
             turn["pass"] == number and turn["arm"] == arm.name and (failed or "error" not in turn)
             for turn in self.turns
         )
 
     def add(self, turn: Turn, command: str) -> None:
-        """Keep a turn instead of an earlier try at it, and write the file."""
+        """Add a turn, replacing an earlier attempt at it, and write the file."""
         same = (turn["pass"], turn["arm"])
         self.document["turns"] = [kept for kept in self.turns if (kept["pass"], kept["arm"]) != same] + [turn]
         if command not in self.document["commands"]:
@@ -69,10 +69,10 @@ class ResultFile:
 
 
 def read_result(path: Path) -> Document:
-    """What a result file holds.
+    """The content of a result file.
 
     Raises:
-        PlanError: it is not one that this release reads.
+        PlanError: this release can't read the file.
     """
     try:
         document: Document = json.loads(path.read_text())
@@ -85,18 +85,18 @@ def read_result(path: Path) -> Document:
 
 
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:
-    """Files of results of plans in a folder, in the order of their names."""
+    """Result files of plans in a folder, ordered by name."""
     return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
 
 
 def read_trace(path: Path) -> Document | None:
-    """What `python -m benchmarks trace` wrote; None if the file is something else."""
+    """A file of `python -m benchmarks trace`; None if the file is something else."""
     found = json.loads(path.read_text())
     return found if isinstance(found, dict) and "trace" in found else None
 
 
 def trace_files(folder: Path = RESULTS) -> Sequence[Path]:
-    """Files of traces in a folder, in the order of their names."""
+    """Trace files in a folder, ordered by name."""
     return [path for path in sorted(folder.glob("*.json")) if read_trace(path) is not None]
 
 
@@ -107,12 +107,12 @@ def figure_of(path: Path, form: str = "svg") -> Path:
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:
-    """What two runs must have in common to be one result: not how many turns, nor how long each."""
+    """The fields that two runs must share to be one result; the number and length of turns may differ."""
     return {name: plan[name] for name in ("name", "arms", "loads", "reference", "control", "keep")}
 
 
 def _rounded(value: Any) -> Any:
-    """The same with six digits of each float, which is more than any clock here can tell."""
+    """The same with six digits of each float, more than any clock here resolves."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

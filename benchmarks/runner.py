@@ -1,4 +1,4 @@
-"""Runs a plan: each turn starts an engine, runs the loads, ends it, and is written down at once."""
+"""Runs a plan: each turn starts an engine, runs the loads, stops the engine, and is written at once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vllm_async_spec.json_child import Child
 
 Report = Callable[[str], None]
 Engines = Callable[[Arm], contextlib.AbstractContextManager[Child]]
-"""Gives an arm its engine, for as long as a turn takes."""
+"""Gives an arm its engine for the length of a turn."""
 
 
 class Runner:
-    """Carries out the turns of a plan that its result file does not hold yet."""
+    """Runs the turns of a plan that its result file does not hold yet."""
 
     def __init__(
         self,
@@ -37,25 +37,25 @@ class Runner:
 
         Args:
             plan: what to run.
-            result: where each turn goes.
+            result: file for each turn.
             command: the command line, kept with the result.
             envs: by vLLM release, a shell file to source first, or a Python.
             cache: folder for directories of models and for logs.
-            report: told a line for each turn.
+            report: takes a line of progress for each turn.
         """
         self._plan, self._result, self._command, self._report = plan, result, command, report
         self._envs, self._cache = envs, cache
 
     def run(self, *, only: str = "", budget: float = float("inf"), retry: bool = False) -> bool:
-        """Run what is missing.
+        """Run the missing turns.
 
         Args:
             only: run only arms whose name contains this, or one of several with commas between.
-            budget: seconds, after which no turn is begun; nor is one that would by all experience end later.
-            retry: whether turns that failed are tried again.
+            budget: seconds. No turn starts if one as long as the longest so far would end later.
+            retry: whether failed turns run again.
 
         Returns:
-            Whether nothing that was asked for is missing.
+            Whether no requested turn is missing.
         """
         begun, longest = time.monotonic(), 0.0
         missing = [
@@ -89,7 +89,7 @@ class Runner:
         try:
             with engine(arm) as process:
                 turn["facts"] = process.ask("describe")
-                loads = turn["loads"] = {}  # what was measured stays, whatever fails after it
+                loads = turn["loads"] = {}  # measured loads stay, even if a later one fails
                 for load in self._plan.loads:
                     loads[load.name] = process.ask(
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
@@ -104,7 +104,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _children(self) -> Iterator[Engines]:
-        """How an arm gets its engine: a new one for each turn, or one that is kept until the end."""
+        """Gives engines to arms: a new engine for each turn, or one engine for each arm until the end."""
         with contextlib.ExitStack() as stack:
             kept: dict[str, Child] = {}
 

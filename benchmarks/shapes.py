@@ -1,7 +1,7 @@
-"""Models by their sizes only: what has to be on disk for vLLM to run one with weights that it makes up.
+"""Models given by their sizes: the files that vLLM needs to run a model with random weights.
 
 A directory with a `config.json` is enough: weights are dummies, prompts are token ids, and no tokenizer is loaded.
-No shape ties its head to its embeddings: the two are arranged differently (see `acceptance`), and a step reads the
+No shape ties its head to its embeddings, because the two are arranged differently (see `acceptance`). A step reads the
 whole head and a few rows of the embeddings whether they are one matrix or two.
 """
 
@@ -29,7 +29,7 @@ class Method(str, enum.Enum):
 
 
 class ShapeError(ValueError):
-    """A shape or a way of drafting for it does not exist; the message names those that do."""
+    """A shape, or its drafter for a method, does not exist; the message names those that do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class Shape:
     name: str
     about: str
     parameters: float
-    """How many it should have; a test counts them."""
+    """Expected number of parameters; a test counts them."""
     target: Mapping[str, Any]
     """Its config.json."""
     drafters: Mapping[Method, Mapping[str, Any] | None]
-    """A config.json for each way of drafting; None where the target's own directory holds the drafter, or none is."""
+    """A config.json for each method; None if the target's own directory holds the drafter, or no drafter is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Models:
 
 
 def write_models(shape: Shape, method: Method | None, folder: Path) -> Models:
-    """Write what `shape` needs for drafting by `method` (None: no drafting) into `folder`.
+    """Write the directories of `shape` for drafting by `method` (None: no drafting) into `folder`.
 
     Raises:
         ShapeError: this shape has no such drafter.
@@ -74,7 +74,7 @@ def find_shape(name: str) -> Shape:
     """The shape of this name.
 
     Raises:
-        ShapeError: there is none.
+        ShapeError: no shape has this name.
     """
     if name not in SHAPES:
         raise ShapeError(f"there is no shape {name!r}; there are {', '.join(SHAPES)}")
@@ -176,7 +176,7 @@ _LOCAL = _COMMON | {
     "vocab_size": 32_000,
 }
 
-# As DeepSeek-V3, of which vLLM knows the multi-token prediction layer, in the sizes of DeepSeek-V2-Lite.
+# DeepSeek-V3's architecture, because vLLM supports its multi-token prediction layer, with DeepSeek-V2-Lite's sizes.
 _DEEPSEEK_LITE = _COMMON | {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -222,9 +222,9 @@ _TINY_MLA = _DEEPSEEK_LITE | _TINY_LAYER | {"num_key_value_heads": 4, "n_routed_
 
 # No experts, so that a tiny engine needs none of their kernels; its prediction layer is dense too.
 _TINY_MTP = _TINY_MLA | {"first_k_dense_replace": _TINY_LAYER["num_hidden_layers"] + 1}
-# The vocabulary of the demo's bytes, with the end of text where its tokenizer has it.
+# The demo's byte vocabulary, with the end of text at its tokenizer's id.
 _TEXT = {"vocab_size": 272, "bos_token_id": 256, "eos_token_id": 256}
-# Keys and values as wide as the hidden state, so that attention can hand an embedding on.
+# Keys and values as wide as the hidden state, so that attention can copy an embedding.
 _TINY_EAGLE3 = _TINY | {
     "num_hidden_layers": 1,
     "num_key_value_heads": 2,
@@ -234,7 +234,7 @@ _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 1
 
 
 def _one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The EAGLE drafter of a Llama: one layer of it."""
+    """The EAGLE drafter of a Llama: the same model with one layer."""
     return {**config, "num_hidden_layers": 1}
 
 

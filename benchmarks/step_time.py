@@ -1,9 +1,9 @@
-"""Host time of what the optimistic runner puts into a step, and of what of vLLM's it replaces.
+"""Host time of the optimistic runner's additions to a step, and of the vLLM code that they replace.
 
     python -m benchmarks step-time [--json FILE] [--batch N] [--rounds N]
 
-It needs vLLM 0.14 to 0.18 and a GPU. Both runners are vLLM's own class, stock and patched, without a model, on a device
-that is idle: nothing is ever waited for, so what is told is what a step costs, and not what it saves. They alternate.
+It needs vLLM 0.14 to 0.18 and a GPU. Both runners are vLLM's own class, stock and patched, without a model, and they
+alternate. The device is idle, so nothing waits: the result is a step's cost on the host, not what it saves.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class StepTimeError(RuntimeError):
 
 
 def measure(batch: int, rounds: int) -> dict[str, Any]:
-    """The result file: microseconds a step, of each part, over so many rounds.
+    """The result file: microseconds a step, of each part, over `rounds` rounds.
 
     Raises:
-        StepTimeError: there is no CUDA device, or this vLLM's runner is not one that the patch is for.
+        StepTimeError: there is no CUDA device, or this vLLM's runner does not need the patch.
     """
     if not torch.cuda.is_available():
         raise StepTimeError("PyTorch finds no CUDA device; run it where there is one")
@@ -51,7 +51,7 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
     transaction.roll_back()
     patched.runner._become_optimistic()
     for step in (stock, patched):
-        step.times()  # what compiles, and what the allocator has yet to take
+        step.times()  # warm-up: compilation and first allocations
     times: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds // 2):
         for kind, step in (("stock", stock), ("patched", patched), ("patched", patched), ("stock", stock)):
@@ -74,14 +74,14 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def in_words(kinds: dict[str, Any]) -> tuple[str, str]:
-    """Stock and patched, such as `61.2 (58.0-70.1)`; a dash where one has no such part."""
+    """Stock and patched, such as `61.2 (58.0-70.1)`; a dash if a runner lacks the part."""
     rows = [kinds.get(kind) for kind in ("stock", "patched")]
     first, second = (f"{row['median']:.1f} ({row['least']:.1f}-{row['most']:.1f})" if row else "-" for row in rows)
     return first, second
 
 
 class _Step:
-    """What differs in a step of a runner in which every request decodes, with its drafts."""
+    """The parts that differ, in a step in which every request decodes with drafts."""
 
     def __init__(self, runner_class: type[Any], batch: int) -> None:
         self.runner = runner = object.__new__(runner_class)

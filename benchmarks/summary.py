@@ -1,4 +1,4 @@
-"""From turns to rows: medians, spreads, and ratios where they may be told."""
+"""Rows from turns: medians, spreads, and ratios unless noise forbids them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Row = dict[str, Any]
 def summarise(document: dict[str, Any]) -> list[Row]:
     """One row for each load and arm, loads outermost.
 
-    A row's `speed` is steps a second for a steady load, and tokens a second for the others: the arms' ratio is of
-    it, with `ratio` or, where none may be told, `refused` saying why.
+    Arms are compared by steps a second for a steady load, and by tokens a second for other loads. A row has `ratio`, or
+    `refused` with the reason for its absence.
     """
     plan = document["plan"]
     rows = []
@@ -38,7 +38,7 @@ def summarise(document: dict[str, Any]) -> list[Row]:
 
 
 def against(document: dict[str, Any], other: str) -> dict[str, Any]:
-    """`document` with its arms compared with `other`; where noise forbids ratios to its own reference, it does here.
+    """`document` with its arms compared with `other`; ratios refused for noise to its own reference stay refused.
 
     Raises:
         PlanError: the document has no such arm.

@@ -1,11 +1,11 @@
-"""The tables of README.md and docs/*.md, written from benchmarks/results: nobody types a measured number.
+"""Writes the tables of README.md and docs/*.md from benchmarks/results, so that no measured number is typed by hand.
 
 A document has a table between two comments, each on a line of its own:
 
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is one of `_MADE_OF_SEVERAL`, below, or that of a plan's result file without `.json`.
+NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLACE = re.compile(
 
 
 class TableError(ValueError):
-    """A document asks for a table that can't be made; the message names both."""
+    """A document names a table that can't be made; the message names both."""
 
 
 def documents(root: Path = ROOT) -> list[Path]:
@@ -43,7 +43,7 @@ def rewrite(paths: Iterable[Path], results: Path = RESULTS) -> dict[Path, str]:
     """The new text of every document whose tables are stale.
 
     Raises:
-        TableError: a document asks for a result that is not there.
+        TableError: a document names a result that does not exist.
     """
     stale = {}
     for path in paths:
@@ -108,7 +108,7 @@ def _host_time(results: Path) -> str:
 
 
 def _generation(results: Path) -> str:
-    # Not every size has been measured, and some with two releases of transformers.
+    # Some sizes are not measured, and some are measured with two releases of transformers.
     return _generated(
         path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))
     )
@@ -141,7 +141,7 @@ def _held(results: Path) -> str:
 
 
 def _flashinfer(results: Path) -> str:
-    """Speeds of FlashInfer with the plugin, a column for each arm that it is held to."""
+    """Speeds of FlashInfer with the plugin, with a column for each arm compared."""
     others = ("stock", "stock-xqa", "FLASH_ATTN")
     rows = []
     for name in ("flashinfer-8b", "flashinfer-8b-0.26.0-V2", "flashinfer-8b-0.26.0-V1"):

@@ -1,4 +1,4 @@
-"""From what an engine put out, and when, to milliseconds a step, tokens a second and the acceptance length."""
+"""Milliseconds a step, tokens a second and acceptance length, from an engine's outputs and their times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TimingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the engine: when its output was there, and the new tokens of each request."""
+    """One step of the engine: when its output arrived, and the new tokens of each request."""
 
     at: float
     tokens: dict[str, int]
@@ -36,7 +36,7 @@ class Timing:
     seconds: float
     tokens: int
     steps: int
-    """What is timed: of a steady load, the steps in which every request decodes."""
+    """Timed steps: for a steady load, those in which every request decodes."""
     step_ms: float
     tokens_per_second: float
     acceptance_length: float
@@ -44,15 +44,15 @@ class Timing:
 
 
 def time_run(load: Load, start: float, steps: Sequence[Step]) -> Timing:
-    """What one run of `load` took.
+    """The timing of one run of `load`.
 
     Args:
         load: what was run.
-        start: when it began.
+        start: when the run began, in seconds of `time.perf_counter`.
         steps: all steps with output, in their order.
 
     Raises:
-        TimingError: a steady load in which there is no step with every request decoding.
+        TimingError: the load is steady, and in no step does every request decode.
     """
     all_running = first_finished = None
     seen: set[str] = set()
@@ -87,8 +87,8 @@ def time_run(load: Load, start: float, steps: Sequence[Step]) -> Timing:
 def _acceptance_length(steps: Sequence[Step]) -> float:
     """Mean tokens a step and request, without the step of the prompt.
 
-    Of a request's end only that is counted which it could not cut off: steps that began with at least as many tokens
-    left as the longest step has. Leaving out whichever step was cut off would leave out long ones more often.
+    Near a request's end only steps count that the end could not cut off: steps that began with at least as many tokens
+    left as the longest step has. To leave out just the steps that were cut off would remove long ones more often.
     """
     streams: dict[str, list[int]] = {}
     for step in steps:
@@ -106,7 +106,7 @@ def _acceptance_length(steps: Sequence[Step]) -> float:
 
 
 class Driver:
-    """Gives loads to a vLLM engine, and sees each step's output where the engine core hands it over."""
+    """Gives loads to a vLLM engine, and records each step's output as the engine core returns it."""
 
     def __init__(self, llm: Any, sampling: Any) -> None:
         """Drive `llm`, a `vllm.LLM`; `sampling(max_tokens)` makes a request's parameters."""
@@ -136,7 +136,7 @@ class Driver:
 
     @contextmanager
     def _recording(self) -> Iterator[list[tuple[float, Any]]]:
-        """Keep every output of the engine core, and look at none of them before the end."""
+        """Record every output of the engine core, and read none before the end."""
         client = self._llm.llm_engine.engine_core
         original, outputs = client.get_output, []
 
@@ -161,7 +161,7 @@ def _step(at: float, output: Any) -> Step:
 
 
 def microseconds_on_an_idle_device(call: Callable[[], Any]) -> float:
-    """What a call takes the host, on average; the device finishes each before the next, outside the time."""
+    """Mean host time of a call, in microseconds; the device finishes each call before the next, outside the timing."""
     total = 0.0
     for _ in range(_CALLS):
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the commands share: options, one sentence for a mistake, and telling a result."""
+"""Shared by the commands: options, one-sentence errors, and output of results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Env = Annotated[
 Cache = Annotated[Path, typer.Option(help="Folder for model directories and logs.")]
 CACHE = Path(".cache/benchmarks")
 _PAGE = 150
-"""Columns of a table that goes to a file, which has no width of its own."""
+"""Width of a table that is written to a file, in characters."""
 
 console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
 
@@ -36,7 +36,7 @@ def fail(message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def failing(*errors: type[Exception]) -> Iterator[None]:
-    """End with the message of any of `errors`, which is one sentence for whoever gave the command."""
+    """End with the message of any of `errors`, which is one sentence for the user."""
     try:
         yield
     except errors as error:
@@ -44,7 +44,7 @@ def failing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:
-    """By vLLM release, what was given for it; the release that is needed is there, or installed here."""
+    """The environments given, by vLLM release; ends the command if none of them, nor this one, has `needed`."""
     environments = {}
     for each in given or []:
         release, _, file = each.partition("=")
@@ -59,7 +59,7 @@ def find_environments(given: list[str] | None, needed: str | None = None) -> dic
 
 
 def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:
-    """Print a result, and write it where that was asked for."""
+    """Print a result, and write it to `json_file`, if given."""
     console.print(table)
     for remark in remarks:
         typer.echo(remark)
@@ -67,7 +67,7 @@ def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), js
 
 
 def write_json(found: Mapping[str, Any], json_file: Path | None) -> None:
-    """Write a result where that was asked for."""
+    """Write a result to `json_file`, if given."""
     if json_file:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
 

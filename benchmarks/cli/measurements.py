@@ -1,4 +1,4 @@
-"""Commands that measure one thing each, and those of transformers; each imports what it measures when it is given."""
+"""Commands that measure one thing each, and those of transformers; each imports what it measures when it runs."""
 
 from __future__ import annotations
 
@@ -176,11 +176,11 @@ def batching(
 
 
 def _named(arms: str, otherwise: Sequence[str]) -> list[str]:
-    """The arms that `--arms` names; the others if it is unset."""
+    """The arms that `--arms` names; `otherwise` if unset."""
     return [name.strip() for name in arms.split(",")] if arms else list(otherwise)
 
 
 def _progress() -> Callable[[str], None]:
-    """Tells on stderr what is being done, each time with the seconds since now."""
+    """A function that prints a line of progress on stderr, with the seconds since this call."""
     start = time.monotonic()
     return lambda line: typer.echo(f"{time.monotonic() - start:6.1f} s: {line}", err=True)

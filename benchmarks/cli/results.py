@@ -1,4 +1,4 @@
-"""Commands of plans: run one, show and draw results, write the tables made of them."""
+"""Commands of plans: run a plan, show and draw results, write their tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
         path = out / f"{name or chosen.name}.json"
         if fresh and path.is_file():
-            read_result(path)  # or it is no result, and not ours to throw away
+            read_result(path)  # raises if the file is no result, which must not be deleted
             path.unlink()
         result = ResultFile(path, chosen)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"

@@ -1,4 +1,4 @@
-"""Commands that hold an engine's tokens to stock's: soaks, and cases of vLLM's features."""
+"""Commands that compare an engine's tokens with stock's: soaks, and cases of vLLM's features."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _check_control(control: str, known: Sequence[str], plugin: Plugin) -> None:
 
 
 def _check_shown(control: str, chosen: Soak) -> None:
-    """Refuse a control that breaks nothing of this soak, which would then be as green as without it."""
+    """Refuse a control that breaks nothing in this soak, which would then pass."""
     shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
     if chosen.name not in shown:
         broken = f"{BREAKS[control]}, and nothing of soak {chosen.name}"
@@ -132,7 +132,7 @@ def _check_shown(control: str, chosen: Soak) -> None:
 
 
 def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
-    """The file that a result is now in; its name says what was broken, or whose vLLM it was."""
+    """Write a result and return its path; the file's name gives the control, or the plugin's state."""
     control, plugin = found["control"], found["plugin"]
     kind = f"-control-{control}" if control else "" if plugin == Plugin.ON.value else f"-{plugin}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What has to be seen of a case, apart from stock's tokens: that the feature was there at all, and did its work."""
+"""Checks of a case beyond stock's tokens: that the feature was active and did its work."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.features.cases import CHOICES, MIN_TOKENS, REGEX, SCHEMA_KEYS, A
 Served = dict[str, Any]
 """What `engine.serve_feature` returns."""
 Check = Callable[[Sequence[Ask], Served], tuple[bool, str]]
-"""Whether it holds, and what was seen."""
+"""Returns whether the check holds, and what was seen."""
 
 _WORTH = 1.1
-"""Tokens a step and request from which on drafts were accepted at all."""
+"""Tokens a step and request above which drafts count as accepted."""
 
 
 def accepted(_: Sequence[Ask], served: Served) -> tuple[bool, str]:
-    """Drafts are accepted, or the case shows nothing."""
+    """Drafts are accepted; otherwise the case shows nothing."""
     return served["accepted"] > _WORTH, f"{served['accepted']:.2f} tokens a step"
 
 
@@ -53,12 +53,12 @@ def changed(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
 
 
 def _parted(one: list[int], other: list[int]) -> bool:
-    """Whether neither begins with the other: one that only ends earlier is not another."""
+    """Whether the two differ at any place that both have; an earlier end is no difference."""
     return any(mine != yours for mine, yours in zip(one, other, strict=False))
 
 
 def grammar(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
-    """Whatever was ended by a grammar is what the grammar says, and something was."""
+    """Every text that a grammar ended matches its grammar, and there is at least one."""
     bound = [
         (ask.sampling["structured_outputs"], request)
         for ask, request in zip(asks, served["requests"], strict=True)
@@ -82,7 +82,7 @@ def _follows(constraint: dict[str, Any], text: str) -> bool:
 
 
 def bad_words(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
-    """Who must not say them does not, and the others do."""
+    """Requests with bad words never generate them, and the others do."""
     words = banned_pairs()
 
     def said(bound: bool) -> int:
@@ -97,7 +97,7 @@ def bad_words(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
 
 
 def min_tokens(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
-    """Who has a least length reaches it, as far as it may, and others end before it."""
+    """Requests with a minimum length reach it if their `max_tokens` allows, and others end before it."""
     lengths: dict[bool, list[int]] = {True: [], False: []}
     for ask, request in zip(asks, served["requests"], strict=True):
         if ask.max_tokens > MIN_TOKENS:
@@ -107,7 +107,7 @@ def min_tokens(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
 
 
 def logprobs(asks: Sequence[Ask], served: Served) -> tuple[bool, str]:
-    """Who asked for log-probabilities has one for each token; what they are is judged with the tokens."""
+    """Requests with log-probabilities have one for each token; `run.judge` compares the values."""
     asked = [
         (ask, request) for ask, request in zip(asks, served["requests"], strict=True) if "logprobs" in ask.sampling
     ]

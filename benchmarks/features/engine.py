@@ -1,4 +1,4 @@
-"""Serves a case in the process of its engine, and notes what is seen of it: tokens, steps, and waits."""
+"""Serves a case in the process of its engine, and records tokens, steps and waits."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from benchmarks.soak.engine import CHOICES, expected_of, runner_of
 
 @dataclass(slots=True)
 class Steps:
-    """What the scheduler decided while a case was served."""
+    """Counts of the scheduler's decisions while a case was served."""
 
     decoded: int = 0
     """Rows of requests that had tokens already."""
     chunks: int = 0
-    """New requests whose prompt was longer than what of it was scheduled first."""
+    """New requests whose first schedule did not hold the whole prompt."""
     resumed: int = 0
-    """Requests that were preempted and have come back."""
+    """Requests that resumed after a preemption."""
     cached: int = 0
     """Prompt tokens that were found in the cache."""
     early: int = 0
-    """Steps that were scheduled when the outputs of all before them had come."""
+    """Steps that were scheduled after the outputs of all earlier steps had arrived."""
 
 
 def serve_feature(llm: Any, feature: Feature, *, noted: bool, adapter: str | None) -> dict[str, Any]:
-    """Serve it once.
+    """Serve a case once.
 
     Args:
         llm: a `vllm.LLM` whose core and worker are in this process.
         feature: the case.
-        noted: whether to note which other choices were close behind at each token. That needs log-probabilities of
-            what a token was chosen by, so drawn tokens are taken greedily.
+        noted: whether to record which other tokens were close behind each token. That needs log-probabilities of the
+            distribution that a token was chosen from, so drawn tokens are chosen greedily instead.
         adapter: directory of the LoRA adapter.
 
     Returns:
-        `requests`, for each what was said, and what was seen.
+        `requests`, each with its answer; and counts of steps, accepted drafts and fallbacks.
     """
     asks = feature.asks()
     report = sys.modules.get("vllm_async_spec.sync_policy")
@@ -108,7 +108,7 @@ def _said(llm: Any, feature: Feature, ask: Ask, output: Any, *, noted: bool) -> 
 
 @contextlib.contextmanager
 def _watched(llm: Any) -> Iterator[Steps]:
-    """Note what the scheduler decides."""
+    """Count the scheduler's decisions."""
     core, steps = llm.llm_engine.engine_core.engine_core, Steps()
     scheduler, original = core.scheduler, core.scheduler.schedule
 
@@ -132,7 +132,7 @@ def _watched(llm: Any) -> Iterator[Steps]:
 
 
 def _patch() -> str:
-    """What became of the patch `optimistic-runner` in this process."""
+    """State of the patch `optimistic-runner` in this process."""
     module = sys.modules.get("vllm_async_spec.vllm_plugin.state")
     plugin = module.active_plugin() if module else None
     if plugin is None or plugin.ledger is None:

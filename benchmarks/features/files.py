@@ -1,4 +1,4 @@
-"""What a case needs on disk beside its model: a tokenizer of bytes, a LoRA adapter. Nothing is fetched."""
+"""Files that a case needs beside its model: a byte tokenizer, a LoRA adapter. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.acceptance import MARK, VOTE
 
 _RANK = 8
 _STRENGTH = 0.2
-"""Of the adapter's change of a matrix, next to a matrix of stirred weights."""
+"""Size of the adapter's change of a matrix, relative to a matrix of stirred weights."""
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -42,7 +42,7 @@ def write_adapter(folder: Path, config: Mapping[str, Any]) -> Path:
             weights[f"{name}.lora_A.weight"] = torch.randn(_RANK, inputs, generator=source) / inputs**0.5
             weights[f"{name}.lora_B.weight"] = torch.randn(out, _RANK, generator=source) * _STRENGTH / _RANK**0.5
             if module == "o_proj":
-                weights[f"{name}.lora_B.weight"][[MARK, VOTE]] = 0  # or the adapter would vote
+                weights[f"{name}.lora_B.weight"][[MARK, VOTE]] = 0  # otherwise the adapter would write marks and votes
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = {

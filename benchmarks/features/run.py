@@ -1,6 +1,6 @@
-"""Cases from outside: stock says what is right, the plugin serves the same, and what came of it is one result a case.
+"""The parent process of cases: stock gives the expected tokens, the plugin serves the same, and each case has a result.
 
-Cases whose engines are alike share one, so that a start is paid once. An engine that dies takes only its case along.
+Cases with equal engines share one engine, which starts once. An engine that dies fails only the case that it served.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GPU = {
     "dtype": "float16",
     "attention_config": {"backend": "FLASH_ATTN"},
     "num_gpu_blocks_override": 1024,
-    # Near ties are told from what a token is chosen by, after penalties and masks.
+    # Near ties are judged after penalties and masks, by the distribution that a token is chosen from.
     "logprobs_mode": "processed_logprobs",
 }
 _CPU = CPU_ENGINE | {"logprobs_mode": "processed_logprobs"}
@@ -51,12 +51,12 @@ class Place:
     cache: Path
     """Folder for directories of models and for logs."""
     cpu: bool = False
-    """As far as a CPU engine goes: no delays, and vLLM's own choice of backend and of scheduling."""
+    """Whether to use a CPU engine: no delays, and vLLM's own choice of backend and of scheduling."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What came of one case with one arm."""
+    """The result of one case with one arm."""
 
     facts: dict[str, Any] | None = None
     noted: Served | None = None
@@ -64,7 +64,7 @@ class Seen:
     late: Served | None = None
     error: str | None = None
     says: str | None = None
-    """vLLM's sentence about asynchronous scheduling, if it does without."""
+    """vLLM's sentence on why it schedules synchronously, if it does."""
 
 
 def run_features(
@@ -75,9 +75,9 @@ def run_features(
     Args:
         features: the cases.
         place: where.
-        plugin: of the subject; stock, held to itself, shows what noise is.
+        plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         control: how to break the subject on purpose, a key of `soak.engine.CONTROLS`; None: not at all.
-        report: told a line for each engine.
+        report: takes a line of progress for each engine.
 
     Yields:
         Each case with its result, as soon as its group is done.
@@ -101,7 +101,7 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         engine |= {"tokenizer": str(folder.resolve()), "skip_tokenizer_init": False}
     if place.cpu:
         engine = {name: value for name, value in engine.items() if name not in _GPU_ONLY}
-        engine["block_size"] = 32  # its own choice is 128, which small cases do not fill
+        engine["block_size"] = 32  # vLLM's default is 128, which small cases do not fill
         if "num_gpu_blocks_override" in engine:
             engine["num_gpu_blocks_override"] //= 2
     elif feature.asynchronous:
@@ -129,7 +129,7 @@ def _run_arm(
     name: str,
     oracle: bool,
 ) -> dict[str, Seen]:
-    """Serve the cases of a group with one engine, and with another where it died over one of them."""
+    """Serve the cases of a group with one engine, and start another one when it dies."""
     found = {feature.name: Seen() for feature in group}
     left = list(group)
     while left:
@@ -138,7 +138,7 @@ def _run_arm(
             try:
                 engine, facts = _start(left[0], place, plugin, log, stack)
             except ChildError as error:
-                for feature in left:  # they are alike in all that starts an engine
+                for feature in left:  # all cases of a group start the same engine
                     found[feature.name].error = str(error)
                 report(f"{', '.join(feature.name for feature in left)}: {error}")
                 break
@@ -150,7 +150,7 @@ def _run_arm(
                     _serve(engine, feature, place, seen, control, oracle=oracle)
                 except ChildError as error:
                     seen.error = str(error)
-                    break  # out of this engine, and on with the next
+                    break  # the next case gets a new engine
         report(f"{name}: {feature.name}" + (f": {seen.error}" if seen.error else " served"))
     return found
 
@@ -181,17 +181,16 @@ def _serve(engine: Child, feature: Feature, place: Place, seen: Seen, control: s
 
 
 def _sentence(log: Path) -> str | None:
-    """What vLLM said of asynchronous scheduling when it did without."""
+    """vLLM's sentence on why it schedules synchronously, if it does."""
     said = _ASYNC_SENTENCE.search(log.read_text(errors="replace"))
     return said[0].strip() if said else None
 
 
 def judge(feature: Feature, stock: Seen, subject: Seen, place: Place, plugin: Plugin) -> dict[str, Any]:
-    """What came of a case.
+    """The result of a case.
 
     Returns:
-        `verdict`: `as stock`, `refused by vLLM`, or `wrong`, and then `why`, sentence by sentence; beside them what
-        was compared and what was seen.
+        `verdict`: `as stock`, `refused by vLLM`, or `wrong` with its reasons in `why`; and the comparisons and checks.
     """
     made: dict[str, Any] = {
         "feature": feature.name,
@@ -241,7 +240,7 @@ def _said(served: Served) -> list[dict[str, Any]]:
 
 
 def _compare(expected: Sequence[Expected], served: Served, plain: Served) -> Verdict:
-    """Beside what stock gave when asked what else it might have said, it may give what stock gave without: `plain`."""
+    """Compare `served` with `expected`. A request may also equal `plain`, stock's answer without log-probabilities."""
     verdict = Verdict()
     for index, (one, said, other) in enumerate(zip(expected, _said(served), _said(plain), strict=True)):
         as_plain = served is not plain and said["tokens"] == other["tokens"]
@@ -250,7 +249,7 @@ def _compare(expected: Sequence[Expected], served: Served, plain: Served) -> Ver
 
 
 def _widest_gap(stock: Served, served: Served) -> float:
-    """How far apart log-probabilities of the same tokens are, at most; 0 where none were asked for."""
+    """Largest difference between log-probabilities of the same tokens; 0 if none were requested."""
     return max(
         (
             abs(mine - yours)
@@ -263,7 +262,7 @@ def _widest_gap(stock: Served, served: Served) -> float:
 
 
 def _why_unlike(outcomes: Mapping[str, Verdict], gaps: Mapping[str, float]) -> Iterator[str]:
-    """What is unlike stock. What stock itself says differently at times is no fault of the plugin's."""
+    """Differences from stock. Stock's own differences (`STOCK_AGAIN`) are not the plugin's fault."""
     for name, verdict in outcomes.items():
         if verdict.outcomes["different"] and name != STOCK_AGAIN:
             index, place, behind = verdict.first_different[0]
@@ -280,7 +279,7 @@ def _why_unlike(outcomes: Mapping[str, Verdict], gaps: Mapping[str, float]) -> I
 def _why_not_ours(
     feature: Feature, subject: Seen, waits: Mapping[str, int], patch: str, plugin: Plugin, release: str | None
 ) -> Iterator[str]:
-    """What ran that was not to run."""
+    """Scheduling, patch state or waits that differ from the case's."""
     assert subject.facts is not None
     if subject.facts["async_scheduling"] is not feature.asynchronous:
         state = "asynchronous" if subject.facts["async_scheduling"] else "synchronous"
@@ -294,6 +293,6 @@ def _why_not_ours(
 
 
 def in_short(found: Mapping[str, Any]) -> str:
-    """One line of a result."""
+    """A result in one line."""
     head = f"{found['feature']}: {found['verdict']}"
     return "; ".join([head, *found["why"]]) if found["why"] else head

@@ -1,4 +1,4 @@
-"""The table of cases, from their results: one row a case, also where none has been run."""
+"""The table of cases, from their results: one row a case, also for cases that have not run."""
 
 from __future__ import annotations
 
