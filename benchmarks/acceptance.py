@@ -7,9 +7,9 @@ speculative decoding. This module arranges existing weights and leaves every mat
   0.001) add to them: the residual stream that leaves the last layer is the token's embedding.
 - The head's row for `successor[i]` is the embedding of `i`, so that the target always generates `successor[i]` after
   `i`. The successors form one long cycle.
-- Two hidden dimensions are reserved. In the target's embeddings `MARK` holds +1 for the tokens after which the
-  drafter must be wrong and -1 for the others, and the head ignores `MARK`. `VOTE` is zero in these embeddings. The
-  *stranger* is the one token that is no successor; its row of the head has a large weight for `VOTE`.
+- Two hidden dimensions are reserved. In the target's embeddings `MARK` is +1 for tokens after which the drafter must be
+  wrong, and -1 for the others. The head ignores `MARK`. `VOTE` is zero in these embeddings. The *stranger* is the one
+  token that is no successor; its row of the head has a large weight for `VOTE`.
 - The drafter would otherwise generate the target's tokens, so the mark is copied into its `VOTE`. In EAGLE and MTP the
   projection of the input does this, and also copies the embedding. EAGLE-3's projection does not see the embedding, so
   its attention does this, in which each token attends to itself alone. A draft model's own embeddings hold the mark.
@@ -94,8 +94,8 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
 def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = False, seed: int = SEED) -> None:
     """Arrange the dummy weights of a target or of a drafter, in place.
 
-    A target and the drafters of its hidden size get the same embeddings and head, so it does not matter which of the
-    two matrices vLLM lets them share.
+    A target and the drafters of its hidden size get the same embeddings and head. So vLLM may let them share either
+    matrix.
 
     Args:
         model: a causal language model, its modules named as in vLLM and transformers.

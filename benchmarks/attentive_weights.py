@@ -3,8 +3,8 @@
 Arranged weights (`acceptance`) make the target generate a token's successor whatever came before. The speed of a step
 is right, but wrong attention goes unnoticed. Stirred weights keep the arrangement as a tendency. The layers' matrices
 are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head gets a
-random part, which that movement selects from. The successor still wins more often than not, and the drafter relies on
-this.
+random part, through which that movement changes the logits. The successor still wins more often than not, and the
+drafter relies on this.
 """
 
 from __future__ import annotations

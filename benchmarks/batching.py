@@ -19,9 +19,9 @@ tokens of our arms differ, there is no result. transformers uses other attention
 its tokens that are equal: with random weights in bfloat16, few are. With drafts all arms use the weights of
 `batching_models`, whose next token is never a near tie.
 
-A shorter, untimed run warms up each arm. On a GPU each arm has another short run afterwards, under CUPTI alone, on
-prompts as long as sequences are in the middle of a timed run. This run gives the share of time in which a kernel or a
-copy ran, and the share of host-caused idle: gaps of 3 µs and more. The rest is launch gaps. Both shares are of the
+A shorter, untimed run warms up each arm. On a GPU each arm has another short run afterwards, under CUPTI alone. Its
+prompts are as long as sequences in the middle of a timed run. It gives the share of time in which a kernel or a copy
+ran, and the share of host-caused idle: gaps of 3 µs and more. The rest is launch gaps. Both shares are of the
 third quarter of the steps (transformers' arm: the middle half of the run). Each of our arms then runs once more with
 the audit's recorder on the middle steps, which counts critical waits a step. `synchronous again` equals `synchronous`,
 and is left out of both.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class LoadError(ValueError):
-    """There is no such load; the message names those that there are."""
+    """No such load exists; the message lists all loads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """Ratios of speeds, how far they can be trusted, and when they are omitted.
 
-The unit of noise is the turn: one process that starts an engine and runs a load several times. Runs inside a turn
-share its process, its memory layout and its clocks, so they are summed up by their median and never counted as
-independent. Turns come in passes, in which each arm has one; the ratio is taken within each pass.
+The unit of noise is the turn: one process that starts an engine and runs a load several times. Runs of a turn share its
+process, memory layout and clocks. So only their median counts, and they are never treated as independent. In each pass
+every arm has one turn; the ratio is taken within each pass.
 
-The interval is Student's, on the logarithms of the passes' ratios: exact for any number of passes where those are
-normal. A bootstrap of four values finds the true ratio far less often than it says, and the sign-flip interval, which
-needs no normality, can't say 95 % of fewer than six passes.
+The interval is Student's, on the logarithms of the passes' ratios, and exact for any number of passes if the logarithms
+are normal. A bootstrap of four values covers the true ratio far less often than stated. The sign-flip interval needs no
+normality, but can't reach 95 % with fewer than six passes.
 """
 
 from __future__ import annotations

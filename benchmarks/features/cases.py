@@ -32,7 +32,7 @@ TEXT_BYTES = 94
 
 
 class FeatureError(ValueError):
-    """There is no such feature; the message names those that there are."""
+    """No such feature exists; the message lists all features."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,8 @@ class Verdict:
     first_different: list[tuple[int, int, float | None]] = field(default_factory=list)
     """Up to ten: the request's index, the place, and how far behind the token was, if recorded."""
     gaps: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*map(str, GAPS), "more"), 0))
-    """Requests that differ, by how far behind their first differing token was: up to this, and beyond the last key.
-    `more` includes tokens that were not recorded."""
+    """Requests that differ, by how far behind their first differing token was: up to this key, and above the key
+    before it. `more` includes tokens that were not recorded."""
 
     def add(self, index: int, expected: Expected, tokens: Sequence[int]) -> None:
         """Judge one finished request."""

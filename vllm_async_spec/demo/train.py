@@ -80,9 +80,8 @@ class DemoModels:
 class Training:
     """How both models are trained.
 
-    One of `steps` steps takes `batch` windows of `context` bytes, each made of pieces of the corpus that are `piece`
-    bytes long on average, with up to `max_gap` positions left out between two of them. `lr` is the peak of the learning
-    rate.
+    Each of `steps` steps takes `batch` windows of `context` bytes. A window is made of pieces of the corpus, `piece`
+    bytes long on average, with up to `max_gap` positions left out between pieces. `lr` is the peak learning rate.
     """
 
     steps: int = 600
@@ -242,9 +241,9 @@ def _optimizers(model: TinyLlama) -> list[torch.optim.Optimizer]:
 def _batch(tokens: Tensor, training: Training, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Draw inputs, positions and labels, all [batch, context] int64; a label of -100 is not to be learnt.
 
-    Every window is a patchwork of the corpus. After each seam the model has to find its place again from a few bytes,
-    which is what it must do with a prompt that it has never seen. Positions jump at the seams, so that distances beyond
-    the window occur too: rotary attention sees only differences, and shifting a whole window would teach it nothing.
+    Every window is a patchwork of the corpus. After each seam the model must find its place again from a few bytes, as
+    with a new prompt. Positions jump at the seams, so that distances beyond the window occur too: rotary attention sees
+    only differences, and shifting a whole window would teach it nothing.
     """
     size = (training.batch, training.context + 1)
     seams = torch.rand(size, generator=generator) < 1 / training.piece

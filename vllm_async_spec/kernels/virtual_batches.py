@@ -1,9 +1,9 @@
 """Chunked local attention as causal attention over virtual batches, which the device cuts at chunk ends.
 
 Under chunked local attention a token at position `p` sees the keys from `p // chunk * chunk` to `p`. So a request
-whose query tokens lie in several chunks equals several requests of ordinary causal attention, the *virtual batches*,
-each with the keys of one chunk. The cuts depend on the exact length, but the largest number of pieces does not.
-`virtual_batches` gives that number of rows. Rows that the exact length does not need have no query tokens and no keys.
+whose query tokens lie in several chunks equals several requests of ordinary causal attention. These are the *virtual
+batches*, each with the keys of one chunk. The cuts depend on the exact length, but the largest number of pieces does
+not: `virtual_batches` gives it. Rows that the exact length does not need have no query tokens and no keys.
 
 Importing this module does not import Triton; the first call on a CUDA tensor does.
 """
