@@ -5,7 +5,7 @@
 set -euo pipefail
 uv=$(realpath "$1")
 options=${2:-}
-samples=$(realpath "$(dirname "$0")")
+samples=$(realpath "$(dirname "$0")/support")
 room=$(mktemp -d)
 trap 'rm -rf "$room"' EXIT
 

@@ -29,8 +29,8 @@ pytestmark = [
 ]
 CPU = torch.device("cpu")
 INTERLEAVED = {"custom_generate": generation.generate, "interleaved": True, "open_channel": CudaFlagChannel}
-MOMENT = 0.5
-"""Seconds in which a thread that may go on does."""
+MOMENT, LONG = 0.5, 60.0
+"""Seconds: what a thread that must wait is given to go wrong; what one that may go on takes at most."""
 
 
 class OutOfTurn(Exception):
@@ -43,7 +43,7 @@ def generate(kind: str, **way: Any) -> torch.Tensor:
     return made
 
 
-def generate_in_two_threads(patch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor]:
+def generate_in_two_threads(patch: pytest.MonkeyPatch, given: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Llama's tokens and GPT-2's, whose generation begins in another thread in the middle of Llama's.
 
     Raises:
@@ -60,7 +60,7 @@ def generate_in_two_threads(patch: pytest.MonkeyPatch) -> tuple[torch.Tensor, to
         elif length > 6 and not others:
             in_the_middle.set()
             others.append(threads.submit(generate, "gpt2", **INTERLEAVED))
-            wait(others, MOMENT)
+            wait(others, given)
             in_the_middle.clear()
         return launch(self, slot, length)
 
@@ -71,7 +71,7 @@ def generate_in_two_threads(patch: pytest.MonkeyPatch) -> tuple[torch.Tensor, to
 def test_a_generation_of_another_thread_waits_for_its_turn():
     expected = [generate(kind) for kind in ("llama", "gpt2")]
     with simulated(0) as patch:
-        found = generate_in_two_threads(patch)
+        found = generate_in_two_threads(patch, MOMENT)
     assert all(torch.equal(*each) for each in zip(expected, found, strict=True))
 
 
@@ -80,7 +80,7 @@ def test_without_turns_it_would_not():
     with simulated(0) as patch:
         patch.setattr(CudaSlots, "turn", contextlib.nullcontext)
         with pytest.raises(OutOfTurn):
-            generate_in_two_threads(patch)
+            generate_in_two_threads(patch, LONG)
 
 
 def waits(work: Any, held: CudaSlots) -> bool:
