@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from vllm_async_spec.patching import Transaction
+from vllm_async_spec.patching import Transaction, temporarily
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
@@ -85,12 +85,11 @@ def measure(rounds: int) -> dict[str, Any]:
     times: dict[str, dict[str, list[float]]] = {name: {"stock": [], "grafted": []} for name in operations(cls)}
     for _ in range(rounds // 2):
         for kind in ("stock", "grafted", "grafted", "stock"):
-            transaction = Transaction()
-            for patch in patches if kind == "grafted" else []:
-                patch(transaction, module)
-            for name, operation in operations(cls).items():
-                times[name][kind].append(microseconds(operation))
-            transaction.roll_back()
+            with temporarily() as transaction:
+                for patch in patches if kind == "grafted" else []:
+                    patch(transaction, module)
+                for name, operation in operations(cls).items():
+                    times[name][kind].append(microseconds(operation))
     return {"vllm": vllm.__version__, "operations": {name: _row(**kinds) for name, kinds in times.items()}}
 
 

@@ -23,7 +23,7 @@ from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.compat.backend_builders import Way, flashinfer_builder
 from vllm_async_spec.compat.builder_inputs import AbsentError, BuilderInputs
 from vllm_async_spec.compat.builders import common_metadata, llama_config, ngram_drafts
-from vllm_async_spec.patching import Transaction
+from vllm_async_spec.patching import temporarily
 from vllm_async_spec.vllm_plugin.patches.flashinfer_builder import IMPLEMENTATIONS
 
 REQUESTS = (1, 8, 32, 128)
@@ -79,10 +79,9 @@ def measure(rounds: int) -> dict[str, Any]:
 def builders_of(module: Any, device: torch.device) -> dict[str, Any]:
     """Builders by kind; `module` is vLLM's FlashInfer backend."""
     stock = module.FlashInferMetadataBuilder
-    transaction = Transaction()
-    IMPLEMENTATIONS["flashinfer-builder"].apply(transaction, module)
-    ours = module.FlashInferBackend.get_builder_cls()
-    transaction.roll_back()
+    with temporarily() as transaction:
+        IMPLEMENTATIONS["flashinfer-builder"].apply(transaction, module)
+        ours = module.FlashInferBackend.get_builder_cls()
 
     def builder(cls: Any, way: Way) -> Any:
         return flashinfer_builder(cls, _Heads(device), way)

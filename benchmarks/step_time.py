@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.statistics import summary
 from benchmarks.timing import microseconds_on_an_idle_device
-from vllm_async_spec.patching import Transaction
+from vllm_async_spec.patching import temporarily
 from vllm_async_spec.vllm_plugin.patches.optimistic_runner import IMPLEMENTATIONS
 
 DRAFTS = 3
@@ -45,10 +45,9 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
     if reason := patch.unneeded(module.GPUModelRunner._update_states):
         raise StepTimeError(f"the patch optimistic-runner is not needed with vLLM {vllm.__version__}: {reason}")
     stock = _Step(module.GPUModelRunner, batch)
-    transaction = Transaction()
-    patch.apply(transaction, module)
-    patched = _Step(module.GPUModelRunner, batch)
-    transaction.roll_back()
+    with temporarily() as transaction:
+        patch.apply(transaction, module)
+        patched = _Step(module.GPUModelRunner, batch)
     patched.runner._become_optimistic()
     for step in (stock, patched):
         step.times()  # warm-up: compilation and first allocations

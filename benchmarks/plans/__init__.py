@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from benchmarks.arms import Plan, PlanError
 from benchmarks.plans.baseline import baseline, baseline_tiny
-from benchmarks.plans.flashinfer import flashinfer, flashinfer_audit, flashinfer_before, flashinfer_older_gpu
+from benchmarks.plans.flashinfer import defaults, flashinfer, flashinfer_audit, flashinfer_before, flashinfer_older_gpu
 from benchmarks.plans.optimistic import optimistic, optimistic_audit, optimistic_peers
-from benchmarks.plans.overhead import defaults, overhead, overhead_tiny
+from benchmarks.plans.overhead import overhead, overhead_tiny
 
 
 def find_plan(name: str) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, GPU_ENGINE, NATIVE, SIX_OF_8B
+from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, FLASHINFER, FOUR_OF_8B, GPU_ENGINE, NATIVE, SIX_OF_8B
 
 
 def flashinfer(shape: str) -> Plan:
@@ -30,6 +30,24 @@ def flashinfer(shape: str) -> Plan:
             arm("stock-xqa", Plugin.STOCK, FLASHINFER, VLLM_HAS_FLASHINFER_CUBIN="1"),
             arm("FLASH_ATTN", Plugin.STOCK, {"backend": "FLASH_ATTN"}),
         ),
+    )
+
+
+def defaults(shape: str) -> Plan:
+    """FlashInfer with vLLM's default compilation and capture, as an operator gets them."""
+
+    def arm(name: str, plugin: Plugin, backend: str) -> Arm:
+        engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}
+        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
+
+    return _flashinfer(
+        name=f"defaults-{shape}",
+        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, compiled by vLLM, {shape} shape",
+        arms=(
+            *(arm(plugin.value, plugin, "FLASHINFER") for plugin in Plugin),
+            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
+        ),
+        loads=("decode-1", "decode-32", "decode-128", "mixed"),
     )
 
 
@@ -70,13 +88,15 @@ def flashinfer_older_gpu(shape: str) -> Plan:
     )
 
 
-def _flashinfer(name: str, about: str, arms: tuple[Arm, ...]) -> Plan:
+def _flashinfer(
+    name: str, about: str, arms: tuple[Arm, ...], loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed")
+) -> Plan:
     """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
     return Plan(
         name=name,
         about=about,
         arms=arms,
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
+        loads=find_loads(loads),
         turns=4,
         seconds=2.0,
         repetitions=2,

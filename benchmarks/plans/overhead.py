@@ -1,10 +1,10 @@
-"""The plugin's cost or gain against stock, with this project's compilation settings or vLLM's."""
+"""The plugin's cost or gain against stock."""
 
 from __future__ import annotations
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, FOUR_OF_8B, GPU_ENGINE, tiny_arm
+from benchmarks.plans.engines import ACCEPTANCE, GPU_ENGINE, tiny_arm
 from benchmarks.shapes import find_shape
 
 
@@ -34,30 +34,6 @@ def overhead_tiny() -> Plan:
         loads=find_loads(("decode-1-short", "decode-4-short", "mixed-short")),
         turns=4,
         seconds=1.0,
-        reference=Plugin.STOCK.value,
-        control=Plugin.NOOP.value,
-        keep=True,
-    )
-
-
-def defaults(shape: str) -> Plan:
-    """vLLM's default compilation and capture, as an operator gets them."""
-
-    def arm(name: str, plugin: Plugin, backend: str) -> Arm:
-        engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}
-        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
-
-    return Plan(
-        name=f"defaults-{shape}",
-        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, compiled by vLLM, {shape} shape",
-        arms=(
-            *(arm(plugin.value, plugin, "FLASHINFER") for plugin in Plugin),
-            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
-        ),
-        loads=find_loads(("decode-1", "decode-32", "decode-128", "mixed")),
-        turns=4,
-        seconds=2.0,
-        repetitions=2,
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
         keep=True,

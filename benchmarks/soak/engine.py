@@ -13,11 +13,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.loads import Request
+from vllm_async_spec.patching import temporarily
 
 NEAR = 0.05
 """Two tokens this close, in log-probability, may be swapped by the order of additions: float16, logits spread by 1."""
@@ -162,7 +163,7 @@ def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
             counted[place] += 1
             torch.cuda._sleep(int(cycles_per_ms * _LONGEST_DELAY_MS * source.random() ** 4))
 
-    def around(owner: type[Any], name: str, *, after: bool) -> Callable[[], None]:
+    def around(owner: type[Any], name: str, *, after: bool) -> Callable[..., Any]:
         original = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -172,15 +173,13 @@ def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
                 maybe(f"after {name}")
             return answer
 
-        own = name in vars(owner)
-        setattr(owner, name, wrapped)
-        return lambda: setattr(owner, name, original) if own else delattr(owner, name)
+        return wrapped
 
-    with ExitStack() as undo:
+    with temporarily() as changes:
         for builder in builders:
-            undo.callback(around(builder, "build", after=True))
+            changes.set(builder, "build", around(builder, "build", after=True))
         for name in ("execute_model", "sample_tokens"):
-            undo.callback(around(type(runner), name, after=False))
+            changes.set(type(runner), name, around(type(runner), name, after=False))
         yield counted
 
 

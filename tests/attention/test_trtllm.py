@@ -17,6 +17,7 @@ import trtllm_contract
 from batches import Batch, ordered_batches
 from hypothesis import given
 from hypothesis import strategies as st
+from trtllm_shapes import NEW, OLD, SM90, SM100
 
 from vllm_async_spec import CommonAttentionMetadata, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import (
@@ -36,21 +37,6 @@ from vllm_async_spec.attention import (
 
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 2, 16
 SCALE = HEAD_SIZE**-0.5
-NEW = FlashInferFeatures(ragged_xqa=True, large_pages=True)
-OLD = FlashInferFeatures(ragged_xqa=False, large_pages=False)
-SM100 = TrtllmShape(
-    kernel="trtllm-gen",
-    capability=(10, 0),
-    page_size=16,
-    head_size=128,
-    num_heads=32,
-    num_kv_heads=8,
-    query_dtype=torch.bfloat16,
-    kv_dtype=torch.bfloat16,
-    query_tokens=4,
-    features=NEW,
-)
-SM90 = replace(SM100, kernel="xqa", capability=(9, 0))
 # The adapter looks at neither heads nor dtypes, so the shapes above also stand for the small tensors below.
 KINDS = {"trtllm-gen": SM100, "xqa": SM90, "xqa, no ragged batches": replace(SM90, features=OLD)}
 

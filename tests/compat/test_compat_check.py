@@ -14,14 +14,13 @@ import compat_planted as planted
 import pytest
 import torch
 from compat_cuda import PassesForCuda, without_cuda
+from trtllm_shapes import OLD, SM100
 
 from vllm_async_spec.attention import (
     FlashAttentionAdapter,
-    FlashInferFeatures,
     HostNeed,
     ReferenceAdapter,
     TrtllmAdapter,
-    TrtllmShape,
 )
 from vllm_async_spec.audit import host_reads
 from vllm_async_spec.compat import check as checking
@@ -315,17 +314,7 @@ def test_capture_is_asked_of_those_only_that_support_it():
     assert found.cases[0].not_run == "it is never captured"
 
 
-TRTLLM_SHAPE = TrtllmShape(
-    kernel="trtllm-gen",
-    capability=(10, 0),
-    page_size=16,
-    head_size=128,
-    num_heads=32,
-    num_kv_heads=8,
-    query_dtype=torch.bfloat16,
-    kv_dtype=torch.bfloat16,
-    features=FlashInferFeatures(ragged_xqa=False, large_pages=False),
-)
+TRTLLM_SHAPE = replace(SM100, query_tokens=1, features=OLD)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from vllm_async_spec.generation import workspace
 from vllm_async_spec.generation.decode import Decode
 from vllm_async_spec.generation.flag_channel import CudaFlagChannel, FinishTracker
 from vllm_async_spec.generation.slots import CudaSlots
+from vllm_async_spec.patching import temporarily
 
 VOCABULARY = 61
 LONG = 2_000_000
@@ -66,12 +67,9 @@ def generate(model: Any, inputs: dict[str, Any], *, seed: int = 0, **kwargs: Any
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+    with temporarily() as changes:
+        changes.set(owner, name, value)
         yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextlib.contextmanager

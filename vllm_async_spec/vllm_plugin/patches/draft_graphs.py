@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.patching import Transaction
+from vllm_async_spec.patching import Transaction, temporarily
 from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes
 from vllm_async_spec.streams import captured
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -102,15 +102,12 @@ class _Plainly:
 @contextlib.contextmanager
 def _launched_plainly(drafter: Any) -> Iterator[None]:
     """Within the block, the drafter launches its kernels one by one, without padding and piecewise graphs."""
-    changed = Transaction()
-    try:
+    with temporarily() as changes:
         if hasattr(drafter, "use_cuda_graph"):
-            changed.set(drafter, "use_cuda_graph", False)
+            changes.set(drafter, "use_cuda_graph", False)
         if hasattr(drafter, "cudagraph_dispatcher"):
-            changed.set(drafter, "cudagraph_dispatcher", _Plainly(drafter.cudagraph_dispatcher))
+            changes.set(drafter, "cudagraph_dispatcher", _Plainly(drafter.cudagraph_dispatcher))
         yield
-    finally:
-        changed.roll_back()
 
 
 @contextlib.contextmanager
