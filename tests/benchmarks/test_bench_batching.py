@@ -60,7 +60,7 @@ def test_all_arms_are_measured_and_give_the_same_tokens(requests: int, tmp_path:
     assert found["equal_tokens"] == dict.fromkeys(batching.ARMS, 1.0)
     assert found["gpu_busy"] == found["host_idle"] == {}
     assert found["complete"]
-    assert "nothing can be won on a CPU" in done.output
+    assert "a CPU shows no gain" in done.output
 
 
 def test_what_is_done_is_told_and_what_is_known_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_what_is_done_is_told_and_what_is_known_is_kept(tmp_path: Path, monkeypa
     said = [line.partition(": ")[2] for line in done.stderr.splitlines()]
     expected = [
         "making a model of tiny",
-        "making the batcher of synchronous, asynchronous: graphs, and kernels that are not compiled here yet",
+        "making the batcher of synchronous, asynchronous, which may capture graphs and compile kernels",
         "synchronous: 4 tokens, not timed",
         "asynchronous: 4 tokens, not timed",
         "pass 1 of 2",
@@ -142,7 +142,7 @@ def test_arms_that_draft_give_the_tokens_of_the_others_and_more_of_them_a_step(t
     assert "transformers" not in found["accepted"]
     for name in batching.DRAFTED:
         assert found["accepted"][name] == pytest.approx(expected_length(SHARE, 3), rel=0.1)
-    assert "3 drafts a step" in done.output
+    assert "drafts 3 tokens a step" in done.output
     assert "2.53 tokens a step" in done.output
     table = batching.table(found)
     against = table.columns[[column.header for column in table.columns].index("drafts synchronous = 1")]
@@ -154,7 +154,7 @@ def test_an_older_transformers_has_no_arm_of_its_own_and_it_is_said(monkeypatch:
     monkeypatch.delattr("transformers.generation.configuration_utils.ContinuousBatchingConfig", raising=False)
     done = run(*SMALL)
     assert done.exit_code == 1
-    assert "has no continuous batching as version 5 has it; leave that arm out by naming the others" in done.output
+    assert "lacks the continuous batching of version 5; leave out that arm by naming the other arms" in done.output
     assert "Traceback" not in done.output
 
 
@@ -221,7 +221,7 @@ def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: p
     table = batching.table(found)
     column = table.columns[[column.header for column in table.columns].index("critical waits")]
     assert list(column.cells) == ["0.25", "-"]
-    assert any(note == "no waits are told of asynchronous: too short" for note in batching.notes(found))
+    assert any(note == "the waits of asynchronous were not recorded: too short" for note in batching.notes(found))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: p
         (["--model", "large"], "the model is 'large'; it must be one of tiny, 1b, 8b"),
         (["--drafts", "2", "--arms", "synchronous"], "the drafts are 2 and the arms synchronous; drafts synchronous"),
         (["--arms", "drafts asynchronous"], "the drafts are 0 and the arms drafts asynchronous; drafts synchronous"),
-        (["--arms", "mine"], "the arms have 'mine'; they must be of synchronous, synchronous again, asynchronous"),
+        (["--arms", "mine"], "there is no arm 'mine'; there are synchronous, synchronous again, asynchronous"),
         (["--attention", "FAST"], "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM"),
     ],
 )
@@ -256,7 +256,7 @@ def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: 
         done = run(*SMALL, "--arms", "synchronous,asynchronous", "--json", str(result), *options)
         assert done.exit_code == 0, done.output
         assert json.loads(result.read_text())["compiled"] == bool(options)
-        assert ("the decodes of our arms are compiled, and of one size" in done.output) == bool(options)
+        assert ("the decodes of this package's arms are compiled" in done.output) == bool(options)
     assert [config.torch_compile for config in made] == [False, True]
     assert made[1].decode_sizes == [2]
 

@@ -85,5 +85,5 @@ def test_stock_is_vllm_with_all_plugins_but_ours(monkeypatch: pytest.MonkeyPatch
 
 def test_an_environment_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.engine._vllm_plugins", lambda: {"a"})
-    with pytest.raises(EngineError, match=r"vllm-async-spec is not installed for .*; `pip install --no-deps"):
+    with pytest.raises(EngineError, match=r"vllm-async-spec is not installed for .*; run `pip install --no-deps"):
         _choose_plugins("noop")

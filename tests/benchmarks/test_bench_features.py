@@ -128,7 +128,8 @@ def test_one_planted_token_in_one_request_is_found():
     found = judged(plain(), seen(plain(), planted(5, 3, 997)))
     assert found["verdict"] == "wrong"
     assert found["why"][0] == (
-        "1 of 24 requests different in plugin; request 5 from token 3 on, by a choice none of those noted"
+        "1 of 24 requests differ in plugin; "
+        "request 5 differs from token 3 on, by a token not among stock's noted tokens"
     )
 
 
@@ -136,7 +137,7 @@ def test_a_near_tie_is_forgiven_and_a_wider_one_is_not():
     near, wide = (judged(plain(), seen(plain(), planted(5, 3, token))) for token in (999, 998))
     assert near["verdict"] == "as stock"
     assert near["outcomes"]["plugin"]["outcomes"]["swapped"] == 1
-    assert wide["why"][0].endswith(f"by a choice {2 * NEAR:.3f} behind")
+    assert wide["why"][0].endswith(f"by a token {2 * NEAR:.3f} behind stock's")
 
 
 def test_stock_may_say_otherwise_without_log_probabilities_and_the_plugin_may_say_either(tmp_path: Path):
@@ -151,16 +152,16 @@ def test_stock_may_say_otherwise_without_log_probabilities_and_the_plugin_may_sa
         assert found["outcomes"]["stock again"]["outcomes"]["different"] == 1
     (tmp_path / "features-eagle.json").write_text(json.dumps(found))
     (row,) = [row for row in feature_grid(tmp_path).rows if row[0].startswith("`eagle`")]
-    assert row[5].endswith("; stock says 1 otherwise when it is asked for log-probabilities")
+    assert row[5].endswith("; stock itself differs in 1 if log-probabilities are requested")
     neither = judge(feature, reference, seen(feature, planted(5, 3, 996)), GPU, Plugin.ON)
-    assert "1 of 24 requests different in plugin" in neither["why"][0]
+    assert "1 of 24 requests differ in plugin" in neither["why"][0]
 
 
 def test_what_differs_only_with_the_device_late_is_found():
     subject = seen(plain())
     assert subject.late is not None
     planted(0, 0, 997)(subject.late)
-    assert "different in late" in judged(plain(), subject)["why"][0]
+    assert "differ in late" in judged(plain(), subject)["why"][0]
 
 
 def test_drawn_tokens_are_forgiven_nothing():

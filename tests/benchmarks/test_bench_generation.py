@@ -52,7 +52,7 @@ def test_the_static_arms_are_paired_and_run_alone():
     for added, ratio in (({}, "6.000"), ({"static synchronous": [3.0, 3.0]}, "2.000")):
         last = list(generation.rows({"tokens_per_second": speeds | added}))[1]
         assert last[-1].startswith(ratio)
-    assert "how large the noise is, is not among the arms" in generation.notes(found)[-1]
+    assert "the noise is unknown, because `transformers` is not among the arms" in generation.notes(found)[-1]
 
 
 def test_a_static_arm_has_a_static_cache_on_a_model_of_its_own():
@@ -81,7 +81,7 @@ def test_ungraphed_arms_are_compiled_and_launched():
 
 
 def test_an_arm_that_is_not_there_is_named():
-    with pytest.raises(generation.GenerationError, match="the arms have 'statik'; they must be of synchronous, "):
+    with pytest.raises(generation.GenerationError, match="there is no arm 'statik'; there are synchronous, "):
         measure(arms=["statik"])
 
 

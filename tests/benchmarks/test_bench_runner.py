@@ -178,7 +178,7 @@ def test_what_was_measured_stays_when_its_audit_fails(engines, tmp_path):
 
 def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
     run(tmp_path)
-    with pytest.raises(PlanError, match="is the result of another plan, or of this one as it was"):
+    with pytest.raises(PlanError, match="is the result of another plan or of an older version"):
         run(tmp_path, dataclasses.replace(PLAN, loads=PLAN.loads[:1]))
 
 

@@ -77,7 +77,9 @@ def test_the_subject_is_allowed_twice_what_stock_is_from_itself():
 
 @pytest.mark.parametrize("found", [noise(0.3), noise(0.01, different=1)])
 def test_where_stock_is_far_from_itself_nothing_is_told(found: dict[str, Any]):
-    with pytest.raises(SoakError, match=r"stock differs from itself by up to .* can't tell who is wrong"):
+    with pytest.raises(
+        SoakError, match=r"stock differs from itself by up to .* can't show whether the plugin is wrong"
+    ):
         allowed(found)
 
 
@@ -165,13 +167,13 @@ def test_there_are_no_delays_without_a_device():
         (("tiny", "--control", "exact"), "benchmarks: --control is 'exact'; it must be one of lengths, fence, short"),
         (
             ("0.32.0-V2-FLASHINFER", "--control", "positions"),
-            "benchmarks: --control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, and nothing of soak "
-            "0.32.0-V2-FLASHINFER; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
+            "benchmarks: --control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
+            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
         ),
         (
             ("0.18.1-V1-FLASH_ATTN", "--control", "fence"),
-            "benchmarks: --control fence breaks what the plugin plans with FlashInfer, and nothing of soak "
-            "0.18.1-V1-FLASH_ATTN; give one of 0.26.0-V1-FLASHINFER, ",
+            "benchmarks: --control fence breaks the plugin's plans for FlashInfer, which soak "
+            "0.18.1-V1-FLASH_ATTN does not use; give one of 0.26.0-V1-FLASHINFER, ",
         ),
         (
             ("0.18.1-V1-FLASH_ATTN", "--control", "positions", "--plugin", "stock"),

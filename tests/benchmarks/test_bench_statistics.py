@@ -71,7 +71,7 @@ def test_a_noop_that_is_not_stock_refuses_every_ratio_and_says_why():
     refused = row(found, "plugin")
     assert "ratio" not in refused
     words = (
-        r"the noop arm, which is stock in all but name, differs from it by -4\.8%, more than the noise of ±1\.1%; .+"
+        r"the noop arm, which is stock in all but name, differs from stock by -4\.8%, more than the noise of ±1\.1%; .+"
     )
     assert re.fullmatch(words, refused["refused"])
     assert refused["step_ms"]["median"] == pytest.approx(9.52, rel=0.01)  # the raw figures stay
@@ -94,7 +94,7 @@ def test_turns_of_two_machines_are_not_compared():
     for turn in one["turns"][-1:]:
         turn["facts"] = other
     one["summary"] = summarise(one)
-    assert row(one, "plugin")["refused"] == "the turns were had on 2 different machines"
+    assert row(one, "plugin")["refused"] == "the turns ran on 2 different machines"
 
 
 def test_arms_can_be_compared_with_another_than_the_reference():

@@ -138,7 +138,7 @@ def test_a_result_of_another_schema_is_refused(tmp_path: Path):
     path.write_text(json.dumps(document(STEADY) | {"schema": 0}))
     done = CliRunner().invoke(app, ["show", str(path)])
     assert done.exit_code == 1
-    assert "has schema 0; this reads 1" in done.output
+    assert "has schema 0; this version reads only schema 1" in done.output
 
 
 def test_a_plan_without_any_turn_has_nothing_to_show():

@@ -179,8 +179,8 @@ def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> 
     [
         (["waiting"], "the technique is 'waiting'; it must be one of stopping, static, interleaving, batching"),
         (["stopping", "--model", "8b"], "the model is '8b'; of stopping it must be one of tiny, gpt2"),
-        (["stopping", "--drafts", "2"], "drafts are 2 and the technique is stopping; only batching drafts"),
-        (["batching"], "a trace is of a GPU, and PyTorch finds no CUDA device here"),
+        (["stopping", "--drafts", "2"], "drafts are 2 and the technique is stopping; only batching uses drafts"),
+        (["batching"], "a trace needs a GPU, and PyTorch finds no CUDA device"),
     ],
 )
 def test_what_can_not_be_recorded_is_refused_in_one_sentence(
@@ -235,7 +235,9 @@ def test_a_run_that_is_too_short_has_no_middle() -> None:
         for _ in range(15):
             on_step()
 
-    with pytest.raises(MiddleError, match="a run of 15 steps has no middle to record; at least 16 are needed"):
+    with pytest.raises(
+        MiddleError, match="a run of 15 steps has no middle to record; give more new tokens, for at least 16 steps"
+    ):
         record_middle(run)
 
 

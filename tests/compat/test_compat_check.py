@@ -231,7 +231,7 @@ def test_a_builders_buffer_is_judged_by_the_part_in_use():
 
     found = checked(Buffered, "decode")
     assert found.passed
-    assert found.cases[0].builds[0].skipped == ("extra.0 (a buffer, of which extra.1 is what is used)",)
+    assert found.cases[0].builds[0].skipped == ("extra.0 (a buffer of which only extra.1 is used)",)
 
     class InUse(Buffered):
         tail = 101

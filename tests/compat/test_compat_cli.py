@@ -54,7 +54,7 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
         ("compat_planted:OnlyDrafting", "blocks"),
     ]
     page = files["markdown"].read_text()
-    assert "| compat_planted:Clean | none | 18 of 18 |  | not run | not run: only its builder is known; name " in page
+    assert "| compat_planted:Clean | none | 18 of 18 |  | not run | not run: only the builder was given; name " in page
     assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `support/comp" in page
     assert re.search(
         r"^- told upper bound, it waits: read \(item\) .*\(draft step 2; draft step 3\)$", page, re.MULTILINE
@@ -80,20 +80,20 @@ def test_what_may_be_named(name: str):
     ("arguments", "sentence"),
     [
         (["--backend", "FLASH"], "there is no backend 'FLASH'; there are FLASH_ATTN, FLASH_ATTN_FA2, "),
-        (["--backend", "nowhere:Builder"], "nowhere:Builder: there is no module 'nowhere'; install it, or start where"),
+        (["--backend", "nowhere:Builder"], "nowhere:Builder: there is no module 'nowhere'; install the module, or"),
         (
             ["--backend", "compat_outside:Nothing"],
             "compat_outside has no 'Nothing'; name a builder class or a factory",
         ),
         (["--backend", "compat_outside:NoBuilder"], "NoBuilder has no build(); name a metadata builder, a backend"),
-        (["--backend", "compat_outside:number"], "it is int, which makes no builder; name a class or a factory"),
+        (["--backend", "compat_outside:number"], "number is of type int, which makes no builder; name a class"),
         (
             ["--backend", "compat_outside:broken_factory"],
             "the factory fails: KeyError: 'heads' at support/compat_outs",
         ),
         (["--backend", "compat_outside:empty_factory"], "the factory returned NoneType, which has no build()"),
         (["--device", "tpu", "--backend", "compat_outside:factory"], "--device is 'tpu'; it must be cpu or cuda"),
-        (["--vllm-source", "/nowhere"], "/nowhere contains no vllm/ with its vllm-*.dist-info beside it"),
+        (["--vllm-source", "/nowhere"], "/nowhere contains no vllm/ beside a vllm-*.dist-info; give the directory"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):

@@ -29,5 +29,5 @@ def test_pip_is_asked_for_the_tag_of_every_release(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("version", ["0.11.2", "latest", "../0.21.0", "0.21.0/../..", ""])
 def test_what_is_no_release_is_refused_by_name(version: str, tmp_path: Path) -> None:
-    with pytest.raises(fetch.FetchError, match=re.escape(f"{version!r} is no vLLM release from 0.12.0 on; name one")):
+    with pytest.raises(fetch.FetchError, match=re.escape(f"{version!r} is not a vLLM release since 0.12.0; name one")):
         fetch.fetch_release(version, tmp_path)

@@ -162,7 +162,7 @@ def test_a_builder_of_which_nothing_else_is_known_is_not_attended_with():
     device = SimulatedDevice()
     tried = third_party_subject("compat_planted:Clean", device)
     found = attend(tried, device, check(tried, device, cases=[NAMED["decode"]]), cases=[NAMED["decode"]])
-    assert str(found.not_attended).startswith("only its builder is known; name a backend with get_impl_cls")
+    assert str(found.not_attended).startswith("only the builder was given; name a backend class with get_impl_cls")
 
 
 def test_reports_say_it(tmp_path: Path):
@@ -187,7 +187,7 @@ def test_a_result_of_before_there_was_attention_says_that_it_was_not_run():
     for case in data["backends"][0]["cases"]:
         del case["attended"]
     row = Run.read(data).rows[0]
-    assert row.attention == "not run: the suite did not do that yet"
+    assert row.attention == "not run: made by an older suite, which ran no attention"
     assert row.forward_waits == "not run"
 
 
@@ -326,7 +326,7 @@ def test_a_gpu_that_is_lost_while_something_is_built_ends_up_in_the_report(monke
         suite.run(["compat_attention:Right"], SimulatedDevice())
     monkeypatch.setattr(suite, "is_lost", lambda device: True)
     found = suite.run(["compat_attention:Right"], SimulatedDevice())
-    assert "the GPU does nothing more: RuntimeError: CUDA error: an illegal" in str(found.results[0].failure)
+    assert "the GPU is unusable: RuntimeError: CUDA error: an illegal" in str(found.results[0].failure)
     assert found.exit_code == 2
 
 
@@ -336,7 +336,7 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
 
     def astray(subject: Subject, device: Device, found: BackendResult) -> BackendResult:
         lost.append(subject.name)
-        return replace(found, not_attended="the GPU does nothing more")
+        return replace(found, not_attended="the GPU is unusable")
 
     monkeypatch.setattr(suite, "attend", astray)
     monkeypatch.setattr(suite, "is_lost", lambda device: True)
@@ -350,7 +350,7 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
     assert lost == names[:1]
     assert asked == names[1:]
     assert [each.backend for each in found.results] == names
-    assert [each.not_attended for each in found.results] == ["the GPU does nothing more", None, None]
+    assert [each.not_attended for each in found.results] == ["the GPU is unusable", None, None]
 
     def dies(left: Sequence[str]) -> Sequence[BackendResult]:
         raise BrokenExecutor("a process in the process pool was terminated abruptly")
@@ -387,8 +387,8 @@ for each in found.results:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, capture_output=True, text=True)
     astray, right = done.stdout.splitlines()[-2:]
-    assert "the GPU does nothing more" in astray, done.stderr[-2000:]
-    assert right == "True the GPU failed in the forward of a builder before it, and does nothing more"
+    assert "the GPU is unusable" in astray, done.stderr[-2000:]
+    assert right == "True the GPU failed in an earlier builder's forward and is unusable"
 
 
 @pytest.mark.gpu
@@ -400,6 +400,6 @@ def test_the_command_attends_with_the_rest_in_a_new_process(tmp_path: Path):
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
     assert (tmp_path / "found.json").is_file(), done.stderr[-2000:]
     astray, right = json.loads((tmp_path / "found.json").read_text())["backends"]
-    assert "the GPU does nothing more" in astray["not_attended"]
+    assert "the GPU is unusable" in astray["not_attended"]
     assert right["not_attended"] is None
     assert right["passed"]

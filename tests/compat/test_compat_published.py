@@ -128,11 +128,11 @@ def test_a_stock_run_does_not_pass_for_one_with_the_plugin(
     result = tmp_path / name
     result.write_text(json.dumps(full.to_dict()))
     assert main(["--docs", str(tmp_path), str(result)]) == 2
-    assert f"{name} was made without --plugin and is 0.32.0-stock; rename it" in capsys.readouterr().err
+    assert f"{name} was made without --plugin, so it is 0.32.0-stock; rename the file" in capsys.readouterr().err
     result.write_text(json.dumps(full.to_dict() | {"plugin": {}}))
     result.rename(tmp_path / "stock.json")
     assert main(["--docs", str(tmp_path), str(tmp_path / "stock.json")]) == 2
-    assert "was made with --plugin and is 0.32.0-plugin" in capsys.readouterr().err
+    assert "was made with --plugin, so it is 0.32.0-plugin" in capsys.readouterr().err
     assert list((tmp_path / "compat").iterdir()) == []
 
 
@@ -142,7 +142,7 @@ def test_two_files_of_one_run_are_refused(full: Report, tmp_path: Path, capsys: 
     for result in results:
         result.write_text(json.dumps(full.to_dict()))
     assert main(["--docs", str(tmp_path), *map(str, results)]) == 2
-    assert "other.json is 0.32.0-stock, and so is a file before it" in capsys.readouterr().err
+    assert "other.json is 0.32.0-stock, and so is an earlier file" in capsys.readouterr().err
     assert list((tmp_path / "compat").iterdir()) == []
 
 

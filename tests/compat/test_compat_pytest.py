@@ -76,7 +76,7 @@ def test_no_backend_and_a_wrong_one_fail_in_a_sentence(tmp_path: Path):
     assert "no backend is named; set async_spec_backends in pytest's settings" in done.stdout
     assert outcome(done) == {"error": 1}
     done = run_pytest(tmp_path, "--async-spec-backend", "nowhere:Builder")
-    assert "nowhere:Builder: there is no module 'nowhere'; install it" in done.stdout
+    assert "nowhere:Builder: there is no module 'nowhere'; install the module" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
 
 

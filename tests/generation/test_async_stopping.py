@@ -252,7 +252,7 @@ def test_an_assistant_and_a_streamer_are_refused_and_not_dropped():
     inputs = tiny_models.prompts([3], "left")
     with pytest.raises(ValueError, match="not assisted_generation"):
         model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, assistant_model=model)
-    with pytest.raises(ValueError, match="transformers hands no streamer"):
+    with pytest.raises(ValueError, match="transformers passes no streamer"):
         model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, streamer=Tokens())
 
 
@@ -262,7 +262,9 @@ def test_a_window_that_passes_is_not_cropped_but_generation_waits(nothing_said: 
     inputs = tiny_models.prompts([3], "left")
     criteria = stopping_at([28])
     channel = LateChannel(1)
-    with pytest.warns(generation.SynchronousGenerationWarning, match="up to 32 tokens pass a .*SlidingWindowLayer"):
+    with pytest.warns(
+        generation.SynchronousGenerationWarning, match="SlidingWindowLayer keeps only .* of up to 32 tokens"
+    ):
         (expected, _), (output, _) = both(
             kind, channel, inputs, options={}, max_new_tokens=30, stopping_criteria=criteria,
             cache_implementation=cache, **EVERYTHING,

@@ -322,7 +322,9 @@ def test_release_frees_it(recorded: None):
     assert (report.graph_pool, report.streams) == (0, ())
     assert report.total == report.cache + report.buffers
     generation.release(model)
-    with pytest.raises(LookupError, match="nothing is kept for this LlamaForCausalLM; generate with interleaved=True"):
+    with pytest.raises(
+        LookupError, match="no workspace is kept for this LlamaForCausalLM; generate with interleaved=True"
+    ):
         generation.memory_report(model)
 
 
@@ -332,7 +334,7 @@ def test_the_limit_of_memory_is_kept(recorded: None):
     both("llama", inputs, ways(), max_new_tokens=9)
     held = generation.memory_report(model).total
     both("llama", inputs, {**ways(), "memory_limit": held}, max_new_tokens=9)
-    with pytest.raises(ValueError, match=rf"holds {held} bytes .* and memory_limit is {held - 1}; raise it"):
+    with pytest.raises(ValueError, match=rf"holds {held} bytes .* and memory_limit is {held - 1}; raise the limit"):
         both("llama", inputs, {**ways(), "memory_limit": held - 1}, max_new_tokens=9)
     with pytest.raises(LookupError):
         generation.memory_report(model)
@@ -369,25 +371,28 @@ def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch
     ("kwargs", "sentence"),
     [
         ({"num_beams": 2}, "not beam_search"),
-        ({"return_dict_in_generate": True}, "returns tokens alone, and return_dict_in_generate is set"),
+        ({"return_dict_in_generate": True}, "returns only tokens, and return_dict_in_generate is set"),
         ({"use_cache": False}, "needs a cache, and use_cache is off"),
         ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and past_key_values were passed"),
-        ({"cache_implementation": "offloaded"}, "can't use such a cache, and cache_implementation is 'offloaded'"),
+        ({"cache_implementation": "offloaded"}, "can't use the cache that cache_implementation='offloaded' selects"),
         ({"cache_implementation": "dynamic"}, "static_cache and cache_implementation='dynamic' contradict each other"),
-        ({"prefill_chunk_size": 2}, "feeds the prompts at once, and prefill_chunk_size is set"),
+        ({"prefill_chunk_size": 2}, "prefills prompts in one step, and prefill_chunk_size is set"),
         ({"poll_every": 0}, "poll_every is 0; it must be at least 1"),
         ({"max_in_flight": -1}, "max_in_flight is -1; it must be at least 1"),
         ({"static_cache": False, "cuda_graphs": True}, "cuda_graphs needs static_cache"),
         ({"static_cache": False, "torch_compile": True}, "torch_compile needs static_cache"),
         ({"static_cache": False, "torch_compile": {}}, "torch_compile needs static_cache"),
         ({"torch_compile": 2}, "torch_compile is 2; it must be bool or str or dict"),
-        ({"torch_compile": {"dynamic": True}}, "torch_compile has 'dynamic'; it may have backend, fullgraph, mode, op"),
+        ({"torch_compile": {"dynamic": True}}, "torch_compile has the argument 'dynamic'; it takes only backend, full"),
         (
             {"torch_compile": {"mode": "default", "options": {}}},
-            "the mode 'default' and options, and PyTorch takes one",
+            "both the mode 'default' and options, but PyTorch takes only one",
         ),
-        ({"torch_compile": {"mode": "reduce-overhead"}}, "makes CUDA graphs of its own, and here steps are captured"),
-        ({"torch_compile": {"options": {"triton.cudagraphs": True}}}, "take the mode 'max-autotune-no-cudagraphs'"),
+        (
+            {"torch_compile": {"mode": "reduce-overhead"}},
+            "makes its own CUDA graphs, but this package already captures",
+        ),
+        ({"torch_compile": {"options": {"triton.cudagraphs": True}}}, "use the mode 'max-autotune-no-cudagraphs'"),
         ({"cuda_graphs": "yes"}, "cuda_graphs is 'yes'; it must be bool"),
         ({"memory_limit": 0}, "memory_limit is 0; it must be at least 1 byte"),
         ({"memory_limit": 2.5}, "memory_limit is 2.5; it must be int or NoneType"),
@@ -406,7 +411,9 @@ def test_what_it_can_not_do_is_refused_in_a_sentence(kwargs: dict[str, Any], sen
 
 def test_other_models_are_refused_by_name():
     model = tiny_models.model("encoder-decoder")
-    with pytest.raises(ValueError, match="a decoder alone, and T5ForConditionalGeneration has an encoder; leave out"):
+    with pytest.raises(
+        ValueError, match="only decoder-only models, and T5ForConditionalGeneration has an encoder; leave out"
+    ):
         model.generate(
             **tiny_models.prompts([3], "left"),
             max_new_tokens=3,
@@ -418,7 +425,7 @@ def test_other_models_are_refused_by_name():
 def test_embeddings_of_the_prompt_are_refused():
     model = tiny_models.model("llama")
     embeddings = model.get_input_embeddings()(tiny_models.prompts([3], "left")["input_ids"])
-    with pytest.raises(ValueError, match="hands the model tokens alone, and inputs_embeds was passed"):
+    with pytest.raises(ValueError, match="gives the model only tokens, and inputs_embeds was passed"):
         model.generate(
             inputs_embeds=embeddings, max_new_tokens=3, custom_generate=generation.generate, interleaved=True
         )
@@ -476,7 +483,7 @@ def test_a_second_thread_is_refused():
     thread.start()
     assert inside.wait(30)
     try:
-        with pytest.raises(RuntimeError, match="this LlamaForCausalLM generates already, in another thread"):
+        with pytest.raises(RuntimeError, match="this LlamaForCausalLM already generates, in another thread"):
             run()
     finally:
         go_on.set()
@@ -487,7 +494,7 @@ def test_a_second_thread_is_refused():
 
 def test_expandable_segments_need_a_gpu_and_come_first(monkeypatch: pytest.MonkeyPatch):
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="PyTorch finds no CUDA device; leave them out"):
+        with pytest.raises(RuntimeError, match="need a CUDA device, and PyTorch finds none; leave out"):
             generation.use_expandable_segments()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

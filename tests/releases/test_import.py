@@ -28,7 +28,7 @@ def test_it_is_the_release(release, vllm_source):
 
 
 def test_a_second_release_is_refused(vllm_source):
-    with pytest.raises(VllmSourceError, match="has a vLLM already"):
+    with pytest.raises(VllmSourceError, match="has already loaded a vLLM"):
         load_vllm(vllm_source)
 
 

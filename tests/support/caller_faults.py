@@ -310,7 +310,7 @@ class World:
             self.chance.choice((self.submit, self.cancel, self.cancel_reader, self.step_inside))()
 
     def step_inside(self) -> None:
-        with pytest.raises(BatcherError, match=r"step\(\) runs in this one already"):
+        with pytest.raises(BatcherError, match=r"step\(\) already runs in this thread"):
             self.batcher.step()
 
     def end(self) -> None:
@@ -338,7 +338,7 @@ class World:
         assert not self.batcher.busy
         memory = 0
         for asked in self.asked:
-            if "memory does not suffice" in str(asked.request.error):
+            if "memory is too small" in str(asked.request.error):
                 memory += 1
                 asked.reasons.add("error")
             asked.check(self.expected(asked.request.prompt))

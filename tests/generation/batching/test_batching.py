@@ -334,7 +334,7 @@ def test_a_step_without_memory_fails_one_request_and_the_others_go_on(calls: set
             assert request.result() == whole
         else:
             assert request.tokens == whole[: len(request.tokens)]
-            with pytest.raises(RequestError, match=r"memory does not suffice for this request .* tried to allocate"):
+            with pytest.raises(RequestError, match=r"memory is too small for this request .* tried to allocate"):
                 request.result()
 
 
@@ -463,14 +463,20 @@ def refuse(*_: Any) -> Any:
     [
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
         ({"max_length": -1}, "max_length is -1; it must be at least 1"),
-        ({"max_length": 4096}, "max_length is 4096 and the model has 2048 positions; give at most that"),
+        ({"max_length": 4096}, "max_length is 4096 and the model has 2048 positions; give at most 2048"),
         ({"page_size": 0}, "page_size is 0; it must be at least 1"),
         ({"steps_ahead": 0}, "steps_ahead is 0; it must be at least 1"),
-        ({"decode_sizes": [1, 2]}, r"decode_sizes is \[1, 2\]; it must be positive, and the largest max_batch, 3"),
-        ({"cuda_graphs": True}, "cuda_graphs is True and the model is on cpu; leave it out, or move the model"),
-        ({"torch_compile": {"mode": "reduce-overhead"}}, "makes CUDA graphs of its own, and here steps are captured"),
+        (
+            {"decode_sizes": [1, 2]},
+            r"decode_sizes is \[1, 2\]; the sizes must be positive, and the largest must be max_batch, 3",
+        ),
+        ({"cuda_graphs": True}, "cuda_graphs is True and the model is on cpu; leave out cuda_graphs, or move"),
+        (
+            {"torch_compile": {"mode": "reduce-overhead"}},
+            "makes its own CUDA graphs, but this package already captures",
+        ),
         ({"torch_compile": 2}, "torch_compile is 2; it must be bool or str or dict"),
-        ({"torch_compile": "fast"}, "torch_compile has the backend 'fast', which PyTorch does not know; leave it out"),
+        ({"torch_compile": "fast"}, "torch_compile has the backend 'fast', which PyTorch does not know; leave out"),
         ({"attention": "FAST"}, "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM, TORCH_REFERENCE"),
         ({"attention": "FLASH_ATTN"}, "FLASH_ATTN needs a CUDA device, and the model is on cpu"),
     ],
@@ -511,12 +517,14 @@ def test_settings_that_are_none_are_refused():
 
 
 def test_a_model_that_can_not_be_batched_is_told_why():
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder and a decoder; only decoders"):
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration has an encoder; only decoder-only models"):
         make("encoder-decoder")
-    with pytest.raises(ModelError, match="Gemma2Attention attends with softcap, which no adapter does"):
+    with pytest.raises(ModelError, match="Gemma2Attention attends with softcap, which no adapter supports"):
         make("hybrid")
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(ModelError, match=r"BloomForCausalLM does not take its attention .* use model.generate"):
+    with pytest.raises(
+        ModelError, match=r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"
+    ):
         ContinuousBatcher(bloom.eval(), config=BatcherConfig(max_batch=1))
 
 
@@ -536,7 +544,7 @@ def test_a_model_in_training_mode_is_refused():
     model = tiny_models.model("llama")
     model.train()
     try:
-        with pytest.raises(ModelError, match="is in training mode, and would drop out at random; call its eval"):
+        with pytest.raises(ModelError, match="is in training mode, so dropout is active; call the model's eval"):
             make()
     finally:
         model.eval()
@@ -545,7 +553,7 @@ def test_a_model_in_training_mode_is_refused():
 def test_the_model_belongs_to_one_batcher_until_that_is_closed():
     model = tiny_models.model("llama")
     with make() as batcher:
-        with pytest.raises(ModelError, match="belongs to a ContinuousBatcher; close that one first"):
+        with pytest.raises(ModelError, match="belongs to a ContinuousBatcher; close that batcher first"):
             make()
         with pytest.raises(RuntimeError, match=r"belongs to a ContinuousBatcher; call the batcher's close\(\)"):
             model(input_ids=torch.tensor([[1]]))

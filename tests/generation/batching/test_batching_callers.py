@@ -93,7 +93,7 @@ def test_an_event_loop_that_takes_no_more_ends_its_request_alone(kind: str):
         assert [each.tokens for each in found[:6]] == expected()[:6]
         assert found[7].result() == expected()[7]
         why = "RuntimeError: Event loop is closed" if kind == "closed" else "OSError: takes nothing"
-        with pytest.raises(RequestError, match=f"takes no more tokens, because {why}; let it run until the request"):
+        with pytest.raises(RequestError, match=f"takes no more tokens, because {why}; keep the loop running until"):
             found[6].result()
         assert found[6].tokens == expected()[6][: len(found[6].tokens)]
         assert 0 < len(found[6].tokens) < 20
@@ -210,7 +210,9 @@ def test_requests_are_submitted_and_cancelled_inside_a_step():
     def act() -> None:
         more.append(batcher.submit(PROMPTS[3], max_new_tokens=20))
         batcher.cancel(found[7])
-        with pytest.raises(BatcherError, match=r"step\(\) runs in this one already; let one thread drive the batcher"):
+        with pytest.raises(
+            BatcherError, match=r"step\(\) already runs in this thread; let one thread drive the batcher"
+        ):
             batcher.step()
 
     with make() as batcher, during_forward(act):

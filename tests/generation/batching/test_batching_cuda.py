@@ -317,7 +317,7 @@ def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str])
             batcher.run()
     failed = [request for request in found if request.error is not None]
     assert len(failed) == 1
-    assert "memory does not suffice" in str(failed[0].error)
+    assert "memory is too small" in str(failed[0].error)
     assert all(request.result() == each for request, each in zip(found, expected, strict=True) if request.error is None)
 
 

@@ -242,7 +242,9 @@ def test_a_step_without_memory_fails_one_request_and_the_others_go_on(whose: str
 def test_a_sampled_request_is_refused():
     with (
         make(draft_model=drafter("llama", "noisy")) as batcher,
-        pytest.raises(RequestError, match=r"temperature is 0\.7, and with a draft model tokens are greedy; leave it 0"),
+        pytest.raises(
+            RequestError, match=r"temperature is 0\.7, and a batcher with a draft model decodes greedily; leave"
+        ),
     ):
         batcher.submit([1], temperature=0.7)
 
@@ -252,14 +254,17 @@ def test_a_bad_draft_model_is_refused_and_the_model_is_free_again():
     wide = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(model.config.to_dict() | {"vocab_size": 20})))
     short = transformers.LlamaConfig(**(model.config.to_dict() | {"max_position_embeddings": 32}))
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"draft_model": model}, "the draft model is the model itself, which would gain nothing; give a smaller one"),
-        ({"draft_model": wide.eval()}, "the draft model has a vocabulary of 20 and the model one of 13; give a draft"),
-        ({"draft_model": tiny_models.model("hybrid")}, "attends with softcap, which no adapter does"),
-        ({"draft_tokens": 2}, "draft_tokens is 2 and there is no draft_model; give one, or leave it out"),
+        ({"draft_model": model}, "the draft model is the model itself, which would gain nothing; give a smaller model"),
+        (
+            {"draft_model": wide.eval()},
+            "the draft model's vocabulary has 20 tokens and the model's has 13; give a draft",
+        ),
+        ({"draft_model": tiny_models.model("hybrid")}, "attends with softcap, which no adapter supports"),
+        ({"draft_tokens": 2}, "draft_tokens is 2 and there is no draft_model; give a draft_model, or leave"),
         ({"draft_model": copied, "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
         (
             {"draft_model": transformers.LlamaForCausalLM(short).eval()},
-            f"max_length is {LENGTH} and the draft model has 32 positions; give at most that",
+            f"max_length is {LENGTH} and the draft model has 32 positions; give at most 32",
         ),
     ]
     for options, message in refused:
@@ -272,7 +277,7 @@ def test_a_bad_draft_model_is_refused_and_the_model_is_free_again():
 def test_the_draft_model_belongs_to_the_batcher_until_that_is_closed():
     copied = drafter("llama", "the same")
     with make(draft_model=copied):
-        with pytest.raises(ModelError, match="belongs to a ContinuousBatcher; close that one first"):
+        with pytest.raises(ModelError, match="belongs to a ContinuousBatcher; close that batcher first"):
             make("gpt2", draft_model=copied)
         assert tiny_models.model("gpt2").config._attn_implementation == "eager"
     assert copied.config._attn_implementation == tiny_models.model("llama").config._attn_implementation == "eager"

@@ -68,7 +68,7 @@ async def follow_later(batcher: ContinuousBatcher) -> list[int]:
     return await collect(batcher.stream([5], max_new_tokens=300))
 
 
-REFUSED = r"^a driver that was stopped is still in step\(\); start the batcher when it has returned$"
+REFUSED = r"^a stopped driver is still in step\(\); start the batcher after that step\(\) returns$"
 
 
 @pytest.mark.parametrize("at_once", [True, False])

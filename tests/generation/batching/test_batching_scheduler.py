@@ -243,7 +243,7 @@ def test_pages_are_given_back_once_and_by_whoever_has_them():
     assert pages.take(2) is None
     pages.give_back(taken)
     assert pages.free == pages.capacity == 3
-    with pytest.raises(ValueError, match=f"page {taken[0]} is given back, and nobody has it"):
+    with pytest.raises(ValueError, match=f"page {taken[0]} is given back, and no request holds that page"):
         pages.give_back(taken)
     with pytest.raises(ValueError, match="num_pages is 1; it must be at least 2"):
         PageAllocator(1)
