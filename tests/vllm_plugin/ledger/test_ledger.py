@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
 
 import pytest
 from ledger_source import SOURCE, spec
+from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, PatchSpec, State
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, PatchSpec, State, Target
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 
 
@@ -35,8 +37,8 @@ def double(transaction: Transaction, module) -> None:
     transaction.set(module.Runner, "step", step)
 
 
-def installed(spec: PatchSpec, apply=double, unneeded=lambda target: None) -> Ledger:
-    ledger = Ledger({spec.name: Implementation(unneeded, apply)}, (spec,))
+def installed(spec: PatchSpec, apply=double, unneeded=lambda: None) -> Ledger:
+    ledger = Ledger({spec.name: Implementation(apply, unneeded)}, (spec,))
     ledger.install()
     return ledger
 
@@ -63,7 +65,7 @@ def test_a_changed_upstream_function_is_refused_and_left_alone(upstream, tmp_pat
     path = tmp_path / f"{upstream}.py"
     path.write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
     refused = []
-    ledger = Ledger({"double": Implementation(lambda target: None, double)}, (spec(upstream),), refused.append)
+    ledger = Ledger({"double": Implementation(double)}, (spec(upstream),), refused.append)
     ledger.install()
     module = importlib.import_module(upstream)
     outcome = ledger.outcomes["double"]
@@ -99,7 +101,7 @@ def test_fingerprints_are_those_of_every_python():
 def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream):
     patch = spec(upstream)
     settled = []
-    implementation = Implementation(lambda target: None, double, lambda: "there is no such card")
+    implementation = Implementation(double, unneeded_here=lambda: "there is no such card")
     ledger = Ledger({patch.name: implementation}, (patch,), settled.append)
     ledger.install()
     ledger.install()
@@ -110,7 +112,7 @@ def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream
 
 def test_what_is_not_needed_is_left_alone_even_where_it_has_changed(upstream, tmp_path):
     (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", "2 * tokens + 2"))
-    ledger = installed(spec(upstream), unneeded=lambda step: "it doubles by itself")
+    ledger = installed(spec(upstream), unneeded=lambda: "it doubles by itself")
     module = importlib.import_module(upstream)
     assert (ledger.outcomes["double"].state, ledger.outcomes["double"].detail) == (
         State.NOT_NEEDED,
@@ -163,10 +165,48 @@ def test_a_target_that_is_gone_is_refused(upstream):
     assert ledger.outcomes["double"].detail == f"this vLLM has no {upstream}:Runner.gone"
 
 
-def test_a_foreign_target_that_cannot_be_asked_is_named_too(upstream):
+def test_a_target_that_another_plugin_replaced_is_named(upstream):
     module = importlib.import_module(upstream)
     foreign = {}
     exec(compile("def step(self, tokens=1):\n    return 7\n", "/elsewhere/other_plugin.py", "exec"), foreign)
     module.Runner.step = foreign["step"]
-    ledger = installed(spec(upstream), unneeded=lambda step: step.__globals__["Runner"] and None)
+    ledger = installed(spec(upstream))
     assert "replaced by another plugin (/elsewhere/other_plugin.py:1)" in ledger.outcomes["double"].detail
+
+
+@pytest.mark.parametrize(
+    ("release", "state"),
+    {
+        "0.18.1": State.WAITING,
+        "0.19.0": State.NOT_NEEDED,
+        "0.18.0rc1": State.WAITING,
+        "0.19.0rc2.dev5": State.NOT_NEEDED,
+        "0.13.0": State.NOT_NEEDED,
+        "0.1.dev1": State.WAITING,
+        "dev": State.WAITING,
+        None: State.WAITING,
+    }.items(),
+)
+def test_a_patch_is_not_needed_outside_its_releases_and_waits_where_none_is_known(upstream, release, state):
+    patch = dataclasses.replace(spec(upstream), ranges=(SpecifierSet(">=0.14,<0.19"),))
+    ledger = Ledger({"double": Implementation(double)}, (patch,), release=release)
+    ledger.install()
+    assert ledger.outcomes["double"].state is state
+    module = importlib.import_module(upstream)
+    assert module.Runner().step(1) == (4 if state is State.WAITING else 2)
+    if state is State.NOT_NEEDED:
+        assert ledger.outcomes["double"].detail == f"vLLM {release} is not among its releases"
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as known", "changed"])
+def test_a_guard_in_another_module_must_be_as_known(upstream, tmp_path, changed):
+    known = "def helper():\n    return 1\n"
+    (tmp_path / f"{upstream}_guard.py").write_text(known.replace("1", "2") if changed else known)
+    guard = Target(f"{upstream}_guard", "helper", {"1.0": fingerprints(known, ["helper"])["helper"]})
+    ledger = installed(dataclasses.replace(spec(upstream), guards=(guard,)))
+    module = importlib.import_module(upstream)
+    outcome = ledger.outcomes["double"]
+    assert module.Runner().step(1) == (2 if changed else 4)
+    assert outcome.state is (State.REFUSED if changed else State.APPLIED)
+    if changed:
+        assert outcome.detail.startswith(f"{upstream}_guard:helper matches no release that this patch supports")
