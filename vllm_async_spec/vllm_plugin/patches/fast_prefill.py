@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.known_on_host import known_on_host
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -72,30 +73,16 @@ def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
     return torch.from_numpy(starts)
 
 
-class _KnownIndex(torch.Tensor):
-    """One device index that the host knows. Up to 0.20 vLLM calls `item` on it; later it stays on the device."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    known: int
-
-    def item(self) -> int:
-        """The index, without a copy from the device."""
-        return self.known
-
-
 class _LastKnown(torch.Tensor):
-    """Device indices whose last one the host knows."""
+    """Device indices whose last one the host knows. Only vLLM up to 0.20 calls `item` on it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    last: int
+    last: torch.Tensor
 
     def __getitem__(self, at: Any) -> torch.Tensor:
-        """Device indices; the one at -1 as a `_KnownIndex`."""
-        found: Any = super().__getitem__(at)
-        if isinstance(at, int) and at == -1:
-            found = found.as_subclass(_KnownIndex)
-            found.known = self.last
-        return found  # type: ignore[no-any-return]
+        """Device indices; the one at -1 is known on the host."""
+        found: torch.Tensor = super().__getitem__(at)
+        return known_on_host(found, self.last) if isinstance(at, int) and at == -1 else found
 
 
 def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
@@ -115,7 +102,7 @@ def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
         if counts is None and len(logits_indices) == requests:
             counts = np.ones(requests, dtype=np.int32)
         known: Any = logits_indices.as_subclass(_LastKnown)
-        known.last = int(self.query_start_loc.np[requests]) - 1
+        known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
         padded: torch.Tensor = prepare(self, known)
         # vLLM makes this view anew each step, so the note can't outlive the step.
         setattr(padded, _NOTED, counts)

@@ -19,6 +19,7 @@ import torch
 from vllm_async_spec.attention.flashinfer import PlanBuffers, write_exact_lengths
 from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.kernels import compile_kernels
+from vllm_async_spec.known_on_host import known_on_host
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -228,17 +229,6 @@ def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
     return None
 
 
-class _BoundedLengths(torch.Tensor):
-    """Device lengths whose `cpu()` returns the upper bound; results computed from them are plain tensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    bound: torch.Tensor
-
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The bound, which is on the host already."""
-        return self.bound
-
-
 def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
     """(requests,) int32, host: upper bounds. Up to 0.26 the V2 runner's draft steps only know the longest's bound."""
     bound = metadata.seq_lens_cpu_upper_bound
@@ -248,8 +238,7 @@ def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
 def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:
     """A copy whose host lengths are `bound`. Releases up to 0.29 read `seq_lens_cpu`, later ones copy `seq_lens`."""
     bounded = with_host_values(metadata, bound)
-    bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
-    bounded.seq_lens.bound = bound
+    bounded.seq_lens = known_on_host(metadata.seq_lens, bound)
     return bounded
 
 
