@@ -133,7 +133,7 @@ def facts(report: Report) -> dict[str, str]:
 
 
 def recording_cost(report: Report) -> str:
-    """What recording did to the step time, in one sentence."""
+    """What recording did to the step time."""
     if report.simulated:
         return "The cost of recording is omitted, because on a CPU it says nothing about a GPU."
     if report.overhead is None:
