@@ -257,4 +257,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set(runner, "_dummy_sampler_run", _dummy_sampler_run)
 
 
-IMPLEMENTATIONS = {"draft-graphs": Implementation(optimistic_runner.unneeded, _apply)}
+IMPLEMENTATIONS = {"draft-graphs": Implementation(_apply, optimistic_runner.unneeded)}

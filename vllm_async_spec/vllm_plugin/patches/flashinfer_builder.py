@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -43,13 +42,6 @@ _PLAN_BYTES = 8 << 20
 """Bytes of the pinned buffer in which a wrapper of flashinfer-python plans."""
 
 Planner: TypeAlias = GraphWrappers | MixedWrapper
-
-
-def _unneeded(builder: Any) -> str | None:
-    metadata = sys.modules[builder.__module__].CommonAttentionMetadata
-    if "seq_lens_cpu_upper_bound" not in metadata.__dataclass_fields__:
-        return "this vLLM's runner gives no upper bound to plan from"
-    return None
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -278,4 +270,4 @@ def _unpin(builder: Any) -> None:
                 value.np = value.cpu.numpy()
 
 
-IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}
+IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_apply, unneeded_here=no_flashinfer)}

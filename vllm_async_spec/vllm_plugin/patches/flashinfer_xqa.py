@@ -56,12 +56,6 @@ def _cuda_home() -> str:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
 
 
-def _unneeded(supports: Any) -> str | None:
-    if "is_prefill" not in inspect.signature(supports).parameters:
-        return "this vLLM uses XQA on no machine where it needs no artifact server"
-    return None
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = module.supports_trtllm_attention
     transaction.set_function(module, "supports_trtllm_attention", _asking_the_machine(original, module))
@@ -153,4 +147,4 @@ def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
                 )
 
 
-IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_unneeded, _apply, no_flashinfer)}
+IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_apply, unneeded_here=no_flashinfer)}

@@ -18,10 +18,6 @@ publisher = Publisher()
 _NAME = "get_prometheus_registry"
 
 
-def _unneeded(get_prometheus_registry: Any) -> None:
-    """No vLLM has these metrics by itself."""
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm_async_spec.vllm_plugin.metrics.collector import Collector
 
@@ -52,4 +48,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, _NAME, get_prometheus_registry)
 
 
-IMPLEMENTATIONS = {"prometheus-registry": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"prometheus-registry": Implementation(_apply)}
