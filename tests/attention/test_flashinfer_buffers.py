@@ -38,5 +38,5 @@ def test_a_wrapper_that_plans_more_than_a_buffer_holds_is_refused() -> None:
     class Wrapper:
         _pin_memory_int_workspace_buffer = torch.zeros(17, dtype=torch.uint8)
 
-    with pytest.raises(PlanError, match="Wrapper plans in 17 bytes, and the buffers have 16"):
+    with pytest.raises(PlanError, match="the plan of Wrapper needs 17 bytes, but each buffer has 16"):
         PlanBuffers(2, 16, torch.device("cpu")).lend(Wrapper())

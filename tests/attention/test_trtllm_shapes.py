@@ -70,7 +70,11 @@ def test_shapes_that_kernels_take() -> None:
             {"kv_dtype": torch.float8_e4m3fn},
             "query_dtype is torch.bfloat16 over a KV cache of torch.float8_e4m3fn; trtllm-gen has no kernel for such",
         ),
-        (SM100, {"num_heads": 256, "num_kv_heads": 1}, "256 heads over 1 KV heads are 256 in a group; .* at most 128"),
+        (
+            SM100,
+            {"num_heads": 256, "num_kv_heads": 1},
+            "the GQA group size is 256, 256 heads over 1 KV heads; .* at most 128",
+        ),
         (SM90, {"capability": (8, 9)}, "capability is 8.9; xqa takes 9.0, 10.x and 12.x"),
         (SM90, {"page_size": 256}, "page_size is 256; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
         (
@@ -86,7 +90,7 @@ def test_shapes_that_kernels_take() -> None:
         (SM90, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes"),
         (SM90, {"head_size": 72}, "head_size is 72; xqa takes multiples of 16 up to 256"),
         (SM90, {"head_size": 512}, "head_size is 512; xqa takes multiples of 16 up to 256"),
-        (SM90, {"num_heads": 65, "num_kv_heads": 1}, "65 in a group; xqa takes at most 64 of head size 128"),
+        (SM90, {"num_heads": 65, "num_kv_heads": 1}, "group size is 65, .*; xqa takes at most 64 at head size 128"),
         (
             SM90,
             {"sliding_window": 64, "features": OLD},

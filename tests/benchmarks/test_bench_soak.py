@@ -271,7 +271,7 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
                 return {"requests": 96, "vllm": "0.32.0"}
             asked.append(given)
             if len(asked) == 3:
-                raise ChildError("the engine of 'subject' failed: it ended with -9")
+                raise ChildError("the engine of 'subject' failed: the process ended with exit code -9")
             return LEGS[0]
 
     @contextmanager
@@ -282,7 +282,7 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
     options = ("--seconds", "150", "--control", "short", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"))
     done = CliRunner().invoke(app, ["soak", "tiny", *options])
     assert done.exit_code == 1
-    assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: it ended with -9\n")
+    assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: the process ended with exit code -9\n")
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
     assert (found["outcomes"], found["seconds"]) == ({"same": 180, "swapped": 12, "different": 0}, 120.4)

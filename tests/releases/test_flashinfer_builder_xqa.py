@@ -63,7 +63,10 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
     ("changes", "message"),
     [
         ({"kv_cache_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes .* --kv-cache-dtype auto"),
-        ({"num_qo_heads": 129, "num_kv_heads": 1}, "129 in a group; xqa takes at most 128 of head size 64, so use"),
+        (
+            {"num_qo_heads": 129, "num_kv_heads": 1},
+            "group size is 129, .*; xqa takes at most 128 at head size 64, so use",
+        ),
         ({"head_dim": 72}, "head_size is 72; xqa takes multiples of 16 up to 256, so use"),
         ({"page_size": 48}, "page_size is 48; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
         ({"q_data_type_decode": torch.float8_e4m3fn}, "query_dtype is torch.float8_e4m3fn; xqa takes"),
