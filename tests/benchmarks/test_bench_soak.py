@@ -322,7 +322,7 @@ def test_stock_without_drafts_is_soaked_before_the_subject_is(
     assert (found["near"], found["noise"]["widest_swap"]) == (0.2, 0.1)
 
 
-def stirred() -> TinyLlama:
+def attentive() -> TinyLlama:
     model = TinyLlama(TARGET)
     dummy(model)
     arrange(model, VOCABULARY, 0.9)
@@ -337,8 +337,8 @@ def say(model: TinyLlama, tokens: torch.Tensor) -> torch.Tensor:
         return model.lm_head(hidden).argmax(-1)
 
 
-def test_in_stirred_weights_the_successor_leads_and_earlier_tokens_decide():
-    model, orbit = stirred(), make_orbit(VOCABULARY, 0.9)
+def test_in_attentive_weights_the_successor_leads_and_earlier_tokens_decide():
+    model, orbit = attentive(), make_orbit(VOCABULARY, 0.9)
     tokens = torch.randint(orbit.stranger, (256, 24), generator=torch.Generator().manual_seed(0))
     said = say(model, tokens)
     assert 0.35 < (said == orbit.successor[tokens[:, -1]]).float().mean() < 0.85
@@ -347,8 +347,8 @@ def test_in_stirred_weights_the_successor_leads_and_earlier_tokens_decide():
     assert (say(model, tokens[:, -4:]) != said).float().mean() > 0.2
 
 
-def test_a_drafter_of_stirred_weights_still_says_the_successor():
-    model, drafter = stirred(), Eagle(TARGET)
+def test_a_drafter_of_attentive_weights_still_says_the_successor():
+    model, drafter = attentive(), Eagle(TARGET)
     dummy(drafter)
     arrange(drafter, VOCABULARY, 0.9)
     make_attentive(drafter, VOCABULARY)
