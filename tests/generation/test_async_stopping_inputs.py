@@ -21,8 +21,8 @@ import tiny_models
 import transformers
 from generating import RowsStopAt
 from late_device import LateChannel
+from prepared_inputs import HAS_POSITIONS, attending
 from test_async_stopping_cost import Operators
-from test_async_stopping_reads import HAS_POSITIONS, attending
 from transformers import GenerationMixin
 
 from vllm_async_spec import generation
