@@ -17,6 +17,8 @@ from vllm_async_spec.generation import ContinuousBatcher
 
 EOS = [2, 5]
 LENGTH = 64
+DRAFTS = 3
+"""Draft tokens of a step, where a test needs a GPU."""
 
 
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
