@@ -387,17 +387,14 @@ def test_an_engine_that_dies_is_not_waited_for() -> None:
     engine = Engine(idle=True)
     engine.errored = True
     status, said = asked(server(engine))
-    assert status == 409
-    assert said["error"] == "the engine ended during the audit; the server's log says why"
+    assert (status, said["error"]) == (409, "the engine ended during the audit; the server's log says why")
 
 
 @pytest.mark.parametrize("lacks", ["engine", "routes"])
 def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture) -> None:
     app = server()
-    if lacks == "engine":
-        app.state.engine_client = None
-    else:
-        app.add_route = None
+    owner, name = (app.state, "engine_client") if lacks == "engine" else (app, "add_route")
+    setattr(owner, name, None)
     assert asked(app)[0] == 404
     (line,) = caplog.messages
     assert line.startswith(f"vllm-async-spec: this server can't be audited, because it has no POST {PATH}: ")
