@@ -96,10 +96,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.reference is not None and self.turns % 2:
-            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of them")
+            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of turns")
         if self.audit_steps and any(arm.plugin is Plugin.STOCK for arm in self.arms):
             raise PlanError(
-                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make them noop"
+                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make the stock arms noop"
             )
 
     def order(self) -> list[tuple[int, Arm]]:

@@ -90,11 +90,11 @@ def measure(
     if size not in MODELS:
         raise BatchingError(f"the model is {size!r}; it must be one of {', '.join(MODELS)}")
     if unknown := [name for name in arms if name not in (*ARMS, *DRAFTED)]:
-        raise BatchingError(f"the arms have {unknown[0]!r}; they must be of {', '.join((*ARMS, *DRAFTED))}")
+        raise BatchingError(f"there is no arm {unknown[0]!r}; there are {', '.join((*ARMS, *DRAFTED))}")
     if any(name in DRAFTED for name in arms) != bool(drafts):
         raise BatchingError(
             f"the drafts are {drafts} and the arms {', '.join(arms)}; {' and '.join(DRAFTED)} need a number of drafts, "
-            "and no others do"
+            "and other arms take none"
         )
     on_gpu = device.startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
@@ -177,14 +177,14 @@ def measure(
                 speeds[name] += values
             keep(found_so_far())
         for name in [name for name in arms if name != ARMS[1]] if on_gpu else []:
-            say(f"{name}: {shorter} tokens, for the share of time in which the GPU is busy")
+            say(f"{name}: {shorter} tokens, to measure how busy the GPU is")
             if name in made.batchers:
                 shares = shares_of_steps(functools.partial(made.stepping, name, shorter, others=recorded))
             else:
                 shares = shares_of_run(functools.partial(made.runs[name], shorter, recorded))
             busy[name], idle[name] = shares.busy, shares.host_idle
             if name in made.batchers:
-                say(f"{name}: {shorter} tokens twice, for its waits")
+                say(f"{name}: {shorter} tokens twice, to record its waits")
                 try:
                     waits[name] = _waits(functools.partial(made.stepping, name, shorter, others=recorded))
                 except MiddleError as error:
@@ -216,11 +216,13 @@ class _Comparison:
         if name not in OURS:
             return
         if found != expected:
-            raise BatchingError(f"a timed run of {name} gave other tokens than its first, so no ratio means anything")
+            raise BatchingError(
+                f"a timed run of {name} generated other tokens than its first run, so speeds can't be compared"
+            )
         if found != (tokens := self._tokens[self._reference]):
             raise BatchingError(
                 f"{name} generates other tokens than {self._reference}, from token {_first_difference(tokens, found)} "
-                "of a request on, so no ratio means anything"
+                "of a request on, so their speeds can't be compared"
             )
 
 
@@ -284,26 +286,26 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     said = [f"attention: {', '.join(f'{name} {used}' for name, used in found['attention'].items())}"]
     if drafts := found["drafts"]:
         said.append(
-            f"{drafts} drafts a step, of a small Llama; the weights of both models are arranged so that each is "
-            f"accepted with probability {SHARE} if those before it were, which is "
-            f"{expected_length(SHARE, drafts):.2f} tokens a step. The tokens then depend on the last one alone: that "
-            "they are equal says nothing about attention"
+            f"a small Llama drafts {drafts} tokens a step. The weights of both models are arranged so that a draft "
+            f"token is accepted with probability {SHARE} if all drafts before were accepted, which gives "
+            f"{expected_length(SHARE, drafts):.2f} tokens a step. Each token then depends only on the token before, "
+            "so equal tokens do not verify attention"
         )
     if found.get("compiled"):
-        said.append("the decodes of our arms are compiled, and of one size")
+        said.append("the decodes of this package's arms are compiled, for one batch size")
     if found["waits"]:
         said.append(
             "critical waits: how often a step the host waited until the GPU had nothing left to do, in the middle half "
-            "of the steps of a run with the audit's recorder. A step that was over before the host asked for it is no "
-            "wait, though the GPU then has nothing to do either: that is what `GPU busy` tells, of another run"
+            "of the steps of a recorded run. If a step ends before the host asks for its tokens, the GPU idles without "
+            "a wait. `GPU busy`, from another run, shows such idle time too"
         )
-    said += [f"no waits are told of {name}: {reason}" for name, reason in found["unrecorded"].items()]
+    said += [f"the waits of {name} were not recorded: {reason}" for name, reason in found["unrecorded"].items()]
     if found["device"] == "cpu":
-        said.append("nothing can be won on a CPU: no device is ahead or behind")
+        said.append("a CPU shows no gain: host and device are the same")
     if "synchronous again" in speeds and "synchronous" in speeds:
         reason = refusal(paired_ratio(speeds["synchronous"], speeds["synchronous again"]))
         if reason:
-            said.append(f"with `synchronous again` for the noop arm: {reason}")
+            said.append(f"with `synchronous again` as the noop arm: {reason}")
     return said
 
 

@@ -86,7 +86,7 @@ def make_arms(
         wanted = [name for name in ours if name in names]
         if not wanted:
             continue
-        say(f"making the batcher of {', '.join(wanted)}: graphs, and kernels that are not compiled here yet")
+        say(f"making the batcher of {', '.join(wanted)}, which may capture graphs and compile kernels")
         drafted = ours is DRAFTED
         config = BatcherConfig(
             max_batch=batch,
@@ -117,8 +117,8 @@ def _transformers(
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
     except ImportError as error:
         raise BatchingError(
-            f"transformers {transformers.__version__} has no continuous batching as version 5 has it; leave that arm "
-            "out by naming the others in --arms"
+            f"transformers {transformers.__version__} lacks the continuous batching of version 5; leave out that arm "
+            "by naming the other arms in --arms"
         ) from error
 
     other = twin(model)

@@ -55,7 +55,7 @@ class BenchEngine:
         from vllm.sampling_params import RequestOutputKind
 
         if self._arm["release"] not in (None, vllm.__version__.partition("+")[0]):
-            raise EngineError(f"this arm is of vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
+            raise EngineError(f"this arm needs vLLM {self._arm['release']}, and its environment has {vllm.__version__}")
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
         if not self._cuda and self._arm["plugin"] == "noop" and self._arm["engine"].get("async_scheduling"):
@@ -111,10 +111,10 @@ class BenchEngine:
             "hardware": _hardware(),
         }
         if self._arm["runner"] not in (None, facts["runner"]):
-            raise EngineError(f"this arm is to run on runner {self._arm['runner']}, and runs on {facts['runner']}")
+            raise EngineError(f"this arm needs runner {self._arm['runner']}, and runs on {facts['runner']}")
         wanted = {"stock": "not loaded", "noop": "off", "plugin": "on"}[self._arm["plugin"]]
         if facts["plugin"] != wanted:
-            raise EngineError(f"the plugin is to be {wanted!r} in this arm, and is {facts['plugin']!r}")
+            raise EngineError(f"the plugin must be {wanted!r} in this arm, and is {facts['plugin']!r}")
         return facts
 
     def measure(self, load: str, seconds: float, repetitions: int) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def _choose_plugins(plugin: str) -> None:
     if plugin == "stock":
         os.environ["VLLM_PLUGINS"] = ",".join(sorted(names - {_OURS}))
     elif _OURS not in names:
-        raise EngineError(f"vllm-async-spec is not installed for {sys.executable}; `pip install --no-deps .` does it")
+        raise EngineError(f"vllm-async-spec is not installed for {sys.executable}; run `pip install --no-deps .`")
 
 
 def _vllm_plugins() -> set[str]:

@@ -112,7 +112,7 @@ def measure(
         raise GenerationError(f"the model is {size!r}; it must be one of {', '.join(SIZES)}")
     every = (*ARMS, *COMPILED, *TUNED)
     if unknown := [name for name in arms if name not in every]:
-        raise GenerationError(f"the arms have {unknown[0]!r}; they must be of {', '.join(every)}")
+        raise GenerationError(f"there is no arm {unknown[0]!r}; there are {', '.join(every)}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise GenerationError(f"the device is {device!r}, and PyTorch finds no CUDA device; give --device cpu")
     chosen = [name for name in every if name == "synchronous" or name in arms]
@@ -123,7 +123,7 @@ def measure(
     for name, found in tokens.items():
         if not torch.equal(found, tokens["synchronous"]):
             raise GenerationError(
-                f"{name} generates other tokens than the synchronous loop, so no ratio means anything"
+                f"{name} generates other tokens than the synchronous loop, so their speeds can't be compared"
             )
     generated = batch * (tokens["synchronous"].shape[1] - PROMPT)
     speeds = by_turns(
@@ -179,11 +179,11 @@ def notes(found: dict[str, Any]) -> list[str]:
         ratio = ratio_in_words(speeds["static"], speeds["static asynchronous"])
         said.append(f"against `static`, transformers' own loop with a static cache, `static asynchronous` is {ratio}")
     if found["device"] == "cpu":
-        said.append("nothing can be won on a CPU: no device is ahead or behind, and no arm has streams or graphs")
+        said.append("a CPU shows no gain: host and device are the same, and no arm has streams or graphs")
     if "transformers" not in speeds:
-        said.append("`transformers`, which says how large the noise is, is not among the arms")
+        said.append("the noise is unknown, because `transformers` is not among the arms")
     elif reason := refusal(paired_ratio(speeds["synchronous"], speeds["transformers"])):
-        said.append(f"taking `transformers` for the noop arm, as where its stop check is not deferred: {reason}")
+        said.append(f"with `transformers` as the noop arm, because its stop check is not deferred: {reason}")
     return said
 
 
@@ -258,5 +258,5 @@ def _seconds(arm: Arm, device: str, expected: torch.Tensor) -> float:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     if not torch.equal(found, expected):
-        raise GenerationError("a run that was timed gave other tokens than the first, so no ratio means anything")
+        raise GenerationError("a timed run generated other tokens than the first run, so speeds can't be compared")
     return seconds

@@ -55,7 +55,9 @@ def measure(times: int) -> dict[str, Any]:
         HeldError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
-        raise HeldError("PyTorch finds no CUDA device, and on a CPU nothing is late; run it where there is one")
+        raise HeldError(
+            "PyTorch finds no CUDA device, and a CPU run measures nothing; run this on a machine with a GPU"
+        )
     busy = _milliseconds(lambda: torch.cuda.synchronize())
     found = {name: [_milliseconds(call) for _ in range(times + 1)][1:] for name, call in calls().items()}
     return {

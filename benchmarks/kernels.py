@@ -87,14 +87,12 @@ def measure(tokens: int, kv_heads: int) -> dict[str, Any]:
             differ.
     """
     if HEADS % kv_heads:
-        raise KernelError(
-            f"{HEADS} query heads have no groups over {kv_heads} KV heads; give a number that divides {HEADS}"
-        )
+        raise KernelError(f"{HEADS} query heads can't be grouped over {kv_heads} KV heads; give a divisor of {HEADS}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        raise KernelError("PyTorch finds no GPU of compute capability 9.0, which alone has all of these kernels")
+        raise KernelError("PyTorch finds no GPU of compute capability 9.0, and no other GPU has all of these kernels")
     if missing := [name for name in ("flashinfer", "vllm") if find_spec(name) is None]:
         raise KernelError(
-            f"{' and '.join(missing)} can't be imported here, and some of the kernels are theirs; install it"
+            f"{' and '.join(missing)} can't be imported, and the benchmark needs both flashinfer and vllm; install both"
         )
     batches = [Batch(requests, keys, tokens, kv_heads) for requests in REQUESTS for keys in KEYS]
     matrices = Matrices(kv_heads)
@@ -130,7 +128,7 @@ def by_rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def table(found: dict[str, Any]) -> Table:
     """The same for the terminal."""
     title = (
-        f"Microseconds of a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
+        f"Microseconds a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
         f"{found['tokens']} query tokens a request, {found['group']} query heads a KV head"
     )
     shown = Table(*columns(found), title=title)
@@ -156,7 +154,9 @@ def _measured(batch: Batch, matrices: Matrices) -> dict[str, dict[str, float]]:
     first = next(iter(said))
     for name, output in said.items():
         if not torch.allclose(output, said[first], rtol=_NEAR, atol=_NEAR):
-            raise KernelError(f"{name} says something else than {first} for {batch}, so no time of it means anything")
+            raise KernelError(
+                f"{name} and {first} give different outputs for {batch}, so their times can't be compared"
+            )
     rest = _microseconds(matrices.around(lambda layer: query, query.shape[0]))
     layers = {name: matrices.around(call, query.shape[0]) for name, call in calls.items()}
     return {

@@ -66,7 +66,7 @@ def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
     run(count)
     if steps < _FEWEST:
         raise MiddleError(
-            f"a run of {steps} steps has no middle to record; at least {_FEWEST} are needed: give more new tokens"
+            f"a run of {steps} steps has no middle to record; give more new tokens, for at least {_FEWEST} steps"
         )
     wanted = min(steps // 2, steps if at_most is None else at_most + SETTLING)
     recorder = Recorder(watch_all=lambda *_: None)
@@ -80,7 +80,7 @@ def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
         try:
             files = recorder.save("middle")
         except RuntimeError as error:
-            raise MiddleError(f"of a run of {steps} steps, {error}") from error
+            raise MiddleError(f"recording a run of {steps} steps failed: {error}") from error
         return Middle(load(files))
 
 

@@ -58,7 +58,7 @@ def measure(rounds: int) -> dict[str, Any]:
         PlanTimeError: there is no CUDA device, or vLLM or FlashInfer is not there.
     """
     if not torch.cuda.is_available():
-        raise PlanTimeError("PyTorch finds no CUDA device; run it where there is one")
+        raise PlanTimeError("PyTorch finds no CUDA device; run this on a machine with a GPU")
     try:
         import vllm
 

@@ -73,7 +73,7 @@ def _compared(document: dict[str, Any], plt: Any) -> Figure:
         _band(axes, place, rows.get((load, plan["control"])))
         if "ratio" in row:
             _interval(axes, place, row, pass_ratios(document, load, arm))
-        note = ratio(row) if "ratio" in row else "no ratio is told"
+        note = ratio(row) if "ratio" in row else "ratio omitted"
         colour = _INK if "ratio" in row else _COLOURS[1]
         axes.annotate(
             note, (1.01, place), xycoords=("axes fraction", "data"), va="center", color=colour, annotation_clip=False

@@ -47,7 +47,7 @@ def timeline(found: dict[str, Any], plt: Any) -> Figure:
     for panel, (name, arm) in zip(panels[:, 0], arms.items(), strict=True):
         _arm(panel, name, arm, seen_us=_SEEN * longest)
     panels[-1, 0].set_xlim(0, longest / 1e3)
-    panels[-1, 0].set_xlabel("ms; a line is where the host begins a step")
+    panels[-1, 0].set_xlabel("ms; each line marks where the host begins a step")
     figure.suptitle(_title(found), x=0.01, ha="left", fontsize=11)
     _legend(figure, arms)
     return figure
@@ -95,7 +95,7 @@ def _legend(figure: Figure, arms: dict[str, Any]) -> None:
 
 
 def _title(found: dict[str, Any]) -> str:
-    joined = f", blocks nearer than {found['join_us']:.1f} µs are one" if found["join_us"] > 1 else ""
+    joined = f", blocks less than {found['join_us']:.1f} µs apart are joined" if found["join_us"] > 1 else ""
     return (
         f"{found['title']}: {found['model']}, batch {found['batch']}\n"
         f"transformers {found['transformers']} on {found['device']}, while recorded{joined}"

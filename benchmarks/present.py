@@ -43,7 +43,7 @@ def notes(document: dict[str, Any]) -> list[str]:
             found.setdefault(row["refused"], []).append(row["load"])
     lines = [f"Ratios omitted for {', '.join(dict.fromkeys(loads))}: {why}." for why, loads in found.items()]
     if plan["keep"]:
-        lines.append("Each arm kept one process for all its turns: what differs between two starts is in no interval.")
+        lines.append("Each arm kept one process for all its turns, so no interval covers differences between starts.")
     lines += _unlike_asked(document)
     if plan["reference"] is None and (left := _without_turn(document)):
         lines.append(f"Not measured yet: {', '.join(left)}.")

@@ -36,7 +36,7 @@ class ResultFile:
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
                 raise PlanError(
-                    f"{path} is the result of another plan, or of this one as it was; move it away, or give a --name"
+                    f"{path} is the result of another plan or of an older version; move the file, or give a --name"
                 )
             self.document["plan"] = declared
         else:
@@ -79,9 +79,11 @@ def read_result(path: Path) -> Document:
         document: Document = json.loads(path.read_text())
         schema, _ = document["schema"], document["plan"]
     except (ValueError, LookupError, TypeError):
-        raise PlanError(f"{path} is no result of `python -m benchmarks run`; move it away, or name another") from None
+        raise PlanError(
+            f"{path} is not a result of `python -m benchmarks run`; move the file, or name another"
+        ) from None
     if schema != SCHEMA:
-        raise PlanError(f"{path} has schema {schema!r}; this reads {SCHEMA}")
+        raise PlanError(f"{path} has schema {schema!r}; this version reads only schema {SCHEMA}")
     return document
 
 

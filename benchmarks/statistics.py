@@ -83,8 +83,8 @@ def refusal(control: Interval | None) -> str | None:
     if control.low <= 1 <= control.high:
         return None
     return (
-        f"the noop arm, which is stock in all but name, differs from it by {control.value - 1:+.1%}, more than the "
-        f"noise of ±{control.noise:.1%}; what another arm differs by can't be told from that"
+        f"the noop arm, which is stock in all but name, differs from stock by {control.value - 1:+.1%}, more than the "
+        f"noise of ±{control.noise:.1%}; differences of other arms can't be trusted"
     )
 
 

@@ -38,7 +38,7 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
         StepTimeError: there is no CUDA device, or this vLLM's runner does not need the patch.
     """
     if not torch.cuda.is_available():
-        raise StepTimeError("PyTorch finds no CUDA device; run it where there is one")
+        raise StepTimeError("PyTorch finds no CUDA device; run this on a machine with a GPU")
     import vllm
 
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")

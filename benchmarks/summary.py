@@ -93,7 +93,7 @@ def _comparison(document: dict[str, Any], speeds: dict[str, dict[int, float]], a
         return {"ratio": _plain(ratio)} if ratio else {}
     machines = {str(turn["facts"]["hardware"]) for turn in document["turns"] if "facts" in turn}
     if len(machines) > 1:
-        return {"refused": f"the turns were had on {len(machines)} different machines"}
+        return {"refused": f"the turns ran on {len(machines)} different machines"}
     why = refusal(_ratio(speeds[reference], speeds[control])) if control else None
     if why is None and ratio is None:
         why = "fewer than two passes have both arms"

@@ -85,10 +85,12 @@ def record(
     if size not in chosen.sizes:
         raise TraceError(f"the model is {size!r}; of {technique} it must be one of {', '.join(chosen.sizes)}")
     if drafts and technique != "batching":
-        raise TraceError(f"drafts are {drafts} and the technique is {technique}; only batching drafts, leave them out")
+        raise TraceError(
+            f"drafts are {drafts} and the technique is {technique}; only batching uses drafts; leave out --drafts"
+        )
     if not torch.cuda.is_available():
         raise TraceError(
-            "a trace is of a GPU, and PyTorch finds no CUDA device here; record where there is one, and plot here"
+            "a trace needs a GPU, and PyTorch finds no CUDA device; record on a machine with a GPU, and plot here"
         )
     with contextlib.ExitStack() as stack:
         runs = make_runs(technique, stack, size=size, batch=batch, device="cuda", drafts=drafts)
@@ -127,7 +129,9 @@ def make_runs(
     runs = make(stack, size=size, batch=batch, device=device, drafts=drafts)
     tokens = {name: run(lambda: None) for name, run in runs.items()}
     if tokens[ARMS[0]] != tokens[ARMS[1]]:
-        raise TraceError("the asynchronous arm generates other tokens than the synchronous one, so nothing is compared")
+        raise TraceError(
+            "the asynchronous arm generates other tokens than the synchronous arm, so the arms can't be compared"
+        )
     return runs
 
 

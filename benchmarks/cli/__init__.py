@@ -7,7 +7,7 @@ import typer
 from benchmarks.cli import measurements, results, tokens
 
 app = typer.Typer(
-    help="Every measurement of this project; docs/benchmarks.md says how to read one.",
+    help="All measurements of this project; docs/benchmarks.md explains how to read them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -18,7 +18,9 @@ from benchmarks.runner import installed_vllm
 
 Env = Annotated[
     list[str] | None,
-    typer.Option(metavar="RELEASE=FILE", help="For a vLLM release: a shell file to source, or a Python."),
+    typer.Option(
+        metavar="RELEASE=FILE", help="Environment of a vLLM release: a shell file to source, or a Python executable."
+    ),
 ]
 Cache = Annotated[Path, typer.Option(help="Folder for model directories and logs.")]
 CACHE = Path(".cache/benchmarks")
@@ -51,7 +53,7 @@ def find_environments(given: list[str] | None, needed: str | None = None) -> dic
         if not file:
             fail(f"--env is {each!r}; it must be RELEASE=FILE, such as 0.32.0=/opt/vllm-0.32.0/env.sh")
         if not Path(file).is_file():
-            fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python")
+            fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python executable")
         environments[release] = Path(file).absolute()
     if needed not in (None, installed_vllm(), *environments):
         fail(f"no environment has vLLM {needed}; give --env {needed}=FILE")

@@ -14,19 +14,19 @@ import typer
 from benchmarks.cli.common import failing, tell, write_json
 
 app = typer.Typer()
-_Json = Annotated[Path | None, typer.Option("--json", help="Write the result here too.")]
+_Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")]
 
 
 @app.command()
 def trace(
     technique: Annotated[str, typer.Argument(help="stopping, static, interleaving or batching.")],
-    out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where the timeline goes; `plot` draws it.")],
-    model: Annotated[str, typer.Option(help="Its size, with random weights; the technique's own if unset.")] = "",
-    batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's own number if 0.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, max=20, help="Steps that are shown of each arm.")] = 3,
-    drafts: Annotated[int, typer.Option(min=0, help="Of batching: drafts of each sequence and step.")] = 0,
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="File for the timeline, which `plot` draws.")],
+    model: Annotated[str, typer.Option(help="Model size, with random weights; the technique's default if unset.")] = "",
+    batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's default if 0.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, max=20, help="Steps shown for each arm.")] = 3,
+    drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of each sequence and step, for batching only.")] = 0,
 ) -> None:
-    """Record a few decode steps of a technique on a GPU, with its wait and without."""
+    """Record a few decode steps of a technique on a GPU, with and without its wait."""
     from benchmarks.tracing import TraceError, record, write
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
@@ -44,7 +44,7 @@ def host_time(
     json_file: _Json = None,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
 ) -> None:
-    """Host time that the plugin adds to constructing vLLM's attention metadata."""
+    """Measure the host time that the plugin adds to constructing vLLM's attention metadata."""
     from benchmarks.host_time import measure, table
 
     found = measure(rounds)
@@ -54,9 +54,9 @@ def host_time(
 @app.command()
 def held(
     json_file: _Json = None,
-    times: Annotated[int, typer.Option(min=1, help="How often each call is looked at.")] = 20,
+    times: Annotated[int, typer.Option(min=1, help="Measurements of each call.")] = 20,
 ) -> None:
-    """How long single calls of a step hold the host while the device is busy."""
+    """Measure how long single calls of a step hold the host while the device is busy."""
     from benchmarks.held import HeldError, measure, table
 
     with failing(HeldError):
@@ -70,7 +70,7 @@ def kernels(
     tokens: Annotated[int, typer.Option(min=2, max=32, help="Query tokens of each request.")] = 4,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads, of 32 query heads.")] = 8,
 ) -> None:
-    """How long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
+    """Measure how long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
     from benchmarks.kernels import KernelError, measure, table
 
     with failing(KernelError):
@@ -83,7 +83,7 @@ def plan_time(
     json_file: _Json = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each, every builder has two turns.")] = 5,
 ) -> None:
-    """Host time of a step's metadata with FlashInfer: vLLM's builder and the plugin's, on a GPU."""
+    """Measure the host time of a step's FlashInfer metadata with vLLM's builder and the plugin's, on a GPU."""
     from benchmarks.plan_time import PlanTimeError, measure, table
     from vllm_async_spec.compat.suite import prepare
 
@@ -99,7 +99,7 @@ def step_time(
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
     rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
 ) -> None:
-    """Host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and takes away."""
+    """Measure the host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and saves."""
     from benchmarks.step_time import StepTimeError, measure, table
 
     with failing(StepTimeError):
@@ -111,14 +111,16 @@ def step_time(
 def generation(
     json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny, gpt2 or medium, with random weights.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; if unset, cuda where available.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 200,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each sequence.")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Arms of torch.compile, on a GPU.")] = True,
-    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all but tuned ones if unset.")] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Run the arms with torch.compile too, on a GPU.")
+    ] = True,
+    arms: Annotated[str, typer.Option(help="Arms, separated by commas; all but the tuned arms if unset.")] = "",
 ) -> None:
-    """transformers' generate: stop checks waited for and not, and a decode loop of our own."""
+    """Compare transformers' generate with and without waits for stop checks, and this package's decode loop."""
     import torch
 
     from benchmarks.generation import ARMS, COMPILED, GenerationError, measure, notes, table
@@ -135,20 +137,22 @@ def generation(
 def batching(
     json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cuda or cpu; cuda where there is one, if unset.")] = "",
+    device: Annotated[str, typer.Option(help="cuda or cpu; if unset, cuda where available.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
-    requests: Annotated[int, typer.Option(min=0, help="Sequences in all; those of one batch if 0.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Sequences in total; one batch if 0.")] = 0,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens that each of them gets.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each sequence.")] = 64,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 3,
-    attention: Annotated[str, typer.Option(help="Of the batcher; its option of this name.")] = "auto",
-    arms: Annotated[str, typer.Option(help="Which arms, with commas between; all of them if unset.")] = "",
-    drafts: Annotated[int, typer.Option(min=0, help="Drafts of each sequence and step, for arms that draft.")] = 0,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the decodes of our arms.")] = False,
+    attention: Annotated[str, typer.Option(help="The batcher's option `attention`.")] = "auto",
+    arms: Annotated[str, typer.Option(help="Arms, separated by commas; all if unset.")] = "",
+    drafts: Annotated[
+        int, typer.Option(min=0, help="Draft tokens of each sequence and step, for arms with a draft model.")
+    ] = 0,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the decodes of this package's arms.")] = False,
 ) -> None:
-    """Continuous batching: steps waited for and not, with a draft model and without, and transformers' own.
+    """Compare continuous batching with and without waits for steps and draft models, and transformers' own.
 
-    What it does is told on stderr as it does it. The file is written after each pass, and says whether it is complete.
+    Progress goes to stderr. The result file is written after each pass, and says whether the measurement is complete.
     """
     import torch
 

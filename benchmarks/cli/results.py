@@ -32,18 +32,20 @@ def run(
     only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
     env: Env = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the result file; that of the plan if unset.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")] = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
-    budget_s: Annotated[float, typer.Option(min=0, help="Begin no turn that would end later than this; 0: none.")] = 0,
+    budget_s: Annotated[
+        float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
+    ] = 0,
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Throw away what the result file holds.")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="Try turns again that failed.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing result file first.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed turns again.")] = False,
     cache: Cache = CACHE,
 ) -> None:
-    """Run what a plan's result file lacks, and write it after every turn.
+    """Run the turns that a plan's result file lacks, and write the file after every turn.
 
-    Exit code 0: all that was asked for is there; 1: turns are left, or one failed.
+    Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed.
     """
     try:
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
@@ -58,7 +60,7 @@ def run(
     except (PlanError, LoadError, ShapeError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        fail("interrupted; what was finished is kept, and the same command goes on from there")
+        fail("interrupted; finished turns are kept, and the same command runs the rest")
     if result.turns:
         _show(result.document)
         typer.echo(f"written to {result.path}")
@@ -67,10 +69,10 @@ def run(
 
 @app.command()
 def show(
-    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of them if none.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="Result files; all of benchmarks/results if none.")] = None,
     to: Annotated[str, typer.Option("--against", help="Compare with this arm instead of the plan's reference.")] = "",
 ) -> None:
-    """Print results that are there."""
+    """Print tables of results."""
     for path in files or result_files():
         found = _read(path)
         with failing(PlanError):
@@ -80,11 +82,11 @@ def show(
 @app.command()
 def plot(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Files of results and traces; all of them if none.")
+        list[Path] | None, typer.Argument(help="Files of results and traces; all of benchmarks/results if none.")
     ] = None,
     form: Annotated[str, typer.Option("--format", help="svg or png.")] = "svg",
 ) -> None:
-    """Draw the figure of each result or trace: beside its JSON, or in .cache/figures for this repository's own."""
+    """Draw the figure of each result or trace: beside its JSON, or in .cache/figures for this repository's results."""
     if form not in ("svg", "png"):
         fail(f"--format is {form!r}; it must be svg or png")
     try:
@@ -95,7 +97,7 @@ def plot(
             draw(_read(path, traces=True), figure)
             typer.echo(str(figure))
     except ModuleNotFoundError as error:
-        fail(f"{error}; `pip install 'vllm-async-spec[bench]'` has it")
+        fail(f"{error}; run `pip install 'vllm-async-spec[bench]'`")
 
 
 @app.command()
@@ -106,7 +108,9 @@ def tables(
     with failing(TableError, PlanError):
         stale = rewrite(documents())
     if check and stale:
-        fail(f"stale tables in {', '.join(path.name for path in stale)}; `python -m benchmarks tables` writes them")
+        fail(
+            f"stale tables in {', '.join(path.name for path in stale)}; run `python -m benchmarks tables` to write them"
+        )
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
         typer.echo(str(path))

@@ -19,30 +19,31 @@ from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 
 app = typer.Typer()
-_Out = Annotated[Path | None, typer.Option(help="Folder of the results; none is written if unset.")]
+_Out = Annotated[Path | None, typer.Option(help="Folder of the results; nothing is written if unset.")]
 _Plugin = Annotated[
-    Plugin, typer.Option(help="The plugin in the engine; `stock`, held to itself, shows what noise is.")
+    Plugin, typer.Option(help="The plugin in the engine; `stock` compares stock with itself, which shows the noise.")
 ]
 
 
 @app.command()
 def soak(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(SOAKS)}.")],
-    seconds: Annotated[float, typer.Option(min=1, help="For how long requests arrive.")] = 600,
-    seed: Annotated[int, typer.Option(help="Of arrivals and delays.")] = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds during which requests arrive.")] = 600,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and delays.")] = 0,
     plugin: _Plugin = Plugin.ON,
     control: Annotated[
-        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(SOAK_CONTROLS)}.")
+        str,
+        typer.Option(help=f"Break the plugin on purpose; the command must fail. One of: {', '.join(SOAK_CONTROLS)}."),
     ] = "",
     env: Env = None,
     out: _Out = None,
     cache: Cache = CACHE,
 ) -> None:
-    """Serve requests under random arrivals and, on a GPU, random delays, and hold each to stock's tokens.
+    """Serve requests under random arrivals and, on a GPU, random delays, and compare the tokens with stock's.
 
-    The file is written once a minute, so that a soak which is cut off was not for nothing.
+    The result file is written once a minute, so an interrupted soak keeps its results.
 
-    Exit code 0: no token differs; 1: one does, or an engine died.
+    Exit code 0: no token differs; 1: a token differs, or an engine died.
     """
     _check_control(control, SOAK_CONTROLS, plugin)
     path: Path | None = None
@@ -72,29 +73,35 @@ def soak(
         f"{outcomes['different']} different; fallbacks {found['fallbacks']}"
     )
     for index, place, behind in found["first_different"]:
-        choice = "none of its next four choices" if behind is None else f"a choice {behind:.3f} behind"
-        typer.echo(f"  request {index} differs from its token {place} on: {choice}")
+        choice = "not among stock's next four" if behind is None else f"{behind:.3f} behind stock's"
+        typer.echo(f"  request {index} differs from token {place} on, by a token {choice}")
     raise typer.Exit(1 if outcomes["different"] else 0)
 
 
 @app.command()
 def features(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help=f"All, or some of: {', '.join(FEATURES)}.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help=f"Cases to run; all if none is given: {', '.join(FEATURES)}."),
     ] = None,
-    release: Annotated[str, typer.Option(help="The vLLM release that it must be; this environment's if unset.")] = "",
+    release: Annotated[str, typer.Option(help="The vLLM release to test; this environment's if unset.")] = "",
     plugin: _Plugin = Plugin.ON,
     control: Annotated[
-        str, typer.Option(help=f"Break the plugin on purpose, which must be noticed: {', '.join(FEATURE_CONTROLS)}.")
+        str,
+        typer.Option(
+            help=f"Break the plugin on purpose; the command must fail. One of: {', '.join(FEATURE_CONTROLS)}."
+        ),
     ] = "",
-    cpu: Annotated[bool, typer.Option("--cpu", help="As far as a CPU engine goes, without delays.")] = False,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Run on a CPU, without delays and without cases that need a GPU.")
+    ] = False,
     env: Env = None,
     out: _Out = None,
     cache: Cache = CACHE,
 ) -> None:
-    """Serve small cases of what else vLLM can do, stock and with the plugin, and hold the tokens to stock's.
+    """Serve small cases of vLLM's other features with stock and with the plugin, and compare the tokens.
 
-    Exit code 0: every case is as stock, or vLLM itself refuses it; 1: one is not, or an engine died.
+    Exit code 0: every case has stock's tokens, or vLLM itself refuses the case; 1: a case differs, or an engine died.
     """
     _check_control(control, FEATURE_CONTROLS, plugin)
     if control and (cpu or release not in RUNNER_RELEASES):
@@ -127,7 +134,7 @@ def _check_shown(control: str, chosen: Soak) -> None:
     """Refuse a control that breaks nothing in this soak, which would then pass."""
     shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
     if chosen.name not in shown:
-        broken = f"{BREAKS[control]}, and nothing of soak {chosen.name}"
+        broken = f"{BREAKS[control]}, which soak {chosen.name} does not use"
         fail(f"--control {control} breaks {broken}; give one of {', '.join(shown)}")
 
 

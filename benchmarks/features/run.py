@@ -203,7 +203,7 @@ def judge(feature: Feature, stock: Seen, subject: Seen, place: Place, plugin: Pl
     }
     if feature.refused is not None:
         kept = [feature.refused in (seen.error or "") for seen in (stock, subject)]
-        why = [] if all(kept) else [f"vLLM was to refuse it with {feature.refused!r}, and did not in each arm"]
+        why = [] if all(kept) else [f"vLLM should refuse this case with {feature.refused!r}, and did not in every arm"]
         return made | {"verdict": "wrong" if why else "refused by vLLM", "why": why, "refused": feature.refused}
     if stock.noted is None or stock.served is None or subject.served is None:
         why = [error for error in (stock.error, subject.error) if error]
@@ -266,10 +266,10 @@ def _why_unlike(outcomes: Mapping[str, Verdict], gaps: Mapping[str, float]) -> I
     for name, verdict in outcomes.items():
         if verdict.outcomes["different"] and name != STOCK_AGAIN:
             index, place, behind = verdict.first_different[0]
-            choice = "none of those noted" if behind is None else f"{behind:.3f} behind"
+            choice = "not among stock's noted tokens" if behind is None else f"{behind:.3f} behind stock's"
             yield (
-                f"{verdict.outcomes['different']} of {sum(verdict.outcomes.values())} requests different in {name}; "
-                f"request {index} from token {place} on, by a choice {choice}"
+                f"{verdict.outcomes['different']} of {sum(verdict.outcomes.values())} requests differ in {name}; "
+                f"request {index} differs from token {place} on, by a token {choice}"
             )
     for name, gap in gaps.items():
         if gap > NEAR:
@@ -289,7 +289,7 @@ def _why_not_ours(
     if not patch.startswith("applied"):
         yield f"the patch optimistic-runner is {patch}"
     elif set(waits) != ({feature.fallback} if feature.fallback else set()):
-        yield f"steps waited for exact counts for {sorted(waits)}, and {feature.fallback!r} was to be the reason"
+        yield f"steps waited for exact counts because of {sorted(waits)}; the expected reason is {feature.fallback!r}"
 
 
 def in_short(found: Mapping[str, Any]) -> str:

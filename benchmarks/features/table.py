@@ -40,9 +40,9 @@ def _row(feature: Feature, found: Mapping[str, Any] | None) -> tuple[str, ...]:
     if not found["patch"].startswith("applied"):
         waits = f"patch {found['patch']}"
     elif found["says"]:
-        waits = f"the runner is vLLM's: “{found['says']}”"
+        waits = f"vLLM's own runner: “{found['says']}”"
     if (again := outcomes.get(STOCK_AGAIN)) and (unlike := again["outcomes"]["different"]):
-        seen += f"; stock says {unlike} otherwise when it is asked for log-probabilities"
+        seen += f"; stock itself differs in {unlike} if log-probabilities are requested"
     if found["verdict"] == "wrong":
         seen = f"**{'; '.join(found['why'])}**"
     return (*head, _tokens(outcomes["plugin"]), late, seen, waits)

@@ -9,7 +9,7 @@ RUNNER_RELEASES = find_patch("optimistic-runner").releases
 """Releases whose runner the plugin changes; only these wait for exact counts."""
 
 _RUNNER = f"the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU"
-_PLANS = "what the plugin plans with FlashInfer"
+_PLANS = "the plugin's plans for FlashInfer"
 BREAKS = {"lengths": _PLANS, "fence": _PLANS, "positions": _RUNNER, "exact": _RUNNER}
 """The part of the plugin that each control breaks. `short`, not listed, breaks the builders of any engine."""
 

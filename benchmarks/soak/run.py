@@ -39,8 +39,8 @@ def allowed(noise: Mapping[str, Any]) -> float:
     if apart or 2 * widest > NOTED:
         further = f", and in {apart} requests by more than {NOTED}" if apart else ""
         raise SoakError(
-            f"stock differs from itself by up to {widest:.3f}{further}, so this soak can't tell who is wrong; a router "
-            f"of experts makes steps of roundings: take a shape without (requests, by how far: {noise['gaps']})"
+            f"stock differs from itself by up to {widest:.3f}{further}, so this soak can't show whether the plugin is "
+            f"wrong; take a shape without experts, because routers amplify rounding (requests by gap: {noise['gaps']})"
         )
     return max(NEAR, 2 * widest)
 
@@ -84,13 +84,15 @@ def run_soak(
         with child.start(soak.oracle, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()
             count = engine.ask("expect", load=soak.load.name, file=file)["requests"]
-            report(f"stock has said what {count} requests get")
+            report(f"stock has generated the expected tokens of {count} requests")
             if soak.undrafted:
                 noise = engine.ask(
                     "soak", load=soak.load.name, file=file, seconds=_NOISE_SECONDS, seed=seed, control=None, near=NOTED
                 )
                 near = allowed(noise)
-                report(f"stock is up to {noise['widest_swap']:.3f} from itself, so that {near:.3f} is near")
+                report(
+                    f"stock differs from itself by up to {noise['widest_swap']:.3f}, so up to {near:.3f} is a near tie"
+                )
         log = cache / "logs" / f"soak-{soak.name}.log"
         with child.start(subject, (soak.load,), audit=False, env=env, models=models, log=log) as engine:
             engine.wait_until_ready()

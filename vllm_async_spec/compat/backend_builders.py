@@ -158,7 +158,7 @@ def layer_module() -> ModuleType:
             return importlib.import_module(f"{name}.chunked_local_attention")
         except ModuleNotFoundError:
             continue
-    raise ImportError("the loaded vLLM has no module of chunked local attention that we know")
+    raise ImportError("the loaded vLLM has chunked local attention in no known module")
 
 
 def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:

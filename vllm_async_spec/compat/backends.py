@@ -325,13 +325,15 @@ def backend_subject(name: str, device: Device) -> Subject:
     backend = BACKENDS.get(name.upper())
     if backend is None:
         known = ", ".join(BACKENDS)
-        raise SubjectError(f"there is no backend {name!r}; there are {known}, and module:Builder names one of your own")
+        raise SubjectError(f"there is no backend {name!r}; there are {known}; name your own as module:Builder")
     try:
         import vllm
     except ImportError as error:
-        raise SubjectError(f"{backend.name} is vLLM's, and {error}; give --vllm-source DIR or install vLLM") from None
+        raise SubjectError(f"{backend.name} needs vLLM, and {error}; give --vllm-source DIR or install vLLM") from None
     if backend.on_host and device.device.type != "cpu":
-        raise AbsentError(f"the device of {backend.name} is the host", "its device is the host")
+        raise AbsentError(
+            f"{backend.name} runs on the host, not on a GPU; leave out --device cuda", "its device is the host"
+        )
     if "FLASHINFER" in backend.name:
         install_flashinfer()
     with device.watching():

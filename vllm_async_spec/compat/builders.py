@@ -289,4 +289,4 @@ def _find(name: str, *modules: str) -> Any:
             return getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError):
             continue
-    raise ImportError(f"the loaded vLLM has {name} in none of {', '.join(modules)}")
+    raise ImportError(f"the loaded vLLM has no {name} in {' or '.join(modules)}")

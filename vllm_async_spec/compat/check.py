@@ -68,7 +68,7 @@ class Subject:
     common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
     device: Device | None = None
     layout: tuple[str, ...] = ()
-    layer: Callable[[Any, Device], Layer] | str = "only its builder is known"
+    layer: Callable[[Any, Device], Layer] | str = "only the builder was given"
 
 
 def check(
@@ -134,7 +134,7 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
             with configured(builder):
                 reason = _has_no_such_call(builder, case)
         except Exception as error:
-            reason = f"asking whether it can be captured fails: {failure_sentence(error)}"
+            reason = f"the check for CUDA graph support fails: {failure_sentence(error)}"
     if reason is not None:
         return replace(result, not_run=reason)
     exact, reference = _build(subject, case, Host.EXACT, device)
@@ -260,7 +260,7 @@ def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments
 def _has_no_such_call(builder: Any, case: Case) -> str | None:
     """Why the builder can't be asked for this batch; None if it can."""
     if case.call is not Call.BUILD and not hasattr(builder, case.call.value):
-        return f"it has no {case.call.value}"
+        return f"the builder has no {case.call.value}"
     if case.call is not Call.CAPTURE:
         return None
     support = getattr(builder, "_cudagraph_support", None)

@@ -110,7 +110,7 @@ def take(built: object, device: Device, builder: object = None) -> Snapshot:
         if leaf is None:
             skipped[path] = type(value).__name__
         elif isinstance(value, torch.Tensor) and _is_whole(value) and _storage(value) in used:
-            skipped[path] = f"a buffer, of which {used[_storage(value)]} is what is used"
+            skipped[path] = f"a buffer of which only {used[_storage(value)]} is used"
         else:
             leaves[path] = leaf
     return Snapshot(leaves, skipped)

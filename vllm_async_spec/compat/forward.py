@@ -57,9 +57,7 @@ def attend(
     if not found.steps:
         return replace(found, not_attended="no batch of a step was built")
     if is_lost(device):
-        return replace(
-            found, not_attended="the GPU failed in the forward of a builder before it, and does nothing more"
-        )
+        return replace(found, not_attended="the GPU failed in an earlier builder's forward and is unusable")
     by_name = {case.name: case for case in cases}
     until = None
     attended: list[CaseResult] = []
@@ -76,7 +74,7 @@ def attend(
     return replace(found, cases=results, not_attended=reasons.most_common(1)[0][0] if reasons else "no batch was built")
 
 
-_CAPTURE = "what is built for a capture is replayed with other batches"
+_CAPTURE = "this batch only records a CUDA graph, which other batches replay"
 
 
 def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None) -> CaseResult:
@@ -90,7 +88,7 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
             if case.call is Call.CAPTURE:
                 done[host] = Attended(host, _CAPTURE)
             elif until is not None and time.monotonic() > until:
-                done[host] = Attended(host, "the time for the forwards of this builder was used up")
+                done[host] = Attended(host, "the time limit for this builder's forwards was reached")
             else:
                 done[host] = _attend(subject, case, host, device)
         return done[host]
@@ -124,7 +122,7 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
     except Exception as error:
         failure = f"its forward fails: {failure_sentence(error)}"
         if is_lost(device):
-            raise _LostError(f"{failure}; batch {case.name!r}, told {host.value}; the GPU does nothing more") from error
+            raise _LostError(f"{failure}; batch {case.name!r}, told {host.value}; the GPU is unusable") from error
         return Attended(host, failure)
 
 
@@ -136,7 +134,7 @@ def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: b
     assert not isinstance(subject.layer, str)
     built = build_batch(subject, case, host, device, watched=watched)
     if built.failure is not None:
-        raise NoForwardError(f"it is built no more: {built.failure}")
+        raise NoForwardError(f"building the metadata again fails: {built.failure}")
     prefix = subject.common_prefix(case)
     context = _forward_context(built.builder, built.metadata)
     with torch.no_grad(), without_warnings(), configured(built.builder), context:

@@ -283,7 +283,9 @@ class ImplLayer:
         if self._encoder or len(batch.context) == 0:
             return
         if not hasattr(self.impl, "do_kv_cache_update"):
-            raise NoForwardError("this release's forward writes keys of the step only, and its context can't be filled")
+            raise NoForwardError(
+                "this release's forward writes only the step's keys, so the suite can't fill the context"
+            )
         keys, values = self._keys[batch.context], self._values[batch.context]
         self.impl.do_kv_cache_update(self._layer, keys, values, self._cache, batch.slots[batch.context])
 
@@ -343,7 +345,7 @@ def kv_cache(
         return _permuted(shape, order, torch.bfloat16, device)
     interface: Any = sys.modules.get("vllm.v1.kv_cache_interface")
     if not hasattr(interface, "compute_layer_kv_cache_shape_bytes"):
-        raise NoForwardError("nothing says the shape of its KV cache")
+        raise NoForwardError("neither the backend nor vLLM gives the shape of the KV cache")
     spec = backend.customize_spec(builder.kv_cache_spec)
     layouts = backend.supported_kv_cache_layouts()
     layout = (layouts or (interface.KVCacheLayout.LBNHC,))[0]

@@ -116,7 +116,7 @@ def mla_prefill_builder(setting: BuilderInputs, kernels: str, block_size: int) -
         return _flagged(found, setting, kernels, block_size)
     named = getattr(registry.MLAPrefillBackendEnum, kernels, None)
     if named is None:
-        raise AbsentError(f"this release prefills no MLA with {kernels}")
+        raise AbsentError(f"this release has no MLA prefill with {kernels}")
     chosen = named.get_class()
     module: Any = importlib.import_module(chosen.__module__)
     if kernels == "FLASHINFER":

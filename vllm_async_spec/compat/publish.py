@@ -45,9 +45,11 @@ def _taken(paths: Sequence[Path]) -> dict[str, Run]:
         said = {"stock", "plugin"} & set(re.split(r"\W+", path.stem))
         if len(said) == 1 and run.way not in said:
             made = "without" if run.way == "stock" else "with"
-            raise PublishedError(f"{path} was made {made} --plugin and is {run.name}; rename it, or make it again")
+            raise PublishedError(
+                f"{path} was made {made} --plugin, so it is {run.name}; rename the file or run the suite again"
+            )
         if run.name in runs:
-            raise PublishedError(f"{path} is {run.name}, and so is a file before it; give one of the two")
+            raise PublishedError(f"{path} is {run.name}, and so is an earlier file; give only one of the two")
         runs[run.name] = run
     return runs
 
@@ -61,8 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 if a file is refused or the documentation has no `compat/`.
     """
-    parser = argparse.ArgumentParser(description="Put results of the suite into the documentation.")
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="what compat --json wrote")
+    parser = argparse.ArgumentParser(description="Copy results of the compatibility suite into the documentation.")
+    parser.add_argument(
+        "results", nargs="+", type=Path, metavar="RESULT", help="file that `vllm-async-spec compat --json` wrote"
+    )
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="the documentation's directory")
     options = parser.parse_args(arguments)
     if not (options.docs / "compat").is_dir():

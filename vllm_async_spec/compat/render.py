@@ -30,17 +30,17 @@ _STYLE = {
 
 _MEANINGS = {
     "none": "device lengths are enough",
-    "prefill rows": "needs lengths of prefills, which the host knows anyway",
-    "upper bound": "needs a bound of each length",
-    "exact": "needs exact lengths of decodes, for which the host must wait",
-    "blocks": "waits for the device whatever the host knows",
-    NOT_RUN: "nothing can be said",
-    "not constructed": "the builder can't be made here",
-    "wrong with slack": "given a bound, it builds what kernels would read another value from",
-    "changes the batch": "it writes into the metadata that all layers share",
-    "kernels not validated": "some fields are what a kernel computes, and none ran",
-    "attention wrong": "attention with what it builds from a bound is not the reference's",
-    "waits in forward": "its layer waits for the device while it attends",
+    "prefill rows": "needs the lengths of prefills, which the host always knows",
+    "upper bound": "needs an upper bound of each length",
+    "exact": "needs exact lengths of decodes, so the host must wait for the device",
+    "blocks": "waits for the device even if the host knows all lengths",
+    NOT_RUN: "no batch of a step ran, so there is no result",
+    "not constructed": "the suite could not construct the builder",
+    "wrong with slack": "built with an upper bound instead of exact lengths, the metadata has wrong values",
+    "changes the batch": "the builder changes metadata that all layers share",
+    "kernels not validated": "some fields depend on kernels that did not run",
+    "attention wrong": "with metadata built with an upper bound, attention differs from the reference",
+    "waits in forward": "the layer's forward waits for the device",
 }
 _MARKS = {
     "wrong with slack": "\u2260",
@@ -81,12 +81,14 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.summary, style="bold")
     console.print(run.line, markup=False, highlight=False)
     if report.device == "cpu":
-        seen = (
-            "what kernels compute, and memory that is not pinned,"
+        hidden = (
+            "kernel results and unpinned memory"
             if attended
-            else ("what kernels compute, memory that is not pinned, and waits of a forward")
+            else "kernel results, unpinned memory and waits in forwards"
         )
-        console.print(f"A simulated device: {seen} are not seen. --json has every batch and every line.", style="dim")
+        console.print(
+            f"A simulated device does not show {hidden}. --json has every batch and every fault.", style="dim"
+        )
 
 
 def _first_faults(result: BackendResult) -> list[str]:

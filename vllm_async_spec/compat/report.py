@@ -165,7 +165,9 @@ class Run:
             PublishedError: The data is neither.
         """
         if data.get("schema") != SCHEMA or not ("rows" in data or "backends" in data):
-            raise PublishedError(f"it is no result of `vllm-async-spec compat --json` with schema {SCHEMA}; run that")
+            raise PublishedError(
+                f"the file holds no result with schema {SCHEMA}; run `vllm-async-spec compat --json` to make one"
+            )
         data = dict(data) | {"command": command_line(data["command"].split())}
         if "rows" in data:
             return cls(**dict(data) | {"rows": [Row(**row) for row in data["rows"]]})
@@ -315,7 +317,7 @@ def _row(backend: Mapping[str, Any]) -> Row:
 
 def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The published fields about attention; results from before the suite ran attention count as not run."""
-    reason = backend.get("not_attended", "the suite did not do that yet")
+    reason = backend.get("not_attended", "made by an older suite, which ran no attention")
     if reason is not None:
         return {"attention": f"{NOT_RUN}: {reason}"}
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]

@@ -199,7 +199,7 @@ class BackendResult:
     device: str
     failure: str | None = None
     cases: tuple[CaseResult, ...] = ()
-    not_attended: str | None = "nobody asked for it"
+    not_attended: str | None = "attention was not tried"
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -255,9 +255,8 @@ class BackendResult:
         if self.failure is not None:
             return f"{self.backend}: {self.failure}"
         if not self.steps:
-            return (
-                f"{self.backend}: no batch ran; {next((c.not_run for c in self.cases if c.not_run), 'there is none')}"
-            )
+            reasons = (case.not_run for case in self.cases if case.not_run)
+            return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
         lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
         return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
 

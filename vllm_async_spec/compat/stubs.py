@@ -51,86 +51,102 @@ def _since(first: str) -> tuple[str, ...]:
     return _ALL[_ALL.index(first) :]
 
 
-_COMPILED = "compiled, and vllm.platforms.cuda imports it without a guard; an empty module"
+_COMPILED = "a compiled module, which vllm.platforms.cuda always imports; replaced by an empty module"
 
 STUBS: tuple[Stub, ...] = (
     Stub("vllm._C", _until("0.18.1"), _COMPILED),
     Stub("vllm._C_stable_libtorch", _since("0.26.0"), _COMPILED),
-    Stub("vllm.vllm_flash_attn._vllm_fa3_C", _ALL, "compiled, and its presence is what says FA3; an empty module"),
-    Stub("gguf", _until("0.18.1"), "a dependency that later releases dropped, imported by vllm.config; empty classes"),
     Stub(
-        "diskcache", _until("0.18.1"), "a dependency that later releases dropped, imported by the runner; empty classes"
+        "vllm.vllm_flash_attn._vllm_fa3_C",
+        _ALL,
+        "a compiled module, whose presence makes FA3 available; replaced by an empty module",
     ),
-    Stub("vllm.platforms:builtin_platform_plugins", _ALL, "finds no NVML and hence no platform; told it is CUDA"),
+    Stub(
+        "gguf", _until("0.18.1"), "imported by vllm.config until later releases dropped it; replaced by empty classes"
+    ),
+    Stub(
+        "diskcache",
+        _until("0.18.1"),
+        "imported by the runner until later releases dropped it; replaced by empty classes",
+    ),
+    Stub(
+        "vllm.platforms:builtin_platform_plugins",
+        _ALL,
+        "finds no platform, because there is no NVML; always returns CUDA",
+    ),
     Stub(
         "vllm.platforms.cuda:CudaPlatform",
         _ALL,
-        "asks NVML or the driver what the device is; the release's own class, told of one H200 without pinned memory",
+        "asks NVML or the driver for the device; the release's own class, which reports one H200 without pinned memory",
     ),
     Stub(
         "vllm.model_executor.models.registry:_run_in_subprocess",
         _ALL,
-        "inspects a model class in a new process, which would import the vLLM that is installed; runs in this one",
+        "inspects a model class in a new process, which would import the installed vLLM; runs in this process",
     ),
     Stub(
         "torch.cuda:get_device_capability",
         _until("0.13.0"),
-        "0.12 and 0.13 ask torch, not their platform, whether FA3 can run; (9, 0)",
+        "0.12 and 0.13 ask PyTorch, not their platform, whether FA3 can run; returns (9, 0)",
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
         _until("0.26.0"),
-        "called while fused MoE is imported; answers that there is no such kernel",
+        "called when fused MoE is imported; returns that there is no such kernel",
     ),
-    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "as cutlass_scaled_mm_supports_fp8"),
+    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "see cutlass_scaled_mm_supports_fp8"),
     Stub(
         "torch.ops._vllm_fa3_C:get_scheduler_metadata",
         _ALL,
-        "FA3's tile scheduler, run by the FlashAttention builder; records its arguments, returns zeros",
+        "FA3's tile scheduler, which the FlashAttention builder calls; records its arguments and returns zeros",
     ),
-    Stub("vllm._flashmla_C", _ALL, "compiled, and its presence is what says FlashMLA; an empty module", True),
-    Stub("vllm._flashmla_extension_C", _ALL, "as vllm._flashmla_C", True),
+    Stub(
+        "vllm._flashmla_C",
+        _ALL,
+        "a compiled module, whose presence makes FlashMLA available; replaced by an empty module",
+        True,
+    ),
+    Stub("vllm._flashmla_extension_C", _ALL, "see vllm._flashmla_C", True),
     Stub(
         "torch.ops._flashmla_C:get_mla_decoding_metadata",
         _until("0.12.0"),
-        "FlashMLA's tile scheduler; records its arguments, returns zeros",
+        "FlashMLA's tile scheduler; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "torch._C._cpu:_is_amx_tile_supported",
         _until("0.18.1"),
-        "the CPU backend asks for AMX under a name that newer PyTorch does not have; answers that there is none",
+        "the CPU backend asks for AMX by a name that newer PyTorch lacks; returns that there is no AMX",
         True,
     ),
     Stub(
         "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
         _ALL,
-        "DeepGEMM's scheduler of the sparse indexer's decodes, which is not installed; records its arguments, returns"
-        " zeros",
+        "DeepGEMM's scheduler for the sparse indexer, which is not installed; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
         _ALL,
-        "the CPU backend's scheduler, which is compiled; records its arguments, returns zeros",
+        "the CPU backend's scheduler, which is compiled; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "torch.cuda:get_device_properties",
         _ALL,
-        "some MLA builders size their tables by the processors of the device; 132, an H200's",
+        "some MLA builders size their tables by the device's number of multiprocessors; returns 132, an H200's",
         True,
     ),
     Stub(
         "triton.runtime.jit:JITFunction",
         _ALL,
-        "launching a Triton kernel needs a driver; where somebody listens, a launch only records its arguments",
+        "launching a Triton kernel needs a driver; while the suite watches, a launch only records its arguments",
     ),
     Stub(
         "os.environ:CUDA_VISIBLE_DEVICES",
         _ALL,
-        "vLLM drops Triton when no driver is active, and then 0.32's runner fails to import; empty, as in a Ray actor"
-        " that has no device yet, it keeps Triton",
+        "without an active driver vLLM drops Triton, and 0.32's runner fails to import; if empty, as in a Ray actor"
+        " without a device, vLLM keeps Triton",
     ),
 )
 

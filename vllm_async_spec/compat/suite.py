@@ -27,7 +27,7 @@ from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
 
 __all__ = ["open_device", "prepare", "run"]
 
-_TWICE_LOST = "the GPU failed in the forward of a builder before it, and the process that went on ended too"
+_TWICE_LOST = "the GPU failed in an earlier builder's forward, and the new process for the other builders ended too"
 
 
 def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
@@ -74,7 +74,9 @@ def open_device(name: str, source: VllmSource | None) -> Device:
     if name != "cuda":
         raise SubjectError(f"--device is {name!r}; it must be cpu or cuda")
     if source is not None:
-        raise SubjectError("--device cuda needs an installed vLLM, since one that is only unpacked has no kernels")
+        raise SubjectError(
+            "--device cuda needs an installed vLLM, because an unpacked one has no kernels; leave out --vllm-source"
+        )
     if not torch.cuda.is_available():
         raise SubjectError("--device cuda needs a CUDA device, and PyTorch finds none; --device cpu simulates one")
     return CudaDevice()
@@ -127,7 +129,7 @@ def run(
         except RuntimeError as error:
             if not is_lost(device):
                 raise
-            failure = f"the GPU does nothing more: {failure_sentence(error)}"
+            failure = f"the GPU is unusable: {failure_sentence(error)}"
             results[name] = BackendResult(name, name, "", patched, device_name, failure=failure)
     # Attend after all builds, because a failed kernel makes the GPU unusable for all later builders.
     waiting = [name for name in results if name in subjects]
@@ -136,7 +138,7 @@ def run(
         progress(f"{name}, attention")
         results[name] = attend(subjects[name], subjects[name].device or device, results[name])
         if waiting and elsewhere is not None and is_lost(device):
-            progress(f"{waiting[0]} and those after it, in a new process")
+            progress(f"{waiting[0]} and later backends, in a new process")
             try:
                 results |= {found.backend: found for found in elsewhere(waiting)}
             except BrokenExecutor:  # keep the results of their builds

@@ -58,7 +58,7 @@ def third_party_subject(name: str, device: Device) -> Subject:
 
 def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:
     if not hasattr(named, "get_impl_cls"):
-        return "only its builder is known; name a backend with get_impl_cls, which has its forward"
+        return "only the builder was given; name a backend class with get_impl_cls, which has the forward"
     if loaded_source() is not None:
         return NOTHING_COMPILED
     return lambda builder, device: ImplLayer(named, builder, device, BLOCK_SIZE)
@@ -73,12 +73,14 @@ def _resolve(name: str) -> Any:
     except ModuleNotFoundError as error:
         missing = f"there is no module {error.name!r}"
         needed_by = "" if error.name == module_name else f", which {module_name} imports"
-        raise SubjectError(f"{name}: {missing}{needed_by}; install it, or start where it lies") from None
+        raise SubjectError(f"{name}: {missing}{needed_by}; install the module, or start in its directory") from None
     except Exception as error:
         raise SubjectError(f"{name}: importing {module_name} fails: {failure_sentence(error)}") from None
     for part in qualname.split("."):
         if not hasattr(value, part):
-            raise SubjectError(f"{name}: {module_name} has no {qualname!r}; name a builder class or a factory of it")
+            raise SubjectError(
+                f"{name}: {module_name} has no {qualname!r}; name a builder class or a factory in that module"
+            )
         value = getattr(value, part)
     return value
 
@@ -93,7 +95,9 @@ def _maker(name: str, target: Any) -> Callable[[Device], Any]:
     if hasattr(target, "arguments"):
         return lambda device: target
     if not callable(target):
-        raise SubjectError(f"{name}: it is {type(target).__name__}, which makes no builder; name a class or a factory")
+        raise SubjectError(
+            f"{name} is of type {type(target).__name__}, which makes no builder; name a class or a factory"
+        )
     return lambda device: _call_factory(name, target, BuilderInputs(device.device))
 
 
@@ -122,7 +126,7 @@ def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
         if set(wanted_names) - given.keys():
             given = dict(zip(_GIVEN, setting.arguments(), strict=True))
     except ImportError as error:
-        raise SubjectError(f"it is made from vLLM's configuration, and {error}; {_FACTORY}") from error
+        raise SubjectError(f"its constructor needs vLLM's configuration, and {error}; {_FACTORY}") from error
     try:
         return cls(**{each: given[each] for each in wanted_names})
     except AttributeError as error:

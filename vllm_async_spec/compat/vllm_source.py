@@ -108,9 +108,11 @@ def load_vllm(source: Path) -> VllmSource:
     source = source.resolve()
     found = next(iter(importlib.metadata.distributions(name="vllm", path=[str(source)])), None)
     if found is None or not (source / "vllm" / "__init__.py").is_file():
-        raise VllmSourceError(f"{source} contains no vllm/ with its vllm-*.dist-info beside it")
+        raise VllmSourceError(
+            f"{source} contains no vllm/ beside a vllm-*.dist-info; give the directory of an unpacked wheel"
+        )
     if "vllm" in sys.modules or loaded_source() is not None:
-        raise VllmSourceError(f"this process has a vLLM already; load {source} in a fresh one")
+        raise VllmSourceError(f"this process has already loaded a vLLM; load {source} in a new process")
     handle = VllmSource(source, found.version)
     sys.path.insert(0, str(source))
     sys.meta_path.insert(0, _Finder(handle))

@@ -27,7 +27,7 @@ from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaLi
 from vllm_async_spec.patching import Transaction
 
 _SWITCH = "async_stopping_criteria"
-_REMEDY = f"leave out custom_generate or {_SWITCH}, and transformers' own loop does it"
+_REMEDY = f"leave out custom_generate or {_SWITCH} to use transformers' own loop"
 
 
 def generate(
@@ -213,7 +213,7 @@ def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dic
     if not _cache_outlives(generation_config, kwargs):
         return None
     if generation_config.use_cache and kwargs.get("past_key_values") is None:
-        return "the model makes its cache itself, and what nobody has seen can't be cropped"
+        return "the model makes its own cache, so it is unknown whether that cache can be cropped"
     # The model is never fed the last token. With `inputs_embeds`, `max_length` does not count the prompt.
     longest = stopping_criteria.max_length
     tokens = None if longest is None or kwargs.get("inputs_embeds") is not None else longest - 1
@@ -234,7 +234,7 @@ def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
 def _refuse_mode(mode: Any) -> None:
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         name = getattr(mode, "value", mode)
-        raise ValueError(f"asynchronous stopping does greedy search and sampling, not {name}; {_REMEDY}")
+        raise ValueError(f"asynchronous stopping supports greedy search and sampling, not {name}; {_REMEDY}")
 
 
 def _refuse_arguments_that_transformers_drops() -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _refuse_arguments_that_transformers_drops() -> dict[str, Any]:
     for name in ("streamer", "synced_gpus"):
         if frame.f_locals.get(name):
             raise ValueError(
-                f"transformers hands no {name} to a custom_generate function; "
+                f"transformers passes no {name} to a custom_generate function; "
                 f"call vllm_async_spec.generation.enable() and set {_SWITCH}=True in the GenerationConfig"
             )
     given: dict[str, Any] = frame.f_locals.get("kwargs") or {}

@@ -31,21 +31,21 @@ def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
     arguments: dict[str, Any] = dict(chosen) if isinstance(chosen, dict) else named
     for name in arguments:
         if name not in _ARGUMENTS:
-            raise ValueError(f"torch_compile has {name!r}; it may have {', '.join(_ARGUMENTS)}")
+            raise ValueError(f"torch_compile has the argument {name!r}; it takes only {', '.join(_ARGUMENTS)}")
     backend, mode, options = (arguments.get(name) for name in ("backend", "mode", "options"))
     if isinstance(backend, str) and backend not in torch._dynamo.list_backends(()):
         raise ValueError(
-            f"torch_compile has the backend {backend!r}, which PyTorch does not know; leave it out for inductor, or "
-            "take one of torch._dynamo.list_backends()"
+            f"torch_compile has the backend {backend!r}, which PyTorch does not know; leave out the backend to use "
+            "inductor, or choose one of torch._dynamo.list_backends()"
         )
     if mode is not None and options is not None:
         raise ValueError(
-            f"torch_compile has the mode {mode!r} and options, and PyTorch takes one of them; leave out one"
+            f"torch_compile has both the mode {mode!r} and options, but PyTorch takes only one; leave out one of them"
         )
     if mode in _CAPTURING_MODES or (options or {}).get("triton.cudagraphs"):
         raise ValueError(
-            f"torch_compile is {chosen!r}, which makes CUDA graphs of its own, and here steps are captured; "
-            "for what else it does take the mode 'max-autotune-no-cudagraphs'"
+            f"torch_compile is {chosen!r}, which makes its own CUDA graphs, but this package already captures steps; "
+            "use the mode 'max-autotune-no-cudagraphs' instead"
         )
     return arguments
 

@@ -101,7 +101,7 @@ class Decode:
         except RuntimeError as error:
             raise ValueError(
                 f"a decode step of {type(self._model).__name__} can't be captured in a CUDA graph: {error}; "
-                "pass cuda_graphs=False, or, if its attention is 'eager', load it with attn_implementation='sdpa'"
+                "pass cuda_graphs=False, or load the model with attn_implementation='sdpa' instead of 'eager'"
             ) from error
         finally:
             set_generator_state(state, device)

@@ -88,14 +88,14 @@ class DecodeSwitches:
             )
         if self.compiles_with is not None and not self.static_cache:
             raise ValueError(
-                "torch_compile needs static_cache, because each length of another is compiled anew; "
+                "torch_compile needs static_cache, because with any other cache each length is compiled again; "
                 "leave out one of the two"
             )
         if self.memory_limit is not None and self.memory_limit < 1:
             raise ValueError(f"memory_limit is {self.memory_limit}; it must be at least 1 byte")
 
 
-_REMEDY = "leave out interleaved, and transformers' own loop does it"
+_REMEDY = "leave out interleaved to use transformers' own loop"
 _ALIGNED = 64
 """On a GPU, a static cache holds a multiple of this many tokens."""
 _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
@@ -143,7 +143,9 @@ def decode_interleaved(
             raise ValueError(f"{name} is {value}; it must be at least 1")
     device = prompts.device
     if device.type != "cuda":
-        warn_once(f"streams, CUDA graphs and late flags need a CUDA device, and input_ids are on {device.type}")
+        warn_once(
+            f"streams, CUDA graphs and asynchronous stop flags need a CUDA device, and input_ids are on {device.type}"
+        )
     compile_with = switches.compiles_with
     host = HostCriteria(stopping_criteria)
     pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
@@ -193,22 +195,25 @@ def _refuse(
     name = type(model).__name__
     asked = generation_config.cache_implementation or ""
     for reason, applies in (
-        ("returns tokens alone, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
-        (f"is for models that are a decoder alone, and {name} has an encoder", model.config.is_encoder_decoder),
+        ("returns only tokens, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
+        (f"supports only decoder-only models, and {name} has an encoder", model.config.is_encoder_decoder),
         ("needs a cache, and use_cache is off", not generation_config.use_cache),
         ("makes its own cache, and past_key_values were passed", given.get("past_key_values") is not None),
         (
-            f"can't use such a cache, and cache_implementation is {asked!r}",
+            f"can't use the cache that cache_implementation={asked!r} selects",
             any(word in asked for word in ("offloaded", "quantized", "paged")),
         ),
         ("makes its own cache, and cache_position was passed", given.get("cache_position") is not None),
         (
-            f"needs the cache that transformers makes for {name}, and it makes none",
+            f"needs a cache, and transformers makes none for {name}",
             kwargs.get("past_key_values") is None,
         ),
-        ("feeds the prompts at once, and prefill_chunk_size is set", generation_config.prefill_chunk_size is not None),
         (
-            "can't count position_ids on as this transformers does, and they were passed",
+            "prefills prompts in one step, and prefill_chunk_size is set",
+            generation_config.prefill_chunk_size is not None,
+        ),
+        (
+            "can't extend position_ids the way this version of transformers does, and position_ids were passed",
             given.get("position_ids") is not None and hasattr(model, "_get_initial_cache_position"),
         ),
         (
@@ -220,13 +225,13 @@ def _refuse(
             raise ValueError(f"interleaved generation {reason}; {_REMEDY}")
     for each, value in kwargs.items():
         if isinstance(value, torch.Tensor) and each not in _PREPARED:
-            raise ValueError(f"interleaved generation hands the model tokens alone, and {each} was passed; {_REMEDY}")
+            raise ValueError(f"interleaved generation gives the model only tokens, and {each} was passed; {_REMEDY}")
     if switches.static_cache and asked == "dynamic":
         raise ValueError(
             "static_cache and cache_implementation='dynamic' contradict each other; leave out one of the two"
         )
     if switches.static_cache and not model._can_compile_fullgraph:
-        raise ValueError(f"{name} can't use a static cache, as its class says; pass static_cache=False")
+        raise ValueError(f"the class {name} does not support a static cache; pass static_cache=False")
 
 
 def _workspace(

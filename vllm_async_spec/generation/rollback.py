@@ -50,7 +50,7 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
         return f"the cache is a {type(cache).__name__}, which can't be cropped"
     own = _self_attention(cache)
     if getattr(own, "offloading", False):
-        return f"the {type(own).__name__} is offloaded, and a layer that is elsewhere can't be cropped"
+        return f"the {type(own).__name__} is offloaded, and offloaded layers can't be cropped"
     for layer in own.layers:
         kind = type(layer)
         if kind in (DynamicLayer, StaticLayer):
@@ -60,7 +60,7 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
         room = layer.max_cache_len if kind is StaticSlidingWindowLayer else layer.sliding_window - 1
         if tokens is None or tokens > room:
             held = "an unknown number of" if tokens is None else f"up to {tokens}"
-            return f"{held} tokens pass a {kind.__name__} that keeps {room}, and what it drops can't be put back"
+            return f"a {kind.__name__} keeps only {room} of {held} tokens, and dropped tokens can't be restored"
     return None
 
 

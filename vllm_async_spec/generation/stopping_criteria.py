@@ -201,7 +201,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         channel = self._open_channel(device, self.poll_every, self.max_in_flight)
         if channel is None:
             self._synchronous = True
-            warn_once(f"asynchronous flags need a CUDA device, and input_ids are on {device.type}")
+            warn_once(f"asynchronous stop flags need a CUDA device, and input_ids are on {device.type}")
             return
         furthest = self.poll_every * (self.max_in_flight + 1)
         self._run = _Run(

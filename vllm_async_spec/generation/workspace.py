@@ -43,7 +43,7 @@ class MemoryReport:
         """The error message for a total above `limit` bytes."""
         return (
             f"interleaved generation holds {self.total} bytes (cache {self.cache}, buffers {self.buffers}, "
-            f"graphs {self.graph_pool}, streams {sum(self.streams)}), and memory_limit is {limit}; raise it, or "
+            f"graphs {self.graph_pool}, streams {sum(self.streams)}), and memory_limit is {limit}; raise the limit, or "
             "generate fewer or shorter sequences"
         )
 
@@ -127,8 +127,8 @@ def in_use(model: Any) -> Iterator[None]:
     lock = _in_use.setdefault(model, threading.Lock())
     if not lock.acquire(blocking=False):
         raise RuntimeError(
-            f"this {type(model).__name__} generates already, in another thread or in a call around this one, and the "
-            "two would share their buffers; wait for the other, or leave out interleaved"
+            f"this {type(model).__name__} already generates, in another thread or in an enclosing call, and the two "
+            "generations would share buffers; wait until the other ends, or leave out interleaved"
         )
     try:
         yield
@@ -169,7 +169,7 @@ def memory_report(model: Any) -> MemoryReport:
     """
     workspace = _kept.get(model)
     if workspace is None:
-        raise LookupError(f"nothing is kept for this {type(model).__name__}; generate with interleaved=True first")
+        raise LookupError(f"no workspace is kept for this {type(model).__name__}; generate with interleaved=True first")
     return workspace.report()
 
 
@@ -182,7 +182,7 @@ def use_expandable_segments() -> None:
         RuntimeError: there is no CUDA device, or CUDA is already initialised.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError("expandable segments are of CUDA memory, and PyTorch finds no CUDA device; leave them out")
+        raise RuntimeError("expandable segments need a CUDA device, and PyTorch finds none; leave out this call")
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "CUDA is initialised already, which is too late for expandable segments; call use_expandable_segments() "

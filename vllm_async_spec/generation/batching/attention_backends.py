@@ -191,7 +191,7 @@ def _made(name: str, module: str | None, make: Callable[[], Any], *, device: tor
     try:
         backend: AttentionBackend = make()
     except UnsupportedShapeError as error:
-        raise AttentionChoiceError(f"{name} does not take this model: {error}") from error
+        raise AttentionChoiceError(f"{name} does not support this model: {error}") from error
     return backend
 
 

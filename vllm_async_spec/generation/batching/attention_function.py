@@ -138,12 +138,14 @@ class Probe:
         name = type(module).__name__
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self.layers:
-            raise ModelError(f"{name} has layer_idx {index!r}, not one of its own; keys and values can't be kept apart")
+            raise ModelError(
+                f"{name} has layer_idx {index!r}, which is not a unique number; layers would share keys and values"
+            )
         if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
             raise ModelError(f"{name} is not causal; only decoders can be batched")
         for option in ("softcap", "s_aux", "position_bias"):
             if options.get(option) is not None:
-                raise ModelError(f"{name} attends with {option}, which no adapter does; use model.generate")
+                raise ModelError(f"{name} attends with {option}, which no adapter supports; use model.generate")
         if key.shape != value.shape:
             raise ModelError(
                 f"{name} has keys of {key.shape[-1]} and values of {value.shape[-1]}; adapters need the same size"

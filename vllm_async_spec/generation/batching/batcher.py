@@ -75,7 +75,9 @@ class ContinuousBatcher:
         config = _config_of(config, settings)
         device: torch.device = model.device
         if config.cuda_graphs and device.type != "cuda":
-            raise ValueError(f"cuda_graphs is True and the model is on {device.type}; leave it out, or move the model")
+            raise ValueError(
+                f"cuda_graphs is True and the model is on {device.type}; leave out cuda_graphs, or move the model"
+            )
         drafts = drafts_of(model, draft_model, config.draft_tokens)
         compile_with = config.compile_with
         models = [model] if draft_model is None else [model, draft_model]
@@ -287,8 +289,8 @@ class ContinuousBatcher:
     def _step(self, *, wait: bool) -> bool:
         if self._closed is not None or not self._stepping.acquire(blocking=wait):
             if self._closed is None:
-                where = "in this one already" if self._steps_here() else "in another thread"
-                raise BatcherError(f"step() runs {where}; let one thread drive the batcher")
+                where = "in this thread" if self._steps_here() else "in another thread"
+                raise BatcherError(f"step() already runs {where}; let one thread drive the batcher")
             return False
         self._stepping_thread = threading.get_ident()
         try:

@@ -75,7 +75,7 @@ class Driver:
         """
         current = self._current
         if current is not None and current.stopped:
-            raise BatcherError("a driver that was stopped is still in step(); start the batcher when it has returned")
+            raise BatcherError("a stopped driver is still in step(); start the batcher after that step() returns")
         self.follow(work)
 
     def follow(self, work: Work) -> None:

@@ -48,8 +48,8 @@ class Intake:
             raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
         if made.temperature != 0 and not self._samples:
             raise RequestError(
-                f"temperature is {temperature}, and with a draft model tokens are greedy; leave it 0, or make the "
-                "batcher without draft_model"
+                f"temperature is {temperature}, and a batcher with a draft model decodes greedily; "
+                "leave temperature at 0, or make the batcher without draft_model"
             )
         if not -(1 << 63) <= made.seed < 1 << 63:
             raise RequestError(f"seed is {seed}; it must fit into 64 bits")
@@ -67,7 +67,7 @@ class Intake:
             return tuple(int(token) for token in tokens)
         if self._tokenizer is None:
             raise RequestError(
-                "the prompt is text, and the batcher has no tokenizer; give token ids, or make it with one"
+                "the prompt is text, and the batcher has no tokenizer; give token ids, or give the batcher a tokenizer"
             )
         return tuple(self._tokenizer(prompt)["input_ids"])
 

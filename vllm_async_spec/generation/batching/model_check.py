@@ -25,13 +25,13 @@ def take_over(model: Any) -> str:
     """
     name, before = type(model).__name__, str(model.config._attn_implementation)
     if before == IMPLEMENTATION:
-        raise ModelError(f"this {name} belongs to a ContinuousBatcher; close that one first")
+        raise ModelError(f"this {name} belongs to a ContinuousBatcher; close that batcher first")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder and a decoder; only decoders can be batched")
+        raise ModelError(f"{name} has an encoder; only decoder-only models can be batched")
     if not model._can_set_attn_implementation():
         raise ModelError(
-            f"{name} does not take its attention from transformers' AttentionInterface, so it can't "
-            "attend over pages; use model.generate"
+            f"{name} does not use transformers' AttentionInterface, so its attention can't read a paged cache; "
+            "use model.generate"
         )
     model.set_attn_implementation(IMPLEMENTATION)
     return before
@@ -53,11 +53,11 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
     if not probe.layers or len(probe.layers) != expected:
         raise ModelError(
             f"{len(probe.layers)} of the {expected} layers of {name} attend through transformers' AttentionInterface; "
-            "all must, because what the others remember is in no page"
+            "all must, because the paged cache holds no state of other layers"
         )
     windows = [layer.sliding_window for layer in probe.layers.values()]
     if "sliding_attention" in _layer_types(config) and not any(windows):
-        raise ModelError(f"{name} has sliding layers, and tells its attention no window; use model.generate")
+        raise ModelError(f"{name} has sliding layers, and passes no window to its attention; use model.generate")
     return probe.layers
 
 
@@ -75,19 +75,21 @@ def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
     """
     if draft_model is None:
         if given is not None:
-            raise ValueError(f"draft_tokens is {given} and there is no draft_model; give one, or leave it out")
+            raise ValueError(
+                f"draft_tokens is {given} and there is no draft_model; give a draft_model, or leave out draft_tokens"
+            )
         return 0
     if draft_model is model:
-        raise ModelError("the draft model is the model itself, which would gain nothing; give a smaller one")
+        raise ModelError("the draft model is the model itself, which would gain nothing; give a smaller model")
     sizes = [each.get_input_embeddings().num_embeddings for each in (draft_model, model)]
     if sizes[0] != sizes[1]:
         raise ModelError(
-            f"the draft model has a vocabulary of {sizes[0]} and the model one of {sizes[1]}; give a draft model that "
-            "shares the model's tokenizer"
+            f"the draft model's vocabulary has {sizes[0]} tokens and the model's has {sizes[1]}; give a draft model "
+            "that shares the model's tokenizer"
         )
     if draft_model.device != model.device:
         raise ModelError(
-            f"the draft model is on {draft_model.device} and the model on {model.device}; move it there first"
+            f"the draft model is on {draft_model.device} and the model on {model.device}; move both to one device"
         )
     return _DEFAULT_DRAFTS if given is None else given
 
@@ -109,7 +111,7 @@ def max_length_of(models: Sequence[Any], given: int | None) -> int:
     if most is not None and given > most:
         fewest = next(each for each in models if _positions_of(each) == most)
         whose = "the model" if fewest is models[0] else "the draft model"
-        raise ValueError(f"max_length is {given} and {whose} has {most} positions; give at most that")
+        raise ValueError(f"max_length is {given} and {whose} has {most} positions; give at most {most}")
     return given
 
 
@@ -134,13 +136,17 @@ def _positions_of(model: Any) -> int | None:
 
 def _check_configuration(model: Any, name: str, config: Any) -> None:
     if model.training:
-        raise ModelError(f"{name} is in training mode, and would drop out at random; call its eval()")
+        raise ModelError(f"{name} is in training mode, so dropout is active; call the model's eval()")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{name} takes no position_ids, so sequences can't share a batch; use model.generate")
     if unknown := sorted(_layer_types(config) - _LAYER_TYPES):
-        raise ModelError(f"{name} has layers of type {', '.join(unknown)}; only {', '.join(sorted(_LAYER_TYPES))} can")
+        raise ModelError(
+            f"{name} has layers of type {', '.join(unknown)}; only {', '.join(sorted(_LAYER_TYPES))} can be batched"
+        )
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise ModelError(f"{name} attends within chunks of {config.attention_chunk_size} tokens, which no adapter does")
+        raise ModelError(
+            f"{name} attends within chunks of {config.attention_chunk_size} tokens, which no adapter supports"
+        )
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:

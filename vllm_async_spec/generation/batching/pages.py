@@ -52,6 +52,6 @@ class PageAllocator:
         """
         for page in pages:
             if page not in self._taken:
-                raise ValueError(f"page {page} is given back, and nobody has it")
+                raise ValueError(f"page {page} is given back, and no request holds that page")
             self._taken.remove(page)
         self._free.extend(reversed(pages))

@@ -109,6 +109,6 @@ class Request:
                 if self._listeners.pop(changed, None) is not None:
                     failure = RequestError(
                         f"the event loop that iterates over this request takes no more tokens, because "
-                        f"{type(error).__name__}: {error}; let it run until the request is finished"
+                        f"{type(error).__name__}: {error}; keep the loop running until the request is finished"
                     )
         return failure

@@ -141,7 +141,7 @@ class Scheduler:
         if needed > self._max_length:
             raise RequestError(
                 f"the prompt has {tokens} tokens and max_new_tokens is {request.max_new_tokens}, together more than "
-                f"max_length, {self._max_length}; shorten one of them, or make the batcher with a larger one"
+                f"max_length, {self._max_length}; shorten one of them, or make the batcher with a larger max_length"
             )
         if self._pages_of(request) > self.pages.capacity:
             raise RequestError(

@@ -112,7 +112,9 @@ def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
         return [*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch]
     sizes = sorted(set(given))
     if not sizes or sizes[0] < 1 or sizes[-1] != batch:
-        raise ValueError(f"decode_sizes is {list(given)}; it must be positive, and the largest max_batch, {batch}")
+        raise ValueError(
+            f"decode_sizes is {list(given)}; the sizes must be positive, and the largest must be max_batch, {batch}"
+        )
     return sizes
 
 

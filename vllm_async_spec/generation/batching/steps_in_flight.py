@@ -85,7 +85,7 @@ class StepsInFlight:
             self._streams.drain()
             last = rows[-1].job
             self._scheduler.undo(rows)
-            message = f"the device's memory does not suffice for this request beside {len(rows) - 1} others: {error}"
+            message = f"the device's memory is too small for this request and {len(rows) - 1} others: {error}"
             self._scheduler.fail(last, RequestError(message))
             return []
         return rows
