@@ -53,7 +53,7 @@ def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
     assert told == (
         []
         if group == 17
-        else ["vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs, XQA has the other decodes"]
+        else ["vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs; XQA runs the other decodes"]
     )
 
 

@@ -96,7 +96,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, logger.name)
     rebuilt = type(builder)(*setting)
-    assert re.search(f"by its planned wrappers, without XQA: .*{message}", caplog.text)
+    assert re.search(f"with its planned wrappers, not with XQA: .*{message}", caplog.text)
     assert fake_flashinfer.compiled == []
     assert not flashinfer_xqa_shapes.decodes_with_xqa(rebuilt)
     assert rebuilt.reorder_batch_threshold == 1

@@ -95,7 +95,7 @@ class PlansFromBound(FlashInferBuilderBase):
         super().__init__(*args, **kwargs)
         platform = self._vllm.current_platform
         if decodes_with_xqa(self) and (reason := xqa_refuses(self, platform)) is not None:
-            inform("vllm-async-spec: FlashInfer decodes by its planned wrappers, without XQA: %s", reason)
+            inform("vllm-async-spec: FlashInfer decodes with its planned wrappers, not with XQA: %s", reason)
             with without_xqa():
                 super().__init__(*args, **kwargs)
         self._drafts = self.vllm_config.speculative_config is not None
@@ -215,7 +215,7 @@ def _takes_over(builder: Any, backend: str) -> bool:
 
 @functools.cache
 def _say() -> None:
-    inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs, XQA has the other decodes")
+    inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs; XQA runs the other decodes")
 
 
 def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:

@@ -95,8 +95,8 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
         source = xqa_source()
         if source is None:
             logger.warning(
-                "vllm-async-spec: there is neither nvcc nor flashinfer-jit-cache, so FlashInfer's XQA kernels can't be "
-                "had; install one of them, or use --attention-backend FLASH_ATTN"
+                "vllm-async-spec: this machine has neither nvcc nor flashinfer-jit-cache, so FlashInfer can't get its "
+                "XQA kernels; install one of them, or use --attention-backend FLASH_ATTN"
             )
             return original(is_prefill)
         inform("vllm-async-spec: FlashInfer decodes with XQA, from %s; no artifact server is asked", source)

@@ -130,7 +130,7 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
 
 def _grafted_class(cls: Any) -> Any:
     if not hasattr(cls, "host_trust"):
-        raise PatchError(f"{CLASS} has no host views, since the patch that grafts them was refused")
+        raise PatchError(f"{CLASS} has no lazy host lengths, because the patch that adds them was refused")
     return cls
 
 
@@ -141,7 +141,7 @@ def without_host_lengths(cls: Any) -> Any:
         PatchError: the class requires host lengths, because the patch that makes them optional was refused.
     """
     if _requires_host_lengths(cls):
-        raise PatchError(f"{CLASS} can't be made without host lengths, since the patch for that was refused")
+        raise PatchError(f"{CLASS} requires host lengths, because the patch that makes them optional was refused")
     return cls
 
 

@@ -112,7 +112,7 @@ class _LazyHostViews:
 
 def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
     if not hasattr(getattr(module, _CUT), "__wrapped__"):
-        raise PatchError("virtual batches are made on the host, since the patch virtual-batches-cut was refused")
+        raise PatchError("virtual batches are made on the host, because the patch virtual-batches-cut was refused")
     original = getattr(module, _CREATE)
 
     @functools.cache
