@@ -29,8 +29,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     def get_prometheus_registry() -> Any:
         if publisher.failure is not None:
             logger.warning(
-                "vllm-async-spec: /metrics shows the counts of this process only, because the others can't write theirs "
-                "to a file (%s); set TMPDIR to a writable directory",
+                "vllm-async-spec: /metrics shows the counts of this process only, because the others can't write "
+                "theirs to a file (%s); set TMPDIR to a writable directory",
                 publisher.failure,
             )
         registry = original()
