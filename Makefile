@@ -63,7 +63,7 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 
 test-transformers: $(VENV)/.ready  ## generation with the oldest transformers that it is for, beside the installed one
 	test -d $(CACHE)/transformers || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers 'transformers==4.57.3'
-	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/generation/test_*.py $(addprefix tests/generation/batching/test_batching,.py _drafts.py _attention_backends.py)
+	PYTHONPATH=$(CACHE)/transformers $(PYTHON) -m pytest tests/generation/test_*.py $(patsubst %,tests/generation/batching/test_batching_%.py,tokens requests settings drafts attention_backends)
 
 test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own planner, compiled for the host; fetched once, half a gigabyte
 	test -d $(CACHE)/planner/cuda || $(UV) --target $(CACHE)/planner/cuda $(NVCC)

@@ -36,8 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         names.append("--backend")  # here the suite itself runs, so no other plugin's option is meant
     group.addoption(*names, action="append", default=[], metavar="NAME", help="module:Builder, or one of vLLM's")
     group.addoption("--async-spec-device", default="cpu", metavar="cpu|cuda", help="cpu simulates a device")
-    group.addoption("--async-spec-source", type=Path, metavar="DIR", help="an unpacked vLLM, instead of the installed")
-    parser.addini("async_spec_backends", "the backends that async_spec_backend is, as --async-spec-backend", "linelist")
+    group.addoption(
+        "--async-spec-source", type=Path, metavar="DIR", help="an unpacked vLLM; default: the installed vLLM"
+    )
+    parser.addini(
+        "async_spec_backends", "backends of async_spec_backend, named as for --async-spec-backend", "linelist"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

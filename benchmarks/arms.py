@@ -26,7 +26,7 @@ class Means(str, enum.Enum):
 
     WEIGHTS = "weights"
     """The drafter's and the target's weights are arranged (`acceptance`): any release, any runner, greedy."""
-    STIRRED = "stirred"
+    ATTENTIVE = "attentive"
     """The same, and the target's layers affect tokens (`attentive_weights`), so tokens show errors of attention."""
     SAMPLER = "sampler"
     """vLLM's own synthetic rejection sampling, in the releases that have it, and on a GPU."""

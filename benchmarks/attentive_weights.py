@@ -1,7 +1,7 @@
 """Dummy weights under which attention affects the next token, so that a wrong length shows in the tokens.
 
 Arranged weights (`acceptance`) make the target generate a token's successor whatever came before. The speed of a step
-is right, but wrong attention goes unnoticed. Stirred weights keep the arrangement as a tendency. The layers' matrices
+is right, but wrong attention goes unnoticed. Attentive weights keep the arrangement as a tendency. The layers' matrices
 are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head gets a
 random part, through which that movement changes the logits. The successor still wins more often than not, and the
 drafter relies on this.
@@ -18,7 +18,7 @@ from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection, name
 
 _GAIN = 1.5
 """Sharp enough that a token attends to a few others, and not to the mean of all."""
-_STIRRED = 1.25
+_MOVED = 1.25
 """About how far all layers together move the residual stream, next to embeddings of 1."""
 _LEAD = 1.25
 """How far the successor is ahead of the best of the others on average, in standard deviations of their logits."""
@@ -28,7 +28,7 @@ _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 
 @torch.no_grad()
 def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = SEED + 1) -> None:
-    """Stir the arranged weights of a target, and the head of a drafter that may share the target's.
+    """Add random parts to the arranged weights of a target, and to the head of a drafter that may share it.
 
     Args:
         model: a causal language model that `acceptance.arrange` has arranged.
@@ -44,7 +44,7 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, se
     layers = max(numbers, default=0) + 1
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
-            _stir_head(weight, vocabulary, seed)
+            _attentive_head(weight, vocabulary, seed)
         elif drafts or name == "embed_tokens":
             continue
         elif weight.ndim == 1 and "norm" in name:
@@ -56,11 +56,11 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, se
                 weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
 
 
-def _stir_head(weight: Tensor, vocabulary: int, seed: int) -> None:
+def _attentive_head(weight: Tensor, vocabulary: int, seed: int) -> None:
     """Shrink the successor's part until it leads by `_LEAD`, and add a random part."""
     hidden, stranger = weight.shape[1], vocabulary - 1
     best = math.sqrt(2 * math.log(vocabulary))
-    share = min(1.0, (best + _LEAD) * math.sqrt(1 + _STIRRED**2) / math.sqrt(hidden))
+    share = min(1.0, (best + _LEAD) * math.sqrt(1 + _MOVED**2) / math.sqrt(hidden))
     others = _noise(weight[:stranger], seed)
     others[:, [MARK, VOTE]] = 0
     weight[:stranger] = weight[:stranger] * share + others

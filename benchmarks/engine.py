@@ -208,8 +208,8 @@ class BenchEngine:
 
             options["load_format"] = LOAD_FORMAT
             draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
-            stirred = acceptance["means"] == "stirred"
-            loading = {"share": acceptance["share"], "draft_model": draft_model, "stirred": stirred}
+            attentive = acceptance["means"] == "attentive"
+            loading = {"share": acceptance["share"], "draft_model": draft_model, "attentive": attentive}
             options["model_loader_extra_config"] = loading
         if method is None:
             return options

@@ -55,18 +55,15 @@ def operations(cls: Any, batch: int = 32) -> dict[str, Callable[[], Any]]:
     return {"construct": lambda: cls(**fields), "unpadded": lambda: made.unpadded(batch * 4, batch)}
 
 
-def patches_of(module: Any) -> list[Callable[[Transaction, Any], None]]:
-    """How this vLLM's class is patched, in the ledger's order."""
-    applied = []
-    for spec in load_ledger():
-        for target in spec.targets:
-            if target.module == module.__name__ and target.qualname.startswith("CommonAttentionMetadata"):
-                owner = module
-                for part in target.qualname.split("."):
-                    owner = getattr(owner, part)
-                if IMPLEMENTATIONS[spec.name].unneeded(owner) is None:
-                    applied.append(IMPLEMENTATIONS[spec.name].apply)
-    return applied
+def patches_of(module: Any, release: str) -> list[Callable[[Transaction, Any], None]]:
+    """How the class in this module of a vLLM release is patched, in the ledger's order."""
+    return [
+        IMPLEMENTATIONS[spec.name].apply
+        for spec in load_ledger()
+        for target in spec.targets
+        if spec.covers(release)
+        if target.module == module.__name__ and target.qualname.startswith("CommonAttentionMetadata")
+    ]
 
 
 def microseconds(operation: Callable[[], Any]) -> float:
@@ -81,7 +78,7 @@ def measure(rounds: int) -> dict[str, Any]:
     import vllm
 
     module = metadata_module()
-    cls, patches = module.CommonAttentionMetadata, patches_of(module)
+    cls, patches = module.CommonAttentionMetadata, patches_of(module, vllm.__version__)
     times: dict[str, dict[str, list[float]]] = {name: {"stock": [], "grafted": []} for name in operations(cls)}
     for _ in range(rounds // 2):
         for kind in ("stock", "grafted", "grafted", "stock"):

@@ -26,7 +26,7 @@ LOAD_FORMAT = "arranged"
 @register_model_loader(LOAD_FORMAT)
 class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
     """Takes from the extra config `share`, the probability of acceptance; `draft_model`, the draft model's directory;
-    and `stirred`, whether attention affects tokens too."""
+    and `attentive`, whether attention affects tokens too."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
@@ -37,5 +37,5 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         super().load_weights(model, model_config)
         votes = model_config.model == self._options["draft_model"]
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)
-        if self._options["stirred"]:
+        if self._options["attentive"]:
             make_attentive(model, model_config.get_vocab_size(), votes=votes)

@@ -59,6 +59,7 @@ class ResultFile:
         """Add a turn, replacing an earlier attempt at it, and write the file."""
         same = (turn["pass"], turn["arm"])
         self.document["turns"] = [kept for kept in self.turns if (kept["pass"], kept["arm"]) != same] + [turn]
+        _drop_single_runs(self.turns)
         if command not in self.document["commands"]:
             self.document["commands"].append(command)
         self.document["summary"] = summarise(self.document)
@@ -106,6 +107,18 @@ def figure_of(path: Path, form: str = "svg") -> Path:
     """Where `plot` draws the figure of a result file: in .cache for one of this repository's own, else beside it."""
     folder = FIGURES if path.resolve().parent == RESULTS.resolve() else path.parent
     return folder / f"{path.stem}.{form}"
+
+
+def _drop_single_runs(turns: Sequence[Turn]) -> None:
+    """Drop the single runs of each arm that has several turns of a load: its spread is that of the turns."""
+    loads: dict[tuple[str, str], list[Turn]] = {}
+    for turn in turns:
+        for name, load in turn.get("loads", {}).items():
+            loads.setdefault((turn["arm"], name), []).append(load)
+    for same in loads.values():
+        if len(same) > 1:
+            for load in same:
+                load.pop("runs", None)
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:

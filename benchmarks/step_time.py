@@ -20,6 +20,7 @@ from rich.table import Table
 from benchmarks.statistics import summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.patching import temporarily
+from vllm_async_spec.vllm_plugin.ledger import find_patch
 from vllm_async_spec.vllm_plugin.patches.optimistic_runner import IMPLEMENTATIONS
 
 DRAFTS = 3
@@ -42,8 +43,8 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
 
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     patch = IMPLEMENTATIONS["optimistic-runner"]
-    if reason := patch.unneeded(module.GPUModelRunner._update_states):
-        raise StepTimeError(f"the patch optimistic-runner is not needed with vLLM {vllm.__version__}: {reason}")
+    if not find_patch("optimistic-runner").covers(vllm.__version__):
+        raise StepTimeError(f"vLLM {vllm.__version__} does not need the patch optimistic-runner; take 0.14 to 0.18")
     stock = _Step(module.GPUModelRunner, batch)
     with temporarily() as transaction:
         patch.apply(transaction, module)

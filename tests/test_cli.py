@@ -93,14 +93,14 @@ def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: i
     arguments = ["--target", str(tmp_path), "--draft", str(tmp_path), "--cache", str(tmp_path)]
     done = CliRunner().invoke(app, [command, *(arguments if command == "demo" else [])])
     assert done.exit_code == exit_code
-    assert done.stderr.startswith("vllm-async-spec: vLLM is not installed in this environment; install it with")
+    assert done.stderr.startswith("vllm-async-spec: vLLM is not installed in this environment; run `pip install vllm`")
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["status", "--speculative-config", "{}"], "say nothing without --model; add it"),
+        (["status", "--speculative-config", "{}"], "have no effect without --model; add --model"),
         (["status", "--model", "m", "--speculative-config", "{"], "--speculative-config is '{', which is not JSON"),
         (["status", "--model", "m", "--speculative-config", "[]"], "is '[]'; it must be a JSON object"),
         (["demo", "--target", "/nowhere"], "--target and --draft go together"),
@@ -145,15 +145,15 @@ AUDIT_MISTAKES = {
     "neither": ((), "an audit needs either --model, to start an engine, or --url, to ask a running server"),
     "both": (("--model", "m", "--url", "http://x"), "an audit needs either --model"),
     "compare": (("--model", "m", "--compare", "sync"), "--compare is 'sync'; it must be off"),
-    "server arguments": (("--url", "http://x", "--max-model-len", "8"), "--max-model-len 8 says nothing of a running"),
-    "compare a server": (("--url", "http://x", "--compare", "off"), "--compare says nothing of a running server"),
+    "server arguments": (("--url", "http://x", "--max-model-len", "8"), "--max-model-len 8 has no effect on a running"),
+    "compare a server": (("--url", "http://x", "--compare", "off"), "--compare has no effect on a running server"),
     "folder": (
         ("--model", "m", "--html", "/no/such/page.html"),
         "--html is '/no/such/page.html', whose directory does",
     ),
-    "nobody there": (("--url", "http://127.0.0.1:9"), "http://127.0.0.1:9/async_spec/audit can't be asked: "),
-    "load": (("--url", "http://127.0.0.1:9", "--load", "decode"), "http://127.0.0.1:9/v1/models can't be asked: "),
-    "no address": (("--url", "localhost"), "can't be asked: unknown url type"),
+    "nobody there": (("--url", "http://127.0.0.1:9"), "http://127.0.0.1:9/async_spec/audit can't be reached: "),
+    "load": (("--url", "http://127.0.0.1:9", "--load", "decode"), "http://127.0.0.1:9/v1/models can't be reached: "),
+    "no address": (("--url", "localhost"), "can't be reached: unknown url type"),
 }
 
 

@@ -141,6 +141,6 @@ def test_with_an_epoch_a_length_is_copied_once_and_given_ones_never() -> None:
     ids=["prefetched", "given"],
 )
 def test_what_cannot_be_used_without_an_epoch_is_said_where_it_was_asked_for(ask: Callable[[], object], said: str):
-    with pytest.warns(HostSyncWarning, match=f"{said}.* because it has no epoch") as caught:
+    with pytest.warns(HostSyncWarning, match=f"{said}.* because no Epoch was given") as caught:
         ask()
     assert caught[0].filename == __file__

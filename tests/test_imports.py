@@ -15,7 +15,17 @@ PACKAGE = Path(__file__).parents[1] / "vllm_async_spec"
 
 # Lowest first: a part may import parts of lower rows, and its own row's only where it is the same part.
 LAYERS = [
-    {"_version", "sync_policy", "host_copy", "host_lengths", "metadata", "streams", "patching", "json_child"},
+    {
+        "_version",
+        "sync_policy",
+        "host_copy",
+        "known_on_host",
+        "host_lengths",
+        "metadata",
+        "streams",
+        "patching",
+        "json_child",
+    },
     {"kernels"},
     {"attention", "spec_decode"},
     {"audit"},

@@ -68,7 +68,7 @@ def test_a_command_that_fails_is_one_sentence(tmp_path: Path, command: str, argu
 def test_an_answer_that_is_late_ends_the_child(tmp_path: Path) -> None:
     with started(tmp_path, SERVE, answer_s=0.3) as child:
         child.wait_until_ready()
-        with pytest.raises(RuntimeError, match=r"^it gave no answer for 0 s \(log: "):
+        with pytest.raises(RuntimeError, match=r"^the process gave no answer for 0 s \(log: "):
             child.ask("sleep")
     assert child.process.returncode == -9
 
@@ -76,7 +76,7 @@ def test_an_answer_that_is_late_ends_the_child(tmp_path: Path) -> None:
 def test_a_child_that_is_late_to_be_ready_is_ended(tmp_path: Path) -> None:
     with (
         started(tmp_path, "import time; time.sleep(60)", ready_s=0.2, answer_s=50) as child,
-        pytest.raises(RuntimeError, match=r"^it gave no answer for 0 s"),
+        pytest.raises(RuntimeError, match=r"^the process gave no answer for 0 s"),
     ):
         child.wait_until_ready()
 

@@ -122,7 +122,7 @@ def test_error_policy_refuses_before_anything_is_copied():
     metadata = MIXED.metadata()
     with (
         sync_policy("error"),
-        pytest.raises(HostSyncError, match=r"seq_lens was copied to the host at .*test_metadata"),
+        pytest.raises(HostSyncError, match=r"a blocking host read of seq_lens at .*test_metadata"),
     ):
         metadata.num_computed_tokens_cpu  # noqa: B018
     assert metadata._seq_lens_cpu is None

@@ -68,7 +68,7 @@ def test_warn_warns_once_a_site_with_the_callers_line():
             read()
         read("other")
     assert [(w.category, w.filename, w.lineno) for w in caught] == [(HostSyncWarning, __file__, line_of_read())] * 2
-    assert "seq_lens was copied to the host" in str(caught[0].message)
+    assert "a blocking host read of seq_lens at " in str(caught[0].message)
     assert sync_report().count == 4
 
 

@@ -64,15 +64,15 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens generated for each prompt.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine.")] = 4,
     cache: Annotated[
-        Path | None, typer.Option(help="Where the models are kept; ~/.cache/vllm-async-spec if unset.")
+        Path | None, typer.Option(help="Directory for models and logs; default: ~/.cache/vllm-async-spec.")
     ] = None,
     target: Annotated[Path | None, typer.Option(help="Your own target model; needs --draft.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Your own draft model, with the target's vocabulary.")] = None,
 ) -> None:
-    """Serve one batch of prompts four ways on a real vLLM, and prove that the tokens are the same.
+    """Serve one batch of prompts with vLLM in four ways, and check that all tokens are identical.
 
-    Makes its own small byte-level models the first time. Exit code 0: every token is the same and no draft is lost;
-    1: otherwise, or the demo can't run.
+    The first run trains two small byte-level models. Exit code 0: all tokens are identical and the acceptance length
+    does not fall; 1: otherwise, or the demo can't run.
     """
     from rich.progress import Progress
 
@@ -101,7 +101,7 @@ def demo(
         except (DemoError, OSError) as error:
             _fail(str(error))
         except ImportError as error:
-            _fail(f"{error}; it comes with vLLM, which the documentation's page on installing says how to install")
+            _fail(f"{error}; install vLLM, which includes this module, as the documentation's page on installing says")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -114,20 +114,24 @@ def demo(
 @app.command()
 def status(
     as_json: AsJson = False,
-    model: Annotated[str | None, typer.Option(help="Say what an engine with this model would run with.")] = None,
+    model: Annotated[str | None, typer.Option(help="Show what an engine with this model would use.")] = None,
     speculative_config: Annotated[str | None, typer.Option(help="JSON, as `vllm serve` takes it.")] = None,
     async_scheduling: Annotated[
-        bool | None, typer.Option(help="As `vllm serve` takes it; unset leaves it open.")
+        bool | None, typer.Option(help="As `vllm serve` takes it; default: the plugin or vLLM decides.")
     ] = None,
-    url: Annotated[str | None, typer.Option(help="Ask a running server, by its /metrics.")] = None,
+    url: Annotated[str | None, typer.Option(help="Read the state of this running server from its /metrics.")] = None,
 ) -> None:
-    """What was found, what each patch became, and who decided what.
+    """Show the environment, the state of each patch, and where each setting comes from.
 
-    Exit code 0: all is as it should be; 1: something was refused; 2: there is no vLLM, or no such server.
+    Exit code 0: no problem was found; 1: a patch was refused, vLLM does not load the plugin, or a setting or argument
+    is wrong; 2: vLLM can't be imported, or no server with the plugin answers at --url.
     """
     if url is not None:
         if model is not None or speculative_config is not None or async_scheduling is not None:
-            _fail("--url asks a server, which has its own engine arguments; leave the others out")
+            _fail(
+                "--url reads a server, which has its own engine arguments; leave out --model, --speculative-config "
+                "and --async-scheduling"
+            )
         _status_of_server(url, as_json)
     from vllm_async_spec.vllm_plugin.ledger import PatchError
     from vllm_async_spec.vllm_plugin.settings import SettingError
@@ -141,7 +145,7 @@ def status(
         if async_scheduling is not None:
             arguments["async_scheduling"] = async_scheduling
     elif speculative_config is not None or async_scheduling is not None:
-        _fail("--speculative-config and --async-scheduling say nothing without --model; add it")
+        _fail("--speculative-config and --async-scheduling have no effect without --model; add --model")
     try:
         found = read_status(arguments)
     except NoVllmError as error:
@@ -172,7 +176,7 @@ def _status_of_server(url: str, as_json: bool) -> NoReturn:
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
         facts.add_column(overflow="fold")
-        facts.add_row("vllm-async-spec", f"{found.version}, on in {found.url}")
+        facts.add_row("vllm-async-spec", f"{found.version}, on at {found.url}")
         facts.add_row("VLLM_ASYNC_SPEC", found.mode)
         facts.add_row("VLLM_ASYNC_SPEC_SYNC", found.sync)
         facts.add_row("patches", ", ".join(f"{count} {state}" for state, count in found.patches.items() if count))
@@ -201,10 +205,12 @@ def _print_status(found: Any) -> None:
         facts.add_row(name, f"{setting['value']} ({setting['from']})")
     console.print(facts)
     if found.failure is not None:
-        console.print(f"The plugin failed, and vLLM runs as stock: {escape(found.failure)}", style="red")
+        console.print(f"The plugin failed, so vLLM runs as stock: {escape(found.failure)}", style="red")
     if not found.loaded:
         console.print(
-            "VLLM_PLUGINS is set and does not name async_spec, so vLLM does not load the plugin.", style="red"
+            "vLLM does not load the plugin, because VLLM_PLUGINS is set and does not name async_spec; add async_spec, "
+            "or unset VLLM_PLUGINS.",
+            style="red",
         )
     table = Table(title="Patches", title_justify="left")
     for name in ("patch", "state", "why"):
@@ -221,27 +227,28 @@ def audit(
         str | None, typer.Option(help="Start an engine with this model; every argument of `vllm serve` may follow.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="Audit a running server instead, started with VLLM_ASYNC_SPEC_AUDIT=1.")
+        str | None, typer.Option(help="Audit a running server, which was started with VLLM_ASYNC_SPEC_AUDIT=1.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="One of the keys of the server at --url.")
+        str | None, typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="An API key of the server at --url.")
     ] = None,
     load: Annotated[
-        str | None, typer.Option(help="decode, mixed, or a file of JSON lines; a server: what it serves anyway.")
+        str | None,
+        typer.Option(help="decode, mixed, or a file of JSON lines; default: decode, or the server's traffic."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
     steps: Annotated[int, typer.Option(min=3, max=2048, help="Steps to record.")] = 64,
-    seconds: Annotated[float, typer.Option(min=1, max=600, help="How long a server may take for them.")] = 120,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as data.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report as a page.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Time limit of each of a server's recordings.")] = 120,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report to this HTML file.")] = None,
     compare: Annotated[
         str | None, typer.Option(help="off: audit stock vLLM too, and show both.", metavar="off")
     ] = None,
-    log: Annotated[Path, typer.Option(help="Where the engine's log goes.")] = Path("vllm-async-spec-audit.log"),
+    log: Annotated[Path, typer.Option(help="File for the engine's log.")] = Path("vllm-async-spec-audit.log"),
 ) -> None:
     """Find what makes the host wait for the GPU in a running engine: each line of code, how often, and for how long.
 
-    Exit code 0: an audit was made; 1: it could not be.
+    Exit code 0: the audit was made; 1: the audit failed.
     """
     from vllm_async_spec.audit.engine import AuditError
     from vllm_async_spec.audit.html import render_html
@@ -254,17 +261,18 @@ def audit(
     if compare not in (None, "off"):
         _fail(f"--compare is {compare!r}; it must be off")
     if url is not None and (compare is not None or context.args):
-        _fail(f"{' '.join(context.args) or '--compare'} says nothing of a running server; leave it out, or use --model")
+        unused = " ".join(context.args) or "--compare"
+        _fail(f"{unused} has no effect on a running server; leave out {unused}, or use --model")
     source = context.get_parameter_source("api_key")
     if model is not None and source is not None and source.name == "COMMANDLINE":
-        _fail("--api-key says nothing of an engine that an audit starts; leave it out, or use --url")
+        _fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
     for option, path in (("--json", json_file), ("--html", html_file), ("--log", log)):
         if path is not None and not path.absolute().parent.is_dir():
-            _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
+            _fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     errors = Console(stderr=True)
     before = None
     try:
-        with errors.status("asking the server") as status:
+        with errors.status("auditing the server") as status:
             if url is not None:
                 found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds, api_key=api_key)
             else:
@@ -289,23 +297,31 @@ def audit(
 def compat(
     backends: Annotated[
         list[str] | None,
-        typer.Option("--backend", metavar="NAME", help="One of vLLM's, or module:Builder; all of vLLM's if not given."),
+        typer.Option(
+            "--backend", metavar="NAME", help="A backend of vLLM's, or module:Builder; default: all of vLLM's."
+        ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu, which simulates a device.", metavar="cpu|cuda")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cuda for a GPU, or cpu for a simulated device.", metavar="cpu|cuda")
+    ] = "cpu",
     vllm_source: Annotated[
         Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence as data.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the table as a page.")] = None,
-    junit_file: Annotated[Path | None, typer.Option("--junit", help="Write a test for each batch, for CI.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table as one HTML file.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line as an SVG badge.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence to this JSON file.")] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the table to this Markdown file.")
+    ] = None,
+    junit_file: Annotated[
+        Path | None, typer.Option("--junit", help="Write a test for each batch to this JUnit file, for CI.")
+    ] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table to this HTML file.")] = None,
+    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line to this SVG badge.")] = None,
 ) -> None:
-    """Does yours sync? Try metadata builders with no host lengths, with bounds and with garbage for them.
+    """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
-    Exit code 0: no builder makes the host wait in a step, and each builds the right thing; 1: one does, or does not;
-    2: one could not be tried.
+    Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits or
+    builds wrong metadata; 2: a builder could not be tried.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
@@ -320,7 +336,7 @@ def compat(
     }
     for option, (path, _) in written.items():
         if path is not None and not path.absolute().parent.is_dir():
-            _fail(f"{option} is {str(path)!r}, whose directory does not exist; make it, or name another")
+            _fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     try:
         with Console(stderr=True).status("") as status:
             found = _try(backends or [], plugin, device, vllm_source, status.update)

@@ -108,7 +108,9 @@ class HostCopy:
 def _warn_unused(what: str) -> None:
     """Warn at the calling line outside this package's machinery."""
     site = calling_site()
-    message = f"{what}, because it has no epoch, so reading it copies; give an Epoch that advances when it changes"
+    message = (
+        f"{what}, because no Epoch was given, so each read copies; give an Epoch that advances when the tensor changes"
+    )
     warnings.warn_explicit(message, HostSyncWarning, site.file, site.line)
 
 

@@ -60,9 +60,9 @@ class Child:
                 return answer
             why = answer["error"]
         elif timed_out:
-            why = f"it gave no answer for {seconds:.0f} s"
+            why = f"the process gave no answer for {seconds:.0f} s"
         else:
-            why = f"it ended with {self.process.wait()}: {last_telling_line(self.log)}"
+            why = f"the process ended with exit code {self.process.wait()}: {last_telling_line(self.log)}"
         raise self.fail(f"{why} (log: {self.log})")
 
 
@@ -111,7 +111,7 @@ def start(
 def last_telling_line(log: Path) -> str:
     """The last line of a log that names an error, or else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if _TELLING.search(line)), lines[-1] if lines else "its log is empty")
+    return next((line for line in reversed(lines) if _TELLING.search(line)), lines[-1] if lines else "the log is empty")
 
 
 @contextlib.contextmanager

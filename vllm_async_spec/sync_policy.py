@@ -235,7 +235,7 @@ def host_read(what: str, nbytes: int, kind: ReadKind = ReadKind.COPY) -> Iterato
     refused = policy is SyncPolicy.ERROR
     _count(site, what, kind, 0 if refused else nbytes)
     if refused:
-        raise HostSyncError(f"{_sentence(what, site)} under the policy 'error'; {_REMEDY}")
+        raise HostSyncError(f"{_sentence(what, site)}, which the sync policy 'error' forbids; {_REMEDY}")
     if policy is SyncPolicy.WARN:
         _warn_once(site, what)
     start = time.perf_counter()
@@ -249,7 +249,7 @@ _REMEDY = "use the device tensor or seq_lens_cpu_upper_bound"
 
 
 def _sentence(what: str, site: CallSite) -> str:
-    return f"{what} was copied to the host at {site}, which makes the host wait for the device,"
+    return f"a blocking host read of {what} at {site} makes the host wait for the device"
 
 
 def _count(site: CallSite, what: str, kind: ReadKind, nbytes: int) -> None:
@@ -292,7 +292,7 @@ def _warn_once(site: CallSite, what: str) -> None:
         if (site, what) in _warned:
             return
         _warned.add((site, what))
-    message = f"{_sentence(what, site)} and is counted; {_REMEDY}"
+    message = f"{_sentence(what, site)}, and is counted; {_REMEDY}"
     warnings.warn_explicit(message, HostSyncWarning, site.file, site.line, registry={})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.acceptance import make_orbit
 from benchmarks.loads import Load
-from benchmarks.plans.engines import STIRRED
+from benchmarks.plans.engines import ATTENTIVE
 from benchmarks.shapes import Method, find_shape
 
 LOAD = Load("features", requests=16, running=16, prompt=(1, 288), output=(1, 64))
@@ -101,7 +101,7 @@ def prompts(number: int, shape: str, lengths: tuple[int, int] = (8, 96), seed: i
 
 def banned_pairs() -> list[str]:
     """Texts of two characters that the text shape would often generate: a token and its successor."""
-    successor = make_orbit(find_shape("tiny-text").target["vocab_size"], STIRRED.share).successor.tolist()
+    successor = make_orbit(find_shape("tiny-text").target["vocab_size"], ATTENTIVE.share).successor.tolist()
     pairs = [(first, successor[first]) for first in range(TEXT_BYTES) if successor[first] < TEXT_BYTES]
     return ["".join(chr(ord("!") + token) for token in pair) for pair in pairs]
 
@@ -147,7 +147,7 @@ def _shared() -> list[Ask]:
 
 def _cycles() -> list[Ask]:
     """Prompts in which each token is followed by its successor, so that every next token has been seen before."""
-    orbit = make_orbit(find_shape("tiny-text").target["vocab_size"], STIRRED.share)
+    orbit = make_orbit(find_shape("tiny-text").target["vocab_size"], ATTENTIVE.share)
     asks = []
     for number in range(16):
         walk = [7 * number]

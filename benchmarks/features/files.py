@@ -13,7 +13,7 @@ from benchmarks.acceptance import MARK, VOTE
 
 _RANK = 8
 _STRENGTH = 0.2
-"""Size of the adapter's change of a matrix, relative to a matrix of stirred weights."""
+"""Size of the adapter's change of a matrix, relative to a matrix of attentive weights."""
 
 
 def write_tokenizer(folder: Path) -> Path:

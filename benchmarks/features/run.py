@@ -19,7 +19,7 @@ from benchmarks.child import ChildError
 from benchmarks.features.cases import LOAD, STOCK_AGAIN, Feature
 from benchmarks.features.checks import Served, check
 from benchmarks.features.files import write_adapter, write_tokenizer
-from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE, STIRRED
+from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, GPU_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.soak.controls import RUNNER_RELEASES
 from benchmarks.soak.engine import NEAR, Expected, Verdict
@@ -113,7 +113,7 @@ def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
         release=place.release,
         runner="V1",
         method=feature.method,
-        acceptance=STIRRED,
+        acceptance=ATTENTIVE,
         engine=(_CPU if place.cpu else _GPU) | engine,
         environment=CPU_ENVIRONMENT if place.cpu else {},
     )

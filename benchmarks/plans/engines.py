@@ -29,7 +29,7 @@ NATIVE = {"use_trtllm_attention": False}
 
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 ACCEPTANCE = Acceptance(0.7)
-STIRRED = Acceptance(0.9, Means.STIRRED)
+ATTENTIVE = Acceptance(0.9, Means.ATTENTIVE)
 
 
 def tiny_arm(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.arms import Arm
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
+from vllm_async_spec.vllm_plugin.ledger import find_patch
 
-RUNNER_RELEASES = next(spec.releases for spec in load_ledger() if spec.name == "optimistic-runner")
+RUNNER_RELEASES = find_patch("optimistic-runner").releases
 """Releases whose runner the plugin changes; only these wait for exact counts."""
 
 _RUNNER = f"the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans.engines import BESIDE_OTHERS, CPU_ENGINE, GPU_ENGINE, NATIVE, RUNNERS, STIRRED, tiny_arm
+from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, GPU_ENGINE, NATIVE, RUNNERS, tiny_arm
 from benchmarks.shapes import Method, find_shape
 
 _E5M2 = {"disable_flashinfer_q_quantization": True}
@@ -70,7 +70,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             release=release,
             runner=runner,
             method=next(iter(find_shape(shape).drafters)),
-            acceptance=STIRRED,
+            acceptance=ATTENTIVE,
             # In float16 rounding rarely decides between two tokens.
             engine=GPU_ENGINE
             | BESIDE_OTHERS
@@ -93,7 +93,7 @@ SOAKS: dict[str, Soak] = {
     for soak in (
         Soak(
             name="tiny",
-            subject=replace(tiny_arm("subject", plugin=Plugin.ON), acceptance=STIRRED),
+            subject=replace(tiny_arm("subject", plugin=Plugin.ON), acceptance=ATTENTIVE),
             load=_TINY_SOAK,
         ),
         Soak(
@@ -103,7 +103,7 @@ SOAKS: dict[str, Soak] = {
                 tiny_arm("subject", plugin=Plugin.ON),
                 shape="tiny-mla",
                 method=Method.MTP,
-                acceptance=STIRRED,
+                acceptance=ATTENTIVE,
                 engine=CPU_ENGINE
                 | {"async_scheduling": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
             ),

@@ -1,14 +1,9 @@
-"""The adapter for trtllm-gen and XQA: against a second copy of their contract, and XQA itself on a GPU."""
+"""The adapter for trtllm-gen and XQA, against a second copy of their contract."""
 
 from __future__ import annotations
 
 import inspect
-import random
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,25 +12,21 @@ import trtllm_contract
 from batches import Batch, ordered_batches
 from hypothesis import given
 from hypothesis import strategies as st
-from trtllm_shapes import NEW, OLD, SM90, SM100
+from trtllm_shapes import OLD, PAGE, SM90, SM100
 
 from vllm_async_spec import CommonAttentionMetadata, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import (
-    FlashInferFeatures,
     HostNeed,
     ReferenceAdapter,
     TrtllmAdapter,
     TrtllmArguments,
-    TrtllmShape,
-    UnsupportedShapeError,
     bmm_scales,
     causal_draft_masks,
-    decode_kernel,
     paged_attention,
     takes_ragged,
 )
 
-PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 4, 2, 16
+HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 16
 SCALE = HEAD_SIZE**-0.5
 # The adapter looks at neither heads nor dtypes, so the shapes above also stand for the small tensors below.
 KINDS = {"trtllm-gen": SM100, "xqa": SM90, "xqa, no ragged batches": replace(SM90, features=OLD)}
@@ -354,119 +345,6 @@ def test_fp8_scales_mean_what_the_oracle_computes_with_the_stored_values(kind: s
     close(got, scaled.oracle())
 
 
-SM120 = replace(SM90, capability=(12, 0))
-TAKEN = [
-    SM100,
-    replace(SM100, capability=(10, 3), page_size=1024),
-    replace(SM100, query_dtype=torch.float8_e4m3fn, kv_dtype=torch.float8_e4m3fn, head_size=64, sliding_window=128),
-    replace(SM100, num_heads=128, num_kv_heads=1, page_size=64, features=OLD),
-    SM90,
-    SM120,
-    replace(SM120, page_size=128, kv_dtype=torch.float8_e4m3fn, query_dtype=torch.float16),
-    replace(SM90, head_size=16, num_heads=128, num_kv_heads=1),
-    replace(SM90, head_size=256, num_heads=32, num_kv_heads=1),
-    replace(SM90, features=OLD),
-    replace(SM90, features=OLD, query_tokens=1, sliding_window=64),
-    replace(SM90, sliding_window=64, kv_layout="NHD"),
-]
-
-
-def test_shapes_that_kernels_take() -> None:
-    for shape in TAKEN:
-        assert TrtllmAdapter(shape).shape is shape
-
-
-@pytest.mark.parametrize(
-    ("shape", "changes", "message"),
-    [
-        (SM100, {"num_heads": 0}, "num_heads is 0; it must be at least 1"),
-        (SM100, {"query_tokens": 0}, "query_tokens is 0; it must be at least 1"),
-        (SM100, {"sliding_window": 0}, "sliding_window is 0; it must be at least 1, or None for no window"),
-        (SM100, {"kv_layout": "HDN"}, "kv_layout is HDN; it must be HND or NHD"),
-        (SM100, {"kernel": "cudnn"}, "kernel is cudnn; it must be trtllm-gen or xqa"),
-        (
-            SM100,
-            {"num_heads": 30},
-            "num_heads is 30; it must be a multiple of num_kv_heads, 8, .* tensor-parallel size",
-        ),
-        (SM100, {"capability": (9, 0)}, r"capability is 9.0; trtllm-gen takes 10.0 or 10.3, so use xqa"),
-        (SM100, {"head_size": 80}, "head_size is 80; trtllm-gen takes 64, 128 or 256, so use .* FLASH_ATTN"),
-        (SM100, {"page_size": 24}, "page_size is 24; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
-        (SM100, {"page_size": 192}, "page_size is 192; trtllm-gen takes 16, 32 or 64, so use --block-size 64"),
-        (SM100, {"page_size": 128, "features": OLD}, "page_size is 128; this FlashInfer's .* 0.6.12 or later"),
-        (SM100, {"page_size": 128, "num_kv_heads": 32}, "page_size is 128 with one query head for each KV head"),
-        (SM100, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; trtllm-gen takes .* --kv-cache-dtype"),
-        (SM100, {"kv_dtype": torch.uint8}, "kv_dtype is torch.uint8; trtllm-gen takes"),
-        (
-            SM100,
-            {"kv_dtype": torch.float8_e4m3fn},
-            "query_dtype is torch.bfloat16 over a KV cache of torch.float8_e4m3fn; trtllm-gen has no kernel for such",
-        ),
-        (SM100, {"num_heads": 256, "num_kv_heads": 1}, "256 heads over 1 KV heads are 256 in a group; .* at most 128"),
-        (SM90, {"capability": (8, 9)}, "capability is 8.9; xqa takes 9.0, 10.x and 12.x"),
-        (SM90, {"page_size": 256}, "page_size is 256; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
-        (
-            SM90,
-            {"query_dtype": torch.float8_e4m3fn},
-            "query_dtype is torch.float8_e4m3fn; xqa takes .* do not quantise",
-        ),
-        (
-            SM90,
-            {"kv_dtype": torch.float16},
-            "kv_dtype is torch.float16; xqa takes torch.bfloat16 or torch.float8_e4m3fn",
-        ),
-        (SM90, {"kv_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes"),
-        (SM90, {"head_size": 72}, "head_size is 72; xqa takes multiples of 16 up to 256"),
-        (SM90, {"head_size": 512}, "head_size is 512; xqa takes multiples of 16 up to 256"),
-        (SM90, {"num_heads": 65, "num_kv_heads": 1}, "65 in a group; xqa takes at most 64 of head size 128"),
-        (
-            SM90,
-            {"sliding_window": 64, "features": OLD},
-            "sliding_window is 64 with 4 query tokens a request; .* single tokens only, .* 0.6.16 or later",
-        ),
-    ],
-)
-def test_a_shape_that_no_kernel_takes_is_refused_by_name(
-    shape: TrtllmShape, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedShapeError, match=message):
-        replace(shape, **changes)
-
-
-@pytest.mark.parametrize(
-    ("capability", "kernel"), [((9, 0), "xqa"), ((10, 0), "trtllm-gen"), ((10, 3), "trtllm-gen"), ((12, 1), "xqa")]
-)
-def test_which_kernel_decodes(capability: tuple[int, int], kernel: str) -> None:
-    assert decode_kernel(capability) == kernel
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 7), (11, 0)])
-def test_a_machine_with_neither_kernel_is_told(capability: tuple[int, int]) -> None:
-    name = f"{capability[0]}.{capability[1]}"
-    with pytest.raises(UnsupportedShapeError, match=f"compute capability {name} has neither .* FLASH_ATTN"):
-        decode_kernel(capability)
-
-
-@pytest.mark.parametrize("new", [True, False])
-def test_what_flashinfer_has_is_asked_of_its_signature_and_its_sources(
-    new: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    names = ["flashinfer", "flashinfer.decode", "flashinfer.jit", "flashinfer.jit.env"]
-    modules: dict[str, Any] = {name: ModuleType(name) for name in names}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    modules["flashinfer.jit"].env = modules["flashinfer.jit.env"]
-    function: Callable[..., Any] = trtllm_contract.xqa_batch_decode_with_kv_cache
-    if not new:
-        function = trtllm_contract.xqa_batch_decode_with_kv_cache_before_0_6_16
-    modules["flashinfer.decode"].xqa_batch_decode_with_kv_cache = function
-    modules["flashinfer.jit.env"].FLASHINFER_INCLUDE_DIR = tmp_path
-    header = tmp_path / "flashinfer" / "trtllm" / "fmha" / "fmhaKernels.cuh"
-    header.parent.mkdir(parents=True)
-    header.write_text("static constexpr int kDynamicNumTokensPerPageThreshold = 128;" if new else "int x;")
-    assert FlashInferFeatures.installed() == (NEW if new else OLD)
-
-
 def test_it_is_named_as_in_vllm() -> None:
     assert TrtllmAdapter(SM100).name == "FLASHINFER_TRTLLM"
 
@@ -486,116 +364,3 @@ def test_the_contract_has_the_parameters_of_the_installed_flashinfer() -> None:
         for parameter, ours in inspect.signature(getattr(trtllm_contract, stand_in)).parameters.items():
             assert parameter in theirs, (name, parameter)
             assert theirs[parameter].default == ours.default, (name, parameter)
-
-
-@dataclass
-class OnGpu:
-    """A random batch with its caches, of the shape that XQA is compiled for below."""
-
-    batch: Batch
-    metadata: CommonAttentionMetadata
-    query: torch.Tensor
-    caches: tuple[torch.Tensor, torch.Tensor]
-
-
-GPU_SHAPE = replace(SM90, kv_layout="NHD")
-
-
-def random_batch(seed: int) -> Batch:
-    """Single tokens, all drafts, or ragged; short, at a page's end, or long; at times with empty or padding rows."""
-    choose = random.Random(seed)
-    width = choose.choice([lambda: 1, lambda: 4, lambda: choose.choice([1, 2, 3, 4]), lambda: choose.choice([0, 1, 4])])
-    query_lens = [width() for _ in range(choose.choice([1, 3, 8, 24]))]
-    seq_lens = []
-    for tokens in query_lens:
-        boundary = PAGE * choose.randrange(1, 40) + choose.choice([-1, 0, 1])
-        length = choose.choice([tokens, tokens + choose.randrange(300), boundary, choose.randrange(4, 9000)])
-        seq_lens.append(max(length, tokens))
-    padding = choose.choice([0, 0, 2])
-    graph = padding * max(query_lens)
-    return Batch((*query_lens, *[0] * padding), (*seq_lens, *[0] * padding), choose.choice([0, graph]))
-
-
-def on_gpu(seed: int, kv_dtype: torch.dtype) -> OnGpu:
-    batch = random_batch(seed)
-    torch.manual_seed(seed)
-    metadata = batch.metadata(slack=random.Random(seed).choice([0, 3, 600]))
-    width = max(1, -(-metadata.max_seq_len // PAGE))
-    pages = torch.randperm(metadata.num_reqs * width, dtype=torch.int32).reshape(-1, width)
-    shape = (pages.numel(), PAGE, GPU_SHAPE.num_kv_heads, GPU_SHAPE.head_size)
-    keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(kv_dtype) for _ in range(2))
-    query = torch.randn(
-        metadata.num_actual_tokens, GPU_SHAPE.num_heads, GPU_SHAPE.head_size, device="cuda", dtype=torch.bfloat16
-    )
-    moved = {name: getattr(metadata, name).cuda() for name in ("query_start_loc", "seq_lens", "slot_mapping")}
-    return OnGpu(batch, metadata.replace(**moved, block_table_tensor=pages.cuda()), query, (keys, values))
-
-
-@pytest.fixture(scope="module")
-def compiled_xqa() -> Callable[..., torch.Tensor]:
-    """FlashInfer's function, with every kernel that the tests below need compiled, all at once."""
-    pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
-    capability = torch.cuda.get_device_capability()
-    if capability[0] not in (9, 12):
-        pytest.skip(f"FlashInfer does not decode with XQA on compute capability {capability[0]}.{capability[1]}")
-    from flashinfer.decode import xqa_batch_decode_with_kv_cache
-
-    from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa import compile_xqa
-
-    group = GPU_SHAPE.num_heads // GPU_SHAPE.num_kv_heads
-    shapes: list[tuple[Any, ...]] = []
-    for kv_dtype, window in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float8_e4m3fn, False)):
-        shape = (torch.bfloat16, kv_dtype, PAGE, GPU_SHAPE.head_size, group, window, torch.bfloat16)
-        shapes += [(*shape, 1), (*shape, 4)]
-        if FlashInferFeatures.installed().ragged_xqa:
-            shapes.append((*shape, 4, True))
-    compile_xqa(shapes)
-    function: Callable[..., torch.Tensor] = xqa_batch_decode_with_kv_cache
-    return function
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="XQA needs a CUDA device")
-@pytest.mark.parametrize(("window", "kv_dtype"), [(None, "bfloat16"), (100, "bfloat16"), (None, "float8_e4m3fn")])
-def test_xqa_equals_the_oracle_and_its_own_result_from_exact_maxima(
-    window: int | None, kv_dtype: str, compiled_xqa: Callable[..., torch.Tensor]
-) -> None:
-    """bf16: |kernel - float32 oracle| <= 0.02 + 0.02 |oracle|; over an fp8 cache 0.1, as in FlashInfer's own tests."""
-    dtype: torch.dtype = getattr(torch, kv_dtype)
-    features = FlashInferFeatures.installed()
-    if window is not None and not features.ragged_xqa:
-        pytest.skip("this FlashInfer's XQA applies a window to single tokens only")
-    capability = torch.cuda.get_device_capability()
-    shape = replace(GPU_SHAPE, capability=capability, kv_dtype=dtype, sliding_window=window, features=features)
-    adapter = TrtllmAdapter(shape)
-    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
-    tolerance, on_device = (0.02, 1.0) if dtype == torch.bfloat16 else (0.1, torch.full((1,), 0.5, device="cuda"))
-    scales = bmm_scales(shape.head_size**-0.5, key=on_device, value=on_device)
-    seen = set()
-    for seed in range(60):
-        case = on_gpu(seed, dtype)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with sync_policy("error"):
-                arguments = adapter.arguments(case.metadata)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        decode = arguments.decode
-        if decode is None:
-            continue
-        seen.add((decode.max_q_len, decode.cum_seq_lens_q is not None))
-        call = {"query": case.query[decode.tokens].contiguous(), "kv_cache": case.caches, "workspace_buffer": workspace}
-        got = compiled_xqa(**call, **decode.xqa_batch_decode(), **scales)
-        exact = replace(decode, max_seq_len=max(case.batch.seq_lens))
-        assert exact.max_seq_len <= decode.max_seq_len
-        again = compiled_xqa(**call, **exact.xqa_batch_decode(), **scales)
-
-        tokens = min(case.batch.starts[-1], decode.tokens.stop)
-        keys, values = (cache.float() * on_device for cache in case.caches)
-        oracle = ReferenceAdapter().arguments(case.metadata)
-        expected = paged_attention(case.query.float(), keys, values, oracle, sliding_window=window)[:tokens]
-        rows = got.reshape(-1, *got.shape[-2:])[:tokens]
-        assert torch.allclose(rows.float(), expected, atol=tolerance, rtol=tolerance), (seed, case.batch)
-        assert torch.equal(rows, again.reshape(-1, *got.shape[-2:])[:tokens]), (seed, case.batch)
-    assert {(1, False), (4, False)} <= seen
-    assert not features.ragged_xqa or (4, True) in seen

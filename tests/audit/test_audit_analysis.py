@@ -131,7 +131,7 @@ def test_a_librarys_own_wait_is_given_to_the_function_around_it_and_noted(record
     assert [(c.kind, c.phase, c.site.function) for c in found.causes] == [
         (WaitKind.STREAM, Phase.METADATA, "Builder.build")
     ]
-    assert any(note.startswith("0.50 waits a step were timed by CUPTI") for note in found.notes)
+    assert any(note.startswith("CUPTI timed 0.50 waits a step") for note in found.notes)
 
 
 def test_who_reads_a_property_that_copies_is_who_asked(recording, tmp_path):

@@ -196,7 +196,7 @@ def test_without_its_script_the_page_still_tells(browser: Browser, folder: Path)
     body = browser.find_element(By.TAG_NAME, "body").text
     assert audit_reports.flowing().headline in body.replace("\n", " ")
     assert audit_reports.waiting().command in body.replace("\n", " ")
-    assert "The timeline is drawn by this page's own script" in body
+    assert "The timeline needs JavaScript" in body
     assert browser.find_elements(By.CSS_SELECTOR, "th button") == []
     assert not browser.find_element(By.ID, "timeline").is_displayed()
     browser.find_element(By.CSS_SELECTOR, ".causes summary").click()

@@ -109,7 +109,9 @@ def test_a_second_audit_is_refused_until_the_first_has_been_saved_or_cancelled(r
     order = Order(How.PLAIN, 0, 3, str(tmp_path))
     recorder.arm(order)
     run(recorder, 2)
-    with pytest.raises(UnderWay, match=r"under way \(1 of 3 steps\); wait for it, or give the engine something to do"):
+    with pytest.raises(
+        UnderWay, match=r"under way \(1 of 3 steps\); wait until it ends, or send the engine more requests"
+    ):
         recorder.arm(order)
     recorder.cancel()
     recorder.arm(order)
@@ -305,8 +307,8 @@ def test_a_file_of_requests(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "--load is .*, which is no file; give decode, mixed, or a file of JSON lines"),
-        ("\n", "is empty; each line is a JSON object with prompt or prompt_token_ids"),
+        (None, "--load is .*, which is not a file; give decode, mixed, or a file of JSON lines"),
+        ("\n", "is empty; give a JSON object a line, with prompt or prompt_token_ids"),
         ('{"prompt": "a"}\n{"text": 1}', "line 2 of .* is '{\"text\": 1}'; it must be a JSON object with prompt"),
         ("hello", "line 1 of .* is 'hello'; it must be a JSON object"),
         ("[1]", "line 1 of .* it must be a JSON object"),

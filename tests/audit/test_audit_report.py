@@ -135,16 +135,16 @@ def changed(path: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([], "not an audit report of schema 1 (it says None)"),
-        ({}, "not an audit report of schema 1 (it says None)"),
-        (changed("schema", 2), "not an audit report of schema 1 (it says 2)"),
+        ([], "not an audit report of schema 1 (its schema is None)"),
+        ({}, "not an audit report of schema 1 (its schema is None)"),
+        (changed("schema", 2), "not an audit report of schema 1 (its schema is 2)"),
         (changed("headline", ...), "report lacks headline"),
         (changed("engine.driver", ...), "report.engine lacks driver"),
         (changed("causes.1.stack.0.line", ...), "report.causes[1].stack[0] lacks line"),
         (changed("causes.1.place", "far away"), "report.causes[1].place is 'far away'; it must be one of critical, "),
-        (changed("causes", 3), "report.causes is 3, and not of type tuple"),
-        (changed("gpu", "H200"), "report.gpu is 'H200', and not of type DeviceTime"),
-        (changed("step_ms.median", "fast"), "report.step_ms.median is 'fast', and not of type float"),
+        (changed("causes", 3), "report.causes is 3; it must be of type tuple"),
+        (changed("gpu", "H200"), "report.gpu is 'H200'; it must be of type DeviceTime"),
+        (changed("step_ms.median", "fast"), "report.step_ms.median is 'fast'; it must be of type float"),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_sentence(data: Any, message: str):
@@ -301,6 +301,6 @@ def test_the_page_takes_hostile_text_for_text(compared: bool):
 def test_a_report_of_nothing_can_be_shown():
     report = replace(audit_reports.waiting(), causes=(), phases=(), gpu=None, timeline=None, overhead=None, notes=())
     page = Page(render_html(report, report))
-    assert "Nothing was seen." in page.text
-    assert "What recording cost was not measured." in page.text
-    assert "nothing was seen" in printed(report, report)
+    assert "No waits were found." in page.text
+    assert "The cost of recording was not measured." in page.text
+    assert "no waits were found" in printed(report, report)

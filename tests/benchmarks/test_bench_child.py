@@ -32,11 +32,17 @@ def ask_one(folder: Path, script: str) -> None:
 @pytest.mark.parametrize(
     ("script", "sentence"),
     [
-        ("echo 'RuntimeError: no memory' >&2; echo bye >&2; exit 3", "it ended with 3: RuntimeError: no memory"),
-        ("echo bye >&2; exit 1", "it ended with 1: bye"),
-        ("exit 1", "it ended with 1: its log is empty"),
+        (
+            "echo 'RuntimeError: no memory' >&2; echo bye >&2; exit 3",
+            "the process ended with exit code 3: RuntimeError: no memory",
+        ),
+        ("echo bye >&2; exit 1", "the process ended with exit code 1: bye"),
+        ("exit 1", "the process ended with exit code 1: the log is empty"),
         ("""echo '{"error": "ValueError: no such backend"}'""", "ValueError: no such backend"),
-        ("""echo '{"ready": true}'; read line; echo 'Killed' >&2; exit 9""", "it ended with 9: Killed"),
+        (
+            """echo '{"ready": true}'; read line; echo 'Killed' >&2; exit 9""",
+            "the process ended with exit code 9: Killed",
+        ),
     ],
 )
 def test_a_death_is_one_sentence_with_the_logs_path(tmp_path: Path, script: str, sentence: str):

@@ -1,9 +1,7 @@
-"""Cases of what else vLLM can do: what is asked for, what has to be seen, and that a wrong token is not forgiven."""
+"""Cases of what else vLLM can do: what is asked for, what has to be seen, and how they are run and shown."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from feature_answers import FACTS, GPU, good, judged, noted, plain, planted, seen
 from typer.testing import CliRunner
 
 from benchmarks.acceptance import arrange, make_orbit
@@ -25,10 +24,7 @@ from benchmarks.features.run import Place, Seen, arm_of, judge
 from benchmarks.features.table import feature_grid
 from benchmarks.mrope import positions
 from benchmarks.shapes import find_shape, write_models
-from benchmarks.soak.engine import CONTROLS, NEAR
-
-GPU = Place("0.18.1", None, Path("cache"))
-FACTS = {"vllm": "0.18.1", "async_scheduling": True}
+from benchmarks.soak.engine import CONTROLS
 
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=FEATURES)
@@ -72,144 +68,6 @@ def test_banned_are_the_pairs_that_the_drafter_proposes():
     assert all(int(successor[first]) == second < TEXT_BYTES for first, second in pairs)
 
 
-def served(feature: Feature, **more: Any) -> dict[str, Any]:
-    """What a good engine says: each request its own tokens, and twins different ones."""
-    requests = [
-        {"tokens": [7 * number % 250 + place for place in range(ask.max_tokens)], "finished": "length", "text": ""}
-        for number, ask in enumerate(feature.asks())
-    ]
-    steps = {"decoded": 100, "chunks": 0, "resumed": 0, "cached": 0, "early": 0}
-    made = {"requests": requests, "steps": steps, "accepted": 2.0, "mrope": False, "fallbacks": {}, "patch": "applied"}
-    return made | more
-
-
-def noted(feature: Feature) -> dict[str, Any]:
-    made = served(feature)
-    for request in made["requests"]:
-        request["behind"] = [{"999": NEAR / 2, "998": 2 * NEAR} for _ in request["tokens"]]
-    return made
-
-
-def seen(feature: Feature, change: Callable[[dict[str, Any]], None] = lambda made: None, **facts: Any) -> Seen:
-    fallbacks = {feature.fallback: 3} if feature.fallback else {}
-    made = served(feature, fallbacks=fallbacks)
-    change(made)
-    return Seen(facts=FACTS | facts, served=made, late=copy.deepcopy(made))
-
-
-def stock(feature: Feature) -> Seen:
-    return Seen(facts=FACTS, noted=noted(feature), served=served(feature))
-
-
-def judged(feature: Feature, subject: Seen) -> dict[str, Any]:
-    found = judge(feature, stock(feature), subject, GPU, Plugin.ON)
-    json.dumps(found)
-    return found
-
-
-def plain(name: str = "eagle", **more: Any) -> Feature:
-    return dataclasses.replace(find_feature(name), seen=("accepted",), **more)
-
-
-def test_the_same_tokens_are_as_stock():
-    found = judged(plain(), seen(plain()))
-    assert (found["verdict"], found["why"]) == ("as stock", [])
-    assert found["outcomes"]["late"]["outcomes"] == {"same": 24, "swapped": 0, "different": 0}
-
-
-def planted(request: int, place: int, token: int) -> Callable[[dict[str, Any]], None]:
-    def change(made: dict[str, Any]) -> None:
-        made["requests"][request]["tokens"][place] = token
-
-    return change
-
-
-def test_one_planted_token_in_one_request_is_found():
-    found = judged(plain(), seen(plain(), planted(5, 3, 997)))
-    assert found["verdict"] == "wrong"
-    assert found["why"][0] == (
-        "1 of 24 requests differ in plugin; "
-        "request 5 differs from token 3 on, by a token not among stock's noted tokens"
-    )
-
-
-def test_a_near_tie_is_forgiven_and_a_wider_one_is_not():
-    near, wide = (judged(plain(), seen(plain(), planted(5, 3, token))) for token in (999, 998))
-    assert near["verdict"] == "as stock"
-    assert near["outcomes"]["plugin"]["outcomes"]["swapped"] == 1
-    assert wide["why"][0].endswith(f"by a token {2 * NEAR:.3f} behind stock's")
-
-
-def test_stock_may_say_otherwise_without_log_probabilities_and_the_plugin_may_say_either(tmp_path: Path):
-    feature, torn = plain(), planted(5, 3, 997)
-    reference = stock(feature)
-    assert reference.served is not None
-    torn(reference.served)
-    for change in (torn, lambda made: None):
-        found = judge(feature, reference, seen(feature, change), GPU, Plugin.ON)
-        assert (found["verdict"], found["why"]) == ("as stock", [])
-        assert found["outcomes"]["plugin"]["outcomes"]["same"] == 24
-        assert found["outcomes"]["stock again"]["outcomes"]["different"] == 1
-    (tmp_path / "features-eagle.json").write_text(json.dumps(found))
-    (row,) = [row for row in feature_grid(tmp_path).rows if row[0].startswith("`eagle`")]
-    assert row[5].endswith("; stock itself differs in 1 if log-probabilities are requested")
-    neither = judge(feature, reference, seen(feature, planted(5, 3, 996)), GPU, Plugin.ON)
-    assert "1 of 24 requests differ in plugin" in neither["why"][0]
-
-
-def test_what_differs_only_with_the_device_late_is_found():
-    subject = seen(plain())
-    assert subject.late is not None
-    planted(0, 0, 997)(subject.late)
-    assert "differ in late" in judged(plain(), subject)["why"][0]
-
-
-def test_drawn_tokens_are_forgiven_nothing():
-    feature = plain("top-k-top-p")
-    oracle = stock(feature)
-    oracle.noted = served(feature)
-    subject = seen(feature, planted(5, 3, 999))
-    assert judge(feature, oracle, subject, GPU, Plugin.ON)["verdict"] == "wrong"
-
-
-def test_a_wait_for_another_reason_is_found_and_so_is_none_where_one_is_due():
-    for feature, waits in ((plain(), {"penalties": 1}), (plain("penalties"), {}), (plain("penalties"), {"drafter": 2})):
-        found = judged(feature, seen(feature, lambda made, waits=waits: made.update(fallbacks=waits)))
-        assert [why for why in found["why"] if "waited for exact counts" in why], (feature.name, waits)
-
-
-def test_a_patch_that_is_refused_and_scheduling_that_is_not_asynchronous_are_found():
-    refused = judged(plain(), seen(plain(), lambda made: made.update(patch="refused: its target has changed")))
-    assert refused["why"] == ["the patch optimistic-runner is refused: its target has changed"]
-    synchronous = judged(plain(), seen(plain(), async_scheduling=False))
-    assert synchronous["why"] == ["scheduling was synchronous"]
-
-
-def test_log_probabilities_that_moved_are_found():
-    def change(made: dict[str, Any]) -> None:
-        made["requests"][1]["logprobs"] = [-1.0, -1.2]
-
-    feature, oracle = plain("logprobs"), stock(plain("logprobs"))
-    assert oracle.served is not None
-    oracle.served["requests"][1]["logprobs"] = [-1.0, -1.0]
-    found = judge(feature, oracle, seen(feature, change), GPU, Plugin.ON)
-    assert found["why"][0] == "log-probabilities of the same tokens are 0.200 apart in plugin"
-
-
-def test_vllms_refusal_counts_only_with_its_words_and_in_each_arm():
-    feature = find_feature("logit-bias")
-    assert feature.refused is not None
-    refusing, other = Seen(error=f"ValueError: The {feature.refused}."), Seen(error="RuntimeError: out of memory")
-    assert judge(feature, refusing, refusing, GPU, Plugin.ON)["verdict"] == "refused by vLLM"
-    assert judge(feature, refusing, other, GPU, Plugin.ON)["verdict"] == "wrong"
-    assert judge(feature, refusing, seen(feature), GPU, Plugin.ON)["verdict"] == "wrong"
-
-
-def test_an_engine_that_died_is_wrong_with_its_reason():
-    found = judge(plain(), Seen(error="RuntimeError: out of memory"), Seen(), GPU, Plugin.ON)
-    assert (found["verdict"], found["why"]) == ("wrong", ["RuntimeError: out of memory"])
-
-
 SEEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "accepted": (lambda made: made.update(accepted=1.0), "eagle"),
     "chunked": (lambda made: made["steps"].update(chunks=0), "preemption"),
@@ -222,24 +80,6 @@ SEEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "min tokens": (lambda made: made["requests"][1].update(tokens=[1] * (MIN_TOKENS - 1)), "min-tokens"),
     "logprobs": (lambda made: made["requests"][1].update(logprobs=[-1.0]), "logprobs"),
 }
-GOOD = {"chunks": 3, "resumed": 2, "cached": 50, "decoded": 100}
-
-
-def good(feature: Feature) -> dict[str, Any]:
-    """As `served`, with all that the checks look for."""
-    made = served(feature, steps=dict(GOOD), mrope=True)
-    texts = {"regex": "abc de fg!", "choice": "draft", "json": '{"name": "draft", "up": true}'}
-    for ask, request in zip(feature.asks(), made["requests"], strict=True):
-        if constraint := ask.sampling.get("structured_outputs"):
-            request.update(finished="stop", text=next(text for kind, text in texts.items() if kind in constraint))
-        if "bad_words" not in ask.sampling and feature.name == "bad-words":
-            request["text"] = banned_pairs()[0]
-        if feature.name == "min-tokens" and "min_tokens" not in ask.sampling:
-            request["tokens"] = request["tokens"][:4]
-        if "logprobs" in ask.sampling:
-            prompt = len(ask.prompt) - 1 if "prompt_logprobs" in ask.sampling else 0
-            request["logprobs"] = [-1.0] * (len(request["tokens"]) + prompt)
-    return made
 
 
 @pytest.mark.parametrize(("name", "spoil", "feature"), [(name, *each) for name, each in SEEN.items()], ids=SEEN)

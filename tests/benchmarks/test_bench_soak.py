@@ -273,7 +273,7 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
                 return {"requests": 96, "vllm": "0.32.0"}
             asked.append(given)
             if len(asked) == 3:
-                raise ChildError("the engine of 'subject' failed: it ended with -9")
+                raise ChildError("the engine of 'subject' failed: the process ended with exit code -9")
             return LEGS[0]
 
     @contextmanager
@@ -284,7 +284,7 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
     options = ("--seconds", "150", "--control", "short", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"))
     done = CliRunner().invoke(app, ["soak", "tiny", *options])
     assert done.exit_code == 1
-    assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: it ended with -9\n")
+    assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: the process ended with exit code -9\n")
     (file,) = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
     assert (found["outcomes"], found["seconds"]) == ({"same": 180, "swapped": 12, "different": 0}, 120.4)
@@ -324,7 +324,7 @@ def test_stock_without_drafts_is_soaked_before_the_subject_is(
     assert (found["near"], found["noise"]["widest_swap"]) == (0.2, 0.1)
 
 
-def stirred() -> TinyLlama:
+def attentive() -> TinyLlama:
     model = TinyLlama(TARGET)
     dummy(model)
     arrange(model, VOCABULARY, 0.9)
@@ -339,8 +339,8 @@ def say(model: TinyLlama, tokens: torch.Tensor) -> torch.Tensor:
         return model.lm_head(hidden).argmax(-1)
 
 
-def test_in_stirred_weights_the_successor_leads_and_earlier_tokens_decide():
-    model, orbit = stirred(), make_orbit(VOCABULARY, 0.9)
+def test_in_attentive_weights_the_successor_leads_and_earlier_tokens_decide():
+    model, orbit = attentive(), make_orbit(VOCABULARY, 0.9)
     tokens = torch.randint(orbit.stranger, (256, 24), generator=torch.Generator().manual_seed(0))
     said = say(model, tokens)
     assert 0.35 < (said == orbit.successor[tokens[:, -1]]).float().mean() < 0.85
@@ -349,8 +349,8 @@ def test_in_stirred_weights_the_successor_leads_and_earlier_tokens_decide():
     assert (say(model, tokens[:, -4:]) != said).float().mean() > 0.2
 
 
-def test_a_drafter_of_stirred_weights_still_says_the_successor():
-    model, drafter = stirred(), Eagle(TARGET)
+def test_a_drafter_of_attentive_weights_still_says_the_successor():
+    model, drafter = attentive(), Eagle(TARGET)
     dummy(drafter)
     arrange(drafter, VOCABULARY, 0.9)
     make_attentive(drafter, VOCABULARY)

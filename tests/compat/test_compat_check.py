@@ -1,11 +1,10 @@
-"""The suite's verdicts of builders with known faults, and that each detector is needed for its fault."""
+"""The suite's verdicts of builders with known faults."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,35 +12,20 @@ from typing import Any
 import compat_planted as planted
 import pytest
 import torch
+from compat_checked import NAMED, checked, subject
 from compat_cuda import PassesForCuda, without_cuda
 from trtllm_shapes import OLD, SM100
 
-from vllm_async_spec.attention import (
-    FlashAttentionAdapter,
-    HostNeed,
-    ReferenceAdapter,
-    TrtllmAdapter,
-)
-from vllm_async_spec.audit import host_reads
+from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed, ReferenceAdapter, TrtllmAdapter
 from vllm_async_spec.compat import check as checking
-from vllm_async_spec.compat import compare, device, simulated_device
+from vllm_async_spec.compat import compare, device
 from vllm_async_spec.compat.builder_inputs import SubjectError
-from vllm_async_spec.compat.cases import CASES, Host, our_metadata
-from vllm_async_spec.compat.check import Subject, check, failure_sentence
+from vllm_async_spec.compat.cases import CASES, Host
+from vllm_async_spec.compat.check import check, failure_sentence
 from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice
-from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import HostDevice, SimulatedDevice
-
-NAMED = {case.name: case for case in CASES}
-
-
-def subject(kind: Callable[[torch.device], Any], name: str = "planted") -> Subject:
-    return Subject(name, lambda device: kind(device.device), our_metadata(), "vllm-async-spec")
-
-
-def checked(kind: Callable[[torch.device], Any], *names: str) -> BackendResult:
-    return check(subject(kind), SimulatedDevice(), cases=[NAMED[name] for name in names or NAMED])
 
 
 def line_of(kind: type) -> str:
@@ -83,79 +67,6 @@ def test_what_waits_at_capture_only_is_told_and_holds_up_no_step():
     found = checked(planted.OnlyCapture)
     assert (found.passed, found.need, found.faults) == (True, Need.NONE, {})
     assert list(found.at_capture) == ["capture, one token", "capture, K + 1"]
-
-
-def without_operator(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    kept = {operator: what for operator, what in host_reads._OPERATORS.items() if what != name}
-    return lambda patch: patch.setattr(host_reads, "_OPERATORS", kept)
-
-
-def without_method(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    kept = {method: what for method, what in host_reads._READS.items() if what != name}
-    return lambda patch: patch.setattr(host_reads, "_READS", kept)
-
-
-def without(owner: Any, name: str, stands_there: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(owner, name, stands_there)
-
-
-def deaf_to(*kinds: str) -> Callable[[pytest.MonkeyPatch], None]:
-    heard = SimulatedDevice.waited
-
-    def waited(self: SimulatedDevice, kind: Any, what: str) -> None:
-        if what not in kinds:
-            heard(self, kind, what)
-
-    return lambda patch: patch.setattr(SimulatedDevice, "waited", waited)
-
-
-def made_anywhere(self: Any, func: Any, args: Any, kwargs: dict[str, Any], on_device: bool) -> Any:
-    return func(*args, **kwargs | {"device": "cpu"})
-
-
-def never_wrong(one: Any, other: Any) -> Judgement:
-    return Judgement.BOUNDED
-
-
-# What is taken out, and the builder that then gets away with it.
-DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Builder]]] = {
-    "item": (without_operator("item"), planted.Item),
-    "nonzero": (without_operator("nonzero"), planted.Nonzero),
-    "bincount": (without_operator("bincount"), planted.Bincount),
-    "cpu": (without_method("cpu"), planted.CopiesToHost),
-    "to": (without_method("to"), planted.MovesToHost),
-    "tolist": (without_method("tolist"), planted.ToList),
-    "numpy": (without_method("numpy"), planted.Numpy),
-    "unfenced copies": (without_method("numpy"), planted.UnfencedCopy),
-    "masks": (without(host_reads, "_has_mask", lambda probe, indices: False), planted.Mask),
-    "dynamic shapes": (without(host_reads, "_REPEATS", set()), planted.DynamicShape),
-    "copies to the host": (deaf_to("copy_"), planted.CopiesIntoHostBuffer),
-    "copies to the device": (deaf_to("copy_"), planted.BlockingFill),
-    "to the device": (deaf_to("to"), planted.BlockingUpload),
-    "data on the device": (without(simulated_device, "_FROM_DATA", set()), planted.TensorOfList),
-    "indices on the host": (deaf_to("index on the host"), planted.HostIndex),
-    "waits by name": (deaf_to("synchronize"), planted.WaitsForAnEvent),
-    "the builder's memory": (without(simulated_device._Sides, "_make", made_anywhere), planted.OwnBuffer),
-    "the batch's memory": (without(SimulatedDevice, "place", lambda self, tensor: tensor), planted.Item),
-    "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
-    "maxima": (without(compare, "_judge", never_wrong), planted.MaximumForTruth),
-    "bounds": (without(compare, "_is_bounded", lambda exact, found: True), planted.TooSmall),
-    "changes": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheLengths),
-    "changes of host lengths": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheBound),
-}
-
-
-@pytest.mark.parametrize("name", DETECTORS)
-def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.MonkeyPatch):
-    take_out, kind = DETECTORS[name]
-    assert not checked(kind, kind.case).passed
-    take_out(monkeypatch)
-    assert checked(kind, kind.case).passed
-
-
-def test_every_operator_and_method_that_reads_has_a_planted_builder():
-    named = set(host_reads._OPERATORS.values()) | set(host_reads._READS.values())
-    assert {what for kind in planted.PLANTED for what in named if f"({what})" in str(kind.fault)} == named
 
 
 def test_what_two_exact_builds_disagree_on_is_not_judged():

@@ -43,9 +43,9 @@ def results(**changes: object) -> tuple[Result, ...]:
         ({}, None),
         ({"acceptance_length": 2.46}, None),
         ({"acceptance_length": 2.4}, "with the plugin: acceptance length fell from 2.500 to 2.400"),
-        ({"acceptance_length": None}, "with the plugin: nothing was drafted"),
+        ({"acceptance_length": None}, "with the plugin: the engine proposed no draft tokens"),
         ({"difference": "prompt 1, token 0: 5 instead of 4"}, "with the plugin: tokens differ, first at prompt 1"),
-        ({"async_scheduling": False}, "with the plugin: asynchronous scheduling is off"),
+        ({"async_scheduling": False}, "with the plugin: asynchronous scheduling is unexpectedly off"),
     ],
 )
 def test_failures(changes, failure):

@@ -78,7 +78,7 @@ def check_door(server: Server) -> None:
     for headers in ({}, {"Authorization": "Bearer third"}):
         assert answer(server, {}, headers) == (401, "Unauthorized")
     status, why = answer(server, {"steps": 12, "seconds": 1}, KEY)
-    assert (status, why[:50]) == (409, "the server did not go through 8 + 12 steps in 1 se"), server.log()[-4000:]
+    assert (status, why[:50]) == (409, "the server did not run 8 + 12 steps in 1 seconds; "), server.log()[-4000:]
 
 
 def test_an_audit_ends_with_its_client_and_does_not_hold_up_the_end_of_its_server(

@@ -13,7 +13,7 @@ from serving import serve_command, serve_environment
 
 from vllm_async_spec.demo.train import DemoModels
 
-# Slow: three servers that end. That a bad setting is one sentence, test_ledger.py shows by default.
+# Slow: three servers that end. That a bad setting is one sentence, test_plugin_loading.py shows by default.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NO_MODEL = Path("/no/such/model")

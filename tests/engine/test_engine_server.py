@@ -178,7 +178,7 @@ def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_fo
     done = audit(server, "--steps", "12", "--seconds", "1")
     assert done.exit_code == 1
     assert done.stderr == (
-        "vllm-async-spec: the server did not go through 8 + 12 steps in 1 seconds; send it requests meanwhile, or give "
-        "--load to have them sent\n"
+        "vllm-async-spec: the server did not run 8 + 12 steps in 1 seconds; send requests during the audit, or give "
+        "--load, which sends requests\n"
     )
     assert audit(server, "--steps", "12", "--seconds", "1").stderr == done.stderr

@@ -15,10 +15,10 @@ from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 
 @pytest.fixture(scope="module")
-def ledger():
+def ledger(release: str):
     """The ledger, settled; everything is put back after this module."""
     fake_flashinfer.install()
-    ledger = Ledger(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS, load_ledger())
+    ledger = Ledger(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS, load_ledger(), release=release)
     for outcome in ledger.outcomes.values():
         for module in outcome.modules:
             try:

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any
 
-from simulation.engine import BLOCK, Shape, configuration, kv_cache, one_process
 from simulation.grammar import manager
 from simulation.model import WINDOW
+from simulation.shape import BLOCK, Shape, configuration, kv_cache, one_process
 
 PROMPTS = (3, 20, 41, 50)
 TOKENS = 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -52,7 +53,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cpu", lambda: True)
 
 
-def ledger_with(spec: PatchSpec, release: str | None = None) -> Ledger:
+def ledger_with(spec: PatchSpec) -> Ledger:
     """A ledger of this patch and of all that it needs, directly or not."""
     names, found = [spec.name], {}
     while names:
@@ -60,7 +61,7 @@ def ledger_with(spec: PatchSpec, release: str | None = None) -> Ledger:
         if name not in found:
             found[name] = next(each for each in SPECS if each.name == name)
             names += found[name].needs
-    return Ledger({name: ALL[name] for name in found}, found.values(), release=release)
+    return Ledger({name: ALL[name] for name in found}, found.values(), release=sys.modules["vllm"].__version__)
 
 
 def imported(spec: PatchSpec) -> list[Any]:
@@ -167,14 +168,14 @@ def _applied_in(outcome: Outcome, spec: PatchSpec) -> set[str]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str) -> None:
     """Also where what it was in is gone, for which importlib raises."""
     moved = tuple(
         Target(f"vllm.no_such_package.deep.{t.module.rpartition('.')[2]}", t.qualname, t.fingerprints)
         for t in spec.targets
     )
-    there = PatchSpec(spec.name, spec.summary, spec.why, spec.upstream, spec.remove_when, moved)
-    ledger = Ledger({spec.name: ALL[spec.name]}, [there])
+    there = dataclasses.replace(spec, targets=moved)
+    ledger = Ledger({spec.name: ALL[spec.name]}, [there], release=release)
     ledger.install()
     outcome = ledger.outcomes[spec.name]
     assert outcome.state in (State.REFUSED, State.NOT_NEEDED)
@@ -221,12 +222,12 @@ def test_what_needs_a_refused_patch_is_refused(
         pytest.skip("one of the two is not for this release")
     modules = imported(spec)
     with undone():
-        assert settled_with_needs(spec, modules, release).state is State.APPLIED, "the control"
+        assert settled(spec, modules).state is State.APPLIED, "the control"
     change(needed)
     with monkeypatch.context() as unimported:
         for module in imported(needed):
             unimported.delitem(sys.modules, module.__name__)
-        foreseen = settled_with_needs(spec, modules, release)
+        foreseen = settled(spec, modules)
     assert foreseen.state is State.REFUSED
     assert foreseen.detail.startswith(f"it needs {need}, which is refused: "), foreseen.detail
 
@@ -239,7 +240,7 @@ def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, n
     modules = imported(spec)
     owners = [owner for module in modules for owner in _owners(spec, module)]
     before = [dict(vars(owner)) for owner in owners]
-    ledger = ledger_with(spec, release)
+    ledger = ledger_with(spec)
     outcome = ledger.outcomes[spec.name]
     for module in modules:
         ledger.settle(outcome, module)
@@ -258,10 +259,3 @@ def _owners(spec: PatchSpec, module: Any) -> list[Any]:
     """What has the targets of a patch as attributes."""
     targets = [target for target in spec.targets if target.module == module.__name__]
     return [owner_of(module, target.qualname)[0] for target in targets if defines(module, target.qualname)]
-
-
-def settled_with_needs(spec: PatchSpec, modules: list[Any], release: str) -> Outcome:
-    ledger = ledger_with(spec, release)
-    for module in modules:
-        ledger.settle(ledger.outcomes[spec.name], module)
-    return ledger.outcomes[spec.name]

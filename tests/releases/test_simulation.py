@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import pytest
-from simulation.engine import LONGEST, Engine, Shape
+from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
 from simulation.judge import differences, mistakes, waits
 from simulation.model import Draft, greedy
@@ -27,6 +27,7 @@ from simulation.planted_exact import exact
 from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
 from simulation.planted_features import featured
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule, with_drains
+from simulation.shape import LONGEST, Shape
 from simulation.wishes import Wishes
 from undone import applied
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -27,7 +28,8 @@ def ledger_of(patches: Iterable[str]) -> Ledger:
     """A ledger of these patches, and of those of the metadata, which they may need."""
     names = {*patches, *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
     chosen = {name: IMPLEMENTATIONS[name] for name in names}
-    return Ledger(chosen, tuple(spec for spec in load_ledger() if spec.name in names))
+    specs = tuple(spec for spec in load_ledger() if spec.name in names)
+    return Ledger(chosen, specs, release=sys.modules["vllm"].__version__)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Builders with one fault each, and clean ones, for `test_compat_check`: plain PyTorch, no vLLM.
+"""Builders with one fault each, and clean ones, for the tests of the suite: plain PyTorch, no vLLM.
 
 What each should be found to be is in its `need` and `fault`; `fault` is part of a sentence that must be reported in the
 case `case`, and the line of it that ends in `# here` is the site that must be named.

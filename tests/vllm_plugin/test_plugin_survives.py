@@ -120,7 +120,7 @@ UPSTREAM = """
         raise AssertionError("a changed target was patched")
 
     plugin.IMPLEMENTATIONS.clear()
-    plugin.IMPLEMENTATIONS["p"] = Implementation(lambda value: None, never)
+    plugin.IMPLEMENTATIONS["p"] = Implementation(never)
     targets = tuple(Target(f"upstream.{name}", "f", {"1.0": "0"}) for name in ("first",))
     plugin.read_ledger = lambda: ((PatchSpec("p", "s", "w", "u", "r", targets),), {})
 """
@@ -183,7 +183,7 @@ COPIES = """
         found = prints.fingerprints(Path("upstream/first.py").read_text(), ["f"])["f"]
         target = ledger.Target("upstream.first", "f", {"1.0": found})
         plugin.IMPLEMENTATIONS.clear()
-        plugin.IMPLEMENTATIONS["p"] = ledger.Implementation(lambda value: None, double)
+        plugin.IMPLEMENTATIONS["p"] = ledger.Implementation(double)
         plugin.read_ledger = lambda: ((ledger.PatchSpec("p", "s", "w", "u", "r", (target,)),), {})
         plugin.load()
 

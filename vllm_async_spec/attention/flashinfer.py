@@ -243,7 +243,7 @@ def _chunk_arguments(wrapper: Any, requests: int) -> tuple[Any, ...] | None:
     """Arguments of `set_chunks` after the lengths; None without split-KV."""
     plan = [int(number) for number in wrapper._plan_info]
     if len(plan) != _PLAN_SIZE:
-        raise PlanError(f"a plan of {type(wrapper).__name__} of {len(plan)} numbers can't be corrected on the device")
+        raise PlanError(f"a plan of {type(wrapper).__name__} with {len(plan)} numbers can't be corrected on the device")
     if not plan[_SPLIT]:
         return None
     ints, window = wrapper._int_workspace_buffer.view(torch.int32), wrapper._window_left
@@ -298,7 +298,9 @@ class PlanBuffers:
         """
         own = wrapper._pin_memory_int_workspace_buffer.nbytes
         if own > self._nbytes:
-            raise PlanError(f"{type(wrapper).__name__} plans in {own} bytes, and the buffers have {self._nbytes}")
+            raise PlanError(
+                f"the plan of {type(wrapper).__name__} needs {own} bytes, but each buffer has {self._nbytes}"
+            )
         self.planned()
         wrapper._pin_memory_int_workspace_buffer = self._ring.next()
         self._lent = True

@@ -59,7 +59,7 @@ class TrtllmDecodeArguments:
         ragged = self.cum_seq_lens_q is not None
         if ragged and self.kernel == XQA:
             raise ValueError(
-                "the batch is ragged; trtllm_batch_decode_with_kv_cache hands XQA uniform batches only, so use the "
+                "the batch is ragged; trtllm_batch_decode_with_kv_cache passes XQA uniform batches only, so use the "
                 "arguments of xqa_batch_decode()"
             )
         return self._common() | {

@@ -155,8 +155,8 @@ class TrtllmShape:
         # computeCtaAndClusterConfig in fmhaKernels.cuh: a block has at most 128 rows and holds a whole GQA group.
         if self._group > 128:
             raise UnsupportedShapeError(
-                f"{self.num_heads} heads over {self.num_kv_heads} KV heads are {self._group} in a group; {TRTLLM_GEN} "
-                f"takes at most 128, so {_OTHERWISE}"
+                f"the GQA group size is {self._group}, {self.num_heads} heads over {self.num_kv_heads} KV heads; "
+                f"{TRTLLM_GEN} takes at most 128, so {_OTHERWISE}"
             )
 
     def _check_xqa(self) -> None:
@@ -179,8 +179,8 @@ class TrtllmShape:
         most = _XQA_TILE_BYTES // (2 * padded)
         if self._group > most:
             raise UnsupportedShapeError(
-                f"{self.num_heads} heads over {self.num_kv_heads} KV heads are {self._group} in a group; {XQA} takes "
-                f"at most {most} of head size {self.head_size}, so {_OTHERWISE}"
+                f"the GQA group size is {self._group}, {self.num_heads} heads over {self.num_kv_heads} KV heads; "
+                f"{XQA} takes at most {most} at head size {self.head_size}, so {_OTHERWISE}"
             )
         # Unless jit/xqa.py sets IS_SPEC_DEC_TREE=0, csrc/xqa/mha.cu applies the window by tile, not by query token.
         if self.sliding_window is not None and self.query_tokens > 1 and not self.features.ragged_xqa:

@@ -53,13 +53,13 @@ _LOCK_MS = 0.02
 def _notes(recorded: Recorded, unseen: int) -> Iterator[str]:
     if recorded.simulated:
         yield (
-            "There is no GPU: waits are the reads that would be waits on one, found by following what the forward "
-            "computed through every operator. Following makes every step many times slower, so no time is given."
+            "There is no GPU, so the report counts reads that would wait on a GPU. The audit follows the forward's "
+            "results through every operator. This makes every step many times slower, so the report gives no times."
         )
     if unseen:
         yield (
-            f"{unseen / recorded.count:.2f} waits a step were timed by CUPTI and asked for by no Python call that was "
-            "seen (a library's own); for them the watched function around them is given."
+            f"CUPTI timed {unseen / recorded.count:.2f} waits a step without a Python caller, such as those of a C++ "
+            "library. For these waits the report names the watched function around the wait."
         )
     after = ms(sum(w.resumed - w.end for w in recorded.waits if w.thread == recorded.main)) / recorded.count
     if after > _LOCK_MS:

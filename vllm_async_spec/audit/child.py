@@ -66,9 +66,9 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
 
 def _decided_by(asked: bool | None, found: bool) -> str:
     if asked is None:
-        return "nobody chose: vLLM's default, or the plugin's"
+        return "by default: vLLM's or the plugin's"
     option = "--async-scheduling" if asked else "--no-async-scheduling"
-    return f"by {option}" if asked == found else f"although {option} was given: this engine can't"
+    return f"by {option}" if asked == found else f"despite {option}, which this engine does not support"
 
 
 def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:

@@ -222,8 +222,8 @@ def _record(ask: Ask, work: Callable[[], Ran], order: Order) -> Ran:
         while not done.exists():
             if time.monotonic() > deadline:
                 raise AuditError(
-                    f"the load did not go through {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; ask for "
-                    "fewer"
+                    f"the load did not run {order.skip} + {order.steps} steps in {_LONGEST_S} seconds; record fewer "
+                    "steps"
                 )
             ran = work()
     except BaseException:

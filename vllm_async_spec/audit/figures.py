@@ -17,11 +17,11 @@ SIMULATED = (
 )
 """Warning at the top of a simulated report."""
 
-INCOMPARABLE = "One of the two was recorded on a CPU, the other on a GPU: there is nothing to compare."
+INCOMPARABLE = "The reports can't be compared: one was recorded on a CPU, the other on a GPU."
 
 PLACES = {
     Place.CRITICAL: "the thread that launches the forward waited until the device had nothing left to do",
-    Place.OVERLAPPED: "that thread waited, while the device had work launched before",
+    Place.OVERLAPPED: "that thread waited, but the device still had work, or the awaited event had already happened",
     Place.HIDDEN: "another thread waited",
 }
 
@@ -53,7 +53,7 @@ class Pair(Generic[T]):
         """The item of after, or else that of before."""
         found = self.before if self.after is None else self.after
         if found is None:
-            raise ValueError("a pair of nothing")
+            raise ValueError("a pair needs an item of before or of after")
         return found
 
     def all(self, *, compared: bool) -> tuple[T | None, ...]:
@@ -133,16 +133,17 @@ def facts(report: Report) -> dict[str, str]:
 
 
 def recording_cost(report: Report) -> str:
-    """What recording did to the step time, in one sentence."""
+    """What recording did to the step time."""
     if report.simulated:
-        return "On a CPU the cost of recording says nothing, and is not given."
+        return "The cost of recording is omitted, because on a CPU it says nothing about a GPU."
     if report.overhead is None:
-        return "What recording cost was not measured."
+        return "The cost of recording was not measured."
     cost = report.overhead
     return (
-        f"In one engine with the same load a step took {_spread(cost.plain_ms)}; {_spread(cost.device_ms)} with the "
-        f"GPU's own records, of which its shares of time are, {number(cost.device_ratio)} times as long; and "
-        f"{_spread(cost.recorded_ms)} with call stacks and phases too, of which the rest is, {number(cost.ratio)}."
+        f"In one engine with the same load, a step took {_spread(cost.plain_ms)} without recording. With the GPU's own "
+        f"records, a step took {_spread(cost.device_ms)}, {number(cost.device_ratio)} times as long; this recording "
+        f"gives the GPU's shares of time. With call stacks and phases too, a step took {_spread(cost.recorded_ms)}, "
+        f"{number(cost.ratio)} times as long; this recording gives the other figures."
     )
 
 

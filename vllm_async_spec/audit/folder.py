@@ -25,17 +25,17 @@ def check_folder(folder: str) -> Path:
     """
     path, temporary = Path(folder), Path(tempfile.gettempdir())
     if path.parent != temporary or not path.name.startswith(_PREFIX):
-        raise _refusal(folder, f"it is not a {_PREFIX}* in {temporary}")
+        raise _refusal(folder, f"it does not match {temporary}/{_PREFIX}*")
     try:
         found = path.lstat()
     except OSError as error:
         raise _refusal(folder, str(error.strerror)) from None
     if not stat.S_ISDIR(found.st_mode):
-        raise _refusal(folder, "it is no directory")
+        raise _refusal(folder, "it is not a directory")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != 0o700:
-        raise _refusal(folder, "it is not this user's alone")
+        raise _refusal(folder, "it does not belong to this user with mode 0700")
     return path
 
 
 def _refusal(folder: str, why: str) -> ValueError:
-    return ValueError(f"an audit can't be recorded in {folder!r}: {why}; leave making the folder to vllm-async-spec")
+    return ValueError(f"an audit can't be recorded in {folder!r}: {why}; let vllm-async-spec create the folder")

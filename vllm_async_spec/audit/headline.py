@@ -36,7 +36,7 @@ def _finding(found: Findings) -> str:
 def _advice(engine: EngineFacts, found: Findings) -> str:
     critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
     if not engine.async_scheduling:
-        return "turn asynchronous scheduling on: `vllm-async-spec status` says what is in its way"
+        return "turn asynchronous scheduling on: `vllm-async-spec status` shows why it is off"
     slowest = max((p for p in found.phases if p.thread == "worker"), key=lambda p: p.ms_per_step, default=None)
     if critical:
         lost = sum(cause.ms_per_step for cause in critical)
@@ -53,7 +53,7 @@ def _remedy(cause: Cause) -> str:
     if cause.kind is WaitKind.PAGEABLE:
         return "to change: copy from pinned memory"
     if cause.kind is WaitKind.COPY_TO_DEVICE:
-        return "to change: stage it in pinned memory and copy without blocking"
+        return "to change: stage the data in pinned memory and copy without blocking"
     if cause.kind in (WaitKind.COPY_TO_HOST, WaitKind.READ):
         return "to change: build from device seq_lens or seq_lens_cpu_upper_bound"
     return "to change: have the device carry the value to the next step, or wait for it a step later"

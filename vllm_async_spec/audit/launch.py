@@ -135,7 +135,7 @@ def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
         raise AuditError(_refusal(url, error)) from None
     except (OSError, ValueError) as error:
         raise AuditError(
-            f"{url} can't be asked: {getattr(error, 'reason', error)}; give the address of a vLLM server that runs"
+            f"{url} can't be reached: {getattr(error, 'reason', error)}; give the address of a running vLLM server"
         ) from None
 
 
@@ -175,11 +175,11 @@ def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Itera
 def _refusal(url: str, error: urllib.error.HTTPError) -> str:
     if error.code == 404:
         return (
-            f"{url} is not there; start the server with VLLM_ASYNC_SPEC_AUDIT=1, and with vllm-async-spec installed "
-            "beside its vLLM"
+            f"{url} does not exist; install vllm-async-spec beside the server's vLLM, and start the server with "
+            "VLLM_ASYNC_SPEC_AUDIT=1"
         )
     if error.code == 401:
-        return f"{url} is refused without one of the server's keys; give it with --api-key, or in VLLM_API_KEY"
+        return f"{url} needs one of the server's keys; give a key with --api-key, or in VLLM_API_KEY"
     try:
         said = json.load(error)["error"]
         return str(said["message"] if isinstance(said, dict) else said)

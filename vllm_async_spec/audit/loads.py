@@ -65,10 +65,10 @@ class Work:
             return cls(f"mixed, {batch} together", tuple(requests), batch)
         path = Path(load)
         if not path.is_file():
-            raise LoadError(f"--load is {load!r}, which is no file; give decode, mixed, or a file of JSON lines")
+            raise LoadError(f"--load is {load!r}, which is not a file; give decode, mixed, or a file of JSON lines")
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not lines:
-            raise LoadError(f"{load} is empty; each line is a JSON object with prompt or prompt_token_ids")
+            raise LoadError(f"{load} is empty; give a JSON object a line, with prompt or prompt_token_ids")
         return cls(path.name, tuple(_request(path, n, line) for n, line in enumerate(lines, 1)), batch)
 
 

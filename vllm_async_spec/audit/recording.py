@@ -91,7 +91,7 @@ class Recorder:
         if self.order is not None:
             raise UnderWay(
                 f"an audit of this engine is under way ({self.recorded} of {self.order.steps} steps); "
-                "wait for it, or give the engine something to do"
+                "wait until it ends, or send the engine more requests"
             )
         self._forget()
         self.order = order

@@ -319,8 +319,8 @@ class Report:
         schema = data.get("schema") if isinstance(data, dict) else None
         if schema != SCHEMA:
             raise ValueError(
-                f"this is not an audit report of schema {SCHEMA} (it says {schema!r}); "
-                "make it again with `vllm-async-spec audit --json`"
+                f"this is not an audit report of schema {SCHEMA} (its schema is {schema!r}); "
+                "make a new report with `vllm-async-spec audit --json`"
             )
         report: Report = _value(cls, data, "report")
         return report
@@ -337,13 +337,15 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         hints = typing.get_type_hints(hint)
         if missing := hints.keys() - value.keys():
-            raise ValueError(f"this is no whole audit report: {name} lacks {', '.join(sorted(missing))}")
+            raise ValueError(f"this audit report is incomplete: {name} lacks {', '.join(sorted(missing))}")
         return hint(**{field: _value(of, value[field], f"{name}.{field}") for field, of in hints.items()})
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         choices = [member.value for member in hint]
         if value in choices:
             return hint(value)
-        raise ValueError(f"this is no audit report: {name} is {value!r}; it must be one of {', '.join(choices)}")
+        raise ValueError(f"this is not an audit report: {name} is {value!r}; it must be one of {', '.join(choices)}")
     if isinstance(hint, type) and isinstance(value, (int, float) if hint is float else hint):
         return value
-    raise ValueError(f"this is no audit report: {name} is {reprlib.repr(value)}, and not of type {hint.__name__}")
+    raise ValueError(
+        f"this is not an audit report: {name} is {reprlib.repr(value)}; it must be of type {hint.__name__}"
+    )

@@ -97,7 +97,7 @@ def _causes(report: Report, before: Report | None, *, wide: bool) -> RenderableT
     title = "What would make the host wait on a GPU" if report.simulated else "What made the host wait"
     pairs = paired_causes(before, report)
     if not pairs:
-        return Text(f"{title}: nothing was seen.")
+        return Text(f"{title}: no waits were found.")
     compared, timed = before is not None, is_timed(report, before)
     numbers = ("waits\na step", *(("ms\na step", "longest\nms") if timed else ()))
     names = ["wait", *(["when"] if compared else []), *numbers, *(["during"] if wide else []), "where"]

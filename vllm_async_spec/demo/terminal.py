@@ -31,7 +31,7 @@ def print_comparison(found: Comparison, console: Console) -> None:
     console.print(table)
     console.print(
         f"Tokens/s: median of {found.rounds} interleaved rounds (lowest-highest). Accepted: mean tokens a step and "
-        "request, its own one included. Host reads a step: blocking reads of the newest step, + reads of the step "
-        "before it, while the device has work. The tokens of the first row are the reference.",
+        "request, with the target's own token. Host reads a step: blocking reads of the newest step + reads of the "
+        "step before, while the device has work. Tokens: compared with the tokens of the first row.",
         style="dim",
     )

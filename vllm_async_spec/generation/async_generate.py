@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
@@ -135,7 +137,8 @@ _enabled: list[Transaction] = []
 """The changes of `enable`, until `disable` undoes them."""
 _REFUSED = {"_beam_search": GenerationMode.BEAM_SEARCH, "_assisted_decoding": GenerationMode.ASSISTED_GENERATION}
 _OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
-_MARKS_GIVEN_CACHES = "_is_user_defined" in GenerationMixin._prepare_cache_for_generation.__code__.co_names
+_MARKS_GIVEN_CACHES = Version(transformers.__version__) >= Version("5.17")
+"""Whether transformers sets `_is_user_defined` on a cache that the caller passed. No attribute of its own shows it."""
 
 
 def _switched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,7 +221,7 @@ def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dic
 
 
 def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the caller can see the cache after generation. transformers 4.57 does not mark passed-in caches."""
+    """Whether the caller can see the cache after generation. Before 5.17 any cache may be the caller's."""
     cache = kwargs.get("past_key_values")
     given = cache is not None and getattr(cache, "_is_user_defined", not _MARKS_GIVEN_CACHES)
     return bool(

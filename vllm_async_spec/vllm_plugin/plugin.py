@@ -119,7 +119,7 @@ def _publish() -> None:
     try:
         publisher.publish()
     except Exception as error:  # must not fail the import of a vLLM module that settled a patch
-        logger.debug("vllm-async-spec: what became of a patch was not published: %s", error)
+        logger.debug("vllm-async-spec: the new state of a patch is not in /metrics: %s", error)
 
 
 def _is_vllms_command_line(program: Path) -> bool:

@@ -51,10 +51,10 @@ def read_server(url: str) -> ServerStatus:
         with urllib.request.urlopen(page, timeout=_SECONDS) as response:
             text = response.read().decode()
     except urllib.error.HTTPError as error:
-        raise ServerError(f"{page} answers {error.code}; give the address of a vLLM server") from None
+        raise ServerError(f"{page} answered with HTTP status {error.code}; give the address of a vLLM server") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise ServerError(f"{page} can't be read: {reason}; give the address of a vLLM server that runs") from None
+        raise ServerError(f"{page} can't be read: {reason}; give the address of a running vLLM server") from None
     return _parsed(url, text)
 
 
@@ -73,7 +73,7 @@ def _parsed(url: str, text: str) -> ServerStatus:
                 found.refused[sample.labels["patch"]] = sample.labels["reason"]
     if not found.version:
         raise ServerError(
-            f"the server at {url} has no vllm-async-spec on its /metrics: it is not installed there, or VLLM_PLUGINS "
-            "leaves it out, or VLLM_ASYNC_SPEC is off"
+            f"the server at {url} has no metrics of vllm-async-spec: the plugin is not installed there, VLLM_PLUGINS "
+            "does not name async_spec, or VLLM_ASYNC_SPEC is off; start the server with the plugin"
         )
     return found

@@ -114,8 +114,8 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
 def _import_vllm() -> str:
     if importlib.util.find_spec("vllm") is None:
         raise NoVllmError(
-            "vLLM is not installed in this environment; install it with `pip install vllm`, or without a GPU as "
-            "the documentation's page on installing says"
+            "vLLM is not installed in this environment; run `pip install vllm`, or without a GPU follow the "
+            "documentation's page on installing"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to stdout, between the lines of the report
     try:

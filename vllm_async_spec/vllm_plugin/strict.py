@@ -43,8 +43,8 @@ class Strictness:
         """
         if self._refusal is None:
             self._refusal = (
-                f"{patch} was refused: {why}; {MODE}=auto runs stock vLLM for it, {MODE}=off runs stock vLLM for "
-                "everything"
+                f"{patch} was refused: {why}; {MODE}=auto runs stock vLLM for this patch, {MODE}=off runs stock vLLM "
+                "for all patches"
             )
         self.insist()
 

@@ -17,7 +17,7 @@ import trtllm_contract
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 import tiny_models
-from test_batching import LENGTH, PROMPTS, generated, make
+from small_batchers import LENGTH, PROMPTS, generated, make
 from test_batching_drafts import drafter
 
 from vllm_async_spec.attention import TrtllmShape

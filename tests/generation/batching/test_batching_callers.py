@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
 import tiny_models
-from test_batching import LONG, PROMPTS, collect, make, tokens
+from small_batchers import LONG, PROMPTS, collect, make, tokens
 
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import BatcherError, Request, RequestError

@@ -18,7 +18,7 @@ import tiny_models
 import transformers
 from generating import batcher_of
 from late_device import LateStreams
-from test_batching import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
+from small_batchers import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
 
 from vllm_async_spec import sync_policy
 from vllm_async_spec.generation.batching import AttentionChoiceError, ModelError, RequestError

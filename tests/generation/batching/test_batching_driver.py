@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
-from test_batching import LONG, PROMPTS, collect, make
+from small_batchers import LONG, PROMPTS, collect, make
 from test_batching_callers import expected, held_in_step, known_before_the_model_is_another_s, stream, submit_all
 
 from vllm_async_spec.generation import ContinuousBatcher

@@ -14,7 +14,7 @@ import tiny_models
 from caller_faults import DRAFTS, LENGTH, PROMPTS, STOP, World, stubbed
 from generating import batcher_of
 from late_device import LateStreams
-from test_batching import generated
+from small_batchers import generated
 from test_batching_drafts import drafter
 
 from vllm_async_spec.generation import ContinuousBatcher

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from simulation.engine import BLOCK, LONGEST, Engine, Step
+from simulation.engine import Engine, Step
 from simulation.model import Seen, greedy
 from simulation.schedule import Schedule
+from simulation.shape import BLOCK, LONGEST
 from simulation.wishes import PLAIN
 
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from simulation.engine import LONGEST, Engine, Shape
+from simulation.engine import Engine
 from simulation.model import greedy
+from simulation.shape import LONGEST, Shape
 from simulation.wishes import PLAIN, VOCABULARY, Wishes, penalties
 
 

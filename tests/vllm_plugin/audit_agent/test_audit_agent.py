@@ -94,7 +94,7 @@ def test_a_second_audit_is_refused_in_words_and_leaves_the_first_alone(apart, fo
     engine_ = EngineOf(apart=apart)
     order = {"do": "arm", "how": "plain", "skip": 0, "steps": 3, "folder": str(folder)}
     engine_.ask(order)
-    with pytest.raises(AuditError, match=r"^an audit of this engine is under way \(0 of 3 steps\); wait for it"):
+    with pytest.raises(AuditError, match=r"^an audit of this engine is under way \(0 of 3 steps\); wait until it ends"):
         engine_.ask(order)
     engine_.ask({"do": "cancel", "folder": str(folder)})
     engine_.ask(order)
@@ -134,15 +134,15 @@ def _somebody_elses(folder: Path) -> Path:
 
 
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "elsewhere": (lambda folder: Path.home(), "it is not a vllm-async-spec-audit-* in "),
-    "below": (lambda folder: folder / folder.name, "it is not a vllm-async-spec-audit-* in "),
-    "around a corner": (lambda folder: folder / ".." / "..", "it is not a vllm-async-spec-audit-* in "),
-    "another name": (lambda folder: folder.parent / "mine", "it is not a vllm-async-spec-audit-* in "),
+    "elsewhere": (lambda folder: Path.home(), "it does not match "),
+    "below": (lambda folder: folder / folder.name, "it does not match "),
+    "around a corner": (lambda folder: folder / ".." / "..", "it does not match "),
+    "another name": (lambda folder: folder.parent / "mine", "it does not match "),
     "gone": (lambda folder: folder.with_name(f"{folder.name}-gone"), "No such file or directory"),
-    "a link": (_linked, "it is no directory"),
-    "a file": (_file, "it is no directory"),
-    "open to others": (_open, "it is not this user's alone"),
-    "somebody else's": (_somebody_elses, "it is not this user's alone"),
+    "a link": (_linked, "it is not a directory"),
+    "a file": (_file, "it is not a directory"),
+    "open to others": (_open, "it does not belong to this user with mode 0700"),
+    "somebody else's": (_somebody_elses, "it does not belong to this user with mode 0700"),
 }
 
 
@@ -160,7 +160,7 @@ def test_nothing_is_recorded_in_a_folder_that_no_front_end_made(case, folder, tm
             engine_.arm(named)
         engine_.step()
         assert f"an audit can't be recorded in {str(named)!r}: {why}" in str(error.value)
-        assert str(error.value).endswith("; leave making the folder to vllm-async-spec")
+        assert str(error.value).endswith("; let vllm-async-spec create the folder")
         assert sorted(tmp_path.rglob("*")) == before
         Path(good).chmod(0o700)
         os.chown(good, os.geteuid(), -1)

@@ -99,8 +99,8 @@ def test_a_server_that_wants_another_key_names_the_option(server: Server, option
     done = audit("--url", server.url, *options)
     assert done.exit_code == 1
     assert done.stderr == (
-        f"vllm-async-spec: {server.url}/async_spec/audit is refused without one of the server's keys; give it with "
-        "--api-key, or in VLLM_API_KEY\n"
+        f"vllm-async-spec: {server.url}/async_spec/audit needs one of the server's keys; give a key with --api-key, "
+        "or in VLLM_API_KEY\n"
     )
 
 
@@ -123,7 +123,8 @@ def test_an_engine_of_its_own_has_no_key() -> None:
     done = audit("--model", "m", "--api-key", KEY)
     assert done.exit_code == 1
     assert done.stderr == (
-        "vllm-async-spec: --api-key says nothing of an engine that an audit starts; leave it out, or use --url\n"
+        "vllm-async-spec: --api-key has no effect on an engine that the audit starts; leave out --api-key, "
+        "or use --url\n"
     )
 
 

@@ -185,18 +185,18 @@ def test_the_key_of_the_environment_counts_unless_the_option_is_given(monkeypatc
 def test_where_the_keys_have_moved_nobody_is_let_in() -> None:
     app = server()
     app.state.args = SimpleNamespace(api_keys=["one"])
-    why = "the server's keys can't be found in this vLLM, so it can't be audited over HTTP"
+    why = "this server can't be audited over HTTP, because its keys can't be found in this vLLM"
     assert asked(app) == (503, {"error": why})
 
 
 OBJECT = "it must be an object with steps, skip and seconds, or {}"
 MISTAKES = {
-    "": "the request is b'', which is no JSON; send an object with steps, skip and seconds, or {}",
-    "{": "the request is b'{', which is no JSON; send an object",
-    "\xff": "which is no JSON",
-    "[" * 4000: "which is no JSON",
+    "": "the request is b'', which is not JSON; send an object with steps, skip and seconds, or {}",
+    "{": "the request is b'{', which is not JSON; send an object",
+    "\xff": "which is not JSON",
+    "[" * 4000: "which is not JSON",
     "3": f"the request is 3; {OBJECT}",
-    '{"step": 3}': f"the request has 'step'; {OBJECT}",
+    '{"step": 3}': f"the request has the unknown key 'step'; {OBJECT}",
     '{"steps": NaN}': "steps is nan; it must be a whole number from 3 to 2048",
     '{"steps": true}': "steps is True; it must be a whole number from 3 to 2048",
     '{"steps": 3.5}': "steps is 3.5; it must be a whole number from 3 to 2048",
@@ -240,7 +240,10 @@ def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
             return await Client().post(app)
 
     status, said = ran(ask)
-    assert (status, said["error"]) == (408, "the request did not come in 0.05 seconds; send it at once")
+    assert (status, said["error"]) == (
+        408,
+        "the request did not arrive within 0.05 seconds; send the whole request at once",
+    )
 
 
 @asynccontextmanager
@@ -265,7 +268,7 @@ def test_one_audit_at_a_time() -> None:
     async def ask() -> None:
         async with open_door(app), under_way(app, engine, recording(engine)) as (client, task):
             refused = await Client(b"{}").post(app)
-            assert refused == (409, {"error": "an audit of this server is under way; wait for its end"})
+            assert refused == (409, {"error": "an audit of this server is under way; wait until it ends"})
             client.gone.set()
             await task
             engine.idle = False
@@ -278,7 +281,7 @@ def test_an_audit_takes_no_longer_than_all_of_it_may(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(audit_route, "most_seconds", lambda seconds: 0.2)
     engine = Engine(idle=True)
     status, said = asked(server(engine))
-    assert (status, said["error"]) == (504, "the audit took longer than 0.2 seconds in all; ask for fewer steps")
+    assert (status, said["error"]) == (504, "the audit took longer than 0.2 seconds in all; request fewer steps")
     assert engine.asked[-1] == "cancel"
     assert list(scratch.iterdir()) == []
 
@@ -353,7 +356,7 @@ def test_analysis_ends_with_its_client(scratch: Path, slow_analysis: Callable[[]
 
 def test_recording_ends_with_the_server_and_the_engine_is_not_asked(scratch: Path) -> None:
     (status, said), requests = ended_while_recording(scratch, server_ends)
-    assert (status, said["error"]) == (503, "the server ends; ask for an audit when it runs again")
+    assert (status, said["error"]) == (503, "the server is shutting down; send the audit request after its restart")
     assert requests[-1] == "arm"
 
 
@@ -384,17 +387,14 @@ def test_an_engine_that_dies_is_not_waited_for() -> None:
     engine = Engine(idle=True)
     engine.errored = True
     status, said = asked(server(engine))
-    assert status == 409
-    assert said["error"] == "the engine ended while it was audited; the server's log says why"
+    assert (status, said["error"]) == (409, "the engine ended during the audit; the server's log says why")
 
 
 @pytest.mark.parametrize("lacks", ["engine", "routes"])
 def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture) -> None:
     app = server()
-    if lacks == "engine":
-        app.state.engine_client = None
-    else:
-        app.add_route = None
+    owner, name = (app.state, "engine_client") if lacks == "engine" else (app, "add_route")
+    setattr(owner, name, None)
     assert asked(app)[0] == 404
     (line,) = caplog.messages
-    assert line.startswith(f"vllm-async-spec: this server can't be audited, it gets no POST {PATH}: ")
+    assert line.startswith(f"vllm-async-spec: this server can't be audited, because it has no POST {PATH}: ")

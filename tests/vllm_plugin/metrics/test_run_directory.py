@@ -97,7 +97,7 @@ def test_a_foreign_parent_is_not_used_and_not_changed(world: World, spoil: str) 
     assert len(world.warnings) == 1
     assert str(world.parent) in world.warnings[0]
     assert world.warnings[0].endswith(str(server.directory))
-    assert "move it away" in world.warnings[0]
+    assert "move that path away" in world.warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_it_is_left_as_it_is_and_the_operator_is_told_why(
         draft_graphs._capture(runner)
     assert runner.drafter.propose is propose
     assert [record.getMessage() for record in caplog.records] == [
-        f"vllm-async-spec leaves drafting to be launched kernel by kernel: {reason}"
+        f"vllm-async-spec does not capture drafting as CUDA graphs: {reason}"
     ]
 
 

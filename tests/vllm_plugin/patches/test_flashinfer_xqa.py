@@ -88,7 +88,7 @@ def test_a_machine_that_can_have_no_xqa_is_told_how(
     source[0] = None
     module = patched(90, server=server)
     assert module.supports_trtllm_attention() is server
-    assert "there is neither nvcc nor flashinfer-jit-cache" in caplog.text
+    assert "this machine has neither nvcc nor flashinfer-jit-cache" in caplog.text
     assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
 
 

@@ -40,7 +40,7 @@ function drawTimelines(panel, timelines) {
   const x = (us) => ((us - view.from) / (view.to - view.from)) * view.width;
   const plots = timelines.map(makePlot);
   const readout = panel.querySelector(".readout");
-  const nothing = "Point at a block, tap it, or go to it with the arrow keys, to see what it is.";
+  const nothing = "Point at a block, tap a block or select a block with the arrow keys to see details.";
 
   panel.hidden = false;
   panel.querySelector(".plots").append(...plots.map((plot) => plot.element));

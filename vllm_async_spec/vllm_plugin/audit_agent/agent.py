@@ -167,12 +167,8 @@ def _route(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, "serve_http", with_route)
 
 
-def _needed(target: Any) -> str | None:
-    return None
-
-
 IMPLEMENTATIONS = {
-    "audit-engine-core": Implementation(_needed, _engine_core),
-    "audit-worker": Implementation(_needed, _worker),
-    "audit-route": Implementation(_needed, _route),
+    "audit-engine-core": Implementation(_engine_core),
+    "audit-worker": Implementation(_worker),
+    "audit-route": Implementation(_route),
 }

@@ -31,7 +31,7 @@ LONGEST_S = 600.0
 MOST_BYTES = 4096
 _BODY_S = 10.0
 _CLOSING_S = 3.0
-_ENDS = "the server ends; ask for an audit when it runs again"
+_ENDS = "the server is shutting down; send the audit request after its restart"
 _POLL_S = 0.1
 _SCOPE = {"type", "asgi", "http_version", "method", "scheme", "query_string", "headers", "client", "server", "state"}
 """The parts of a request that stay unchanged when the application gets the request again."""
@@ -56,13 +56,13 @@ async def open_door(app: Any) -> AsyncIterator[None]:
     door = None
     try:
         if app.state.engine_client is None:
-            raise ValueError("it has no engine")
+            raise ValueError("the server has no engine")
         door = Door()
         app.add_route(PATH, _again, methods=["POST"])
         app.add_route(GUARDED, door.answer, methods=["POST"])
     except Exception as error:  # a failure here must not end the server
         why = f"{type(error).__name__}: {error}"
-        logger.warning("vllm-async-spec: this server can't be audited, it gets no POST %s: %s", PATH, why)
+        logger.warning("vllm-async-spec: this server can't be audited, because it has no POST %s: %s", PATH, why)
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ class Door:
         if self._closing.is_set():
             raise Refusal(503, _ENDS)
         if self._under_way is not None:
-            raise Refusal(409, "an audit of this server is under way; wait for its end")
+            raise Refusal(409, "an audit of this server is under way; wait until it ends")
         run = Run(request.app.state.engine_client, **options, ending=self._closing.is_set)
         try:
             return await self._while_wanted(request, run.report(), most_seconds(options["seconds"]))
@@ -128,11 +128,11 @@ class Door:
             if work.done():
                 return work.result()
             if gone.done():
-                logger.info("vllm-async-spec: who asked for an audit has gone, so it was ended")
-                raise Refusal(499, "the client has gone")
+                logger.info("vllm-async-spec: the client disconnected, so the audit was stopped")
+                raise Refusal(499, "the client disconnected")
             if ends.done():
                 raise Refusal(503, _ENDS)
-            raise Refusal(504, f"the audit took longer than {seconds:g} seconds in all; ask for fewer steps")
+            raise Refusal(504, f"the audit took longer than {seconds:g} seconds in all; request fewer steps")
         finally:
             for task in (work, gone, ends):
                 task.cancel()
@@ -155,7 +155,7 @@ def check_key(request: Request) -> None:
     if options is None:
         return  # 0.12 does not store its options, so only the guard checks
     if not hasattr(options, "api_key"):
-        raise Refusal(503, "the server's keys can't be found in this vLLM, so it can't be audited over HTTP")
+        raise Refusal(503, "this server can't be audited over HTTP, because its keys can't be found in this vLLM")
     given = options.api_key
     # As in vLLM, the option has precedence over the variable, and an empty key is no key.
     keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
@@ -186,9 +186,11 @@ async def _body(request: Request) -> bytes:
     try:
         return await asyncio.wait_for(read(), _BODY_S)
     except asyncio.TimeoutError:
-        raise Refusal(408, f"the request did not come in {_BODY_S:g} seconds; send it at once") from None
+        raise Refusal(
+            408, f"the request did not arrive within {_BODY_S:g} seconds; send the whole request at once"
+        ) from None
     except ClientDisconnect:
-        raise Refusal(499, "the client has gone") from None
+        raise Refusal(499, "the client disconnected") from None
 
 
 async def _gone(request: Request) -> None:
@@ -214,11 +216,13 @@ def read_options(body: bytes) -> dict[str, Any]:
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
-        raise Refusal(400, f"the request is {_shown(body)}, which is no JSON; send an object with {_NAMES}") from None
+        raise Refusal(400, f"the request is {_shown(body)}, which is not JSON; send an object with {_NAMES}") from None
     if not isinstance(asked, dict):
         raise Refusal(400, f"the request is {_shown(asked)}; it must be an object with {_NAMES}")
     if unknown := set(asked) - set(_LIMITS):
-        raise Refusal(400, f"the request has {_shown(min(unknown))}; it must be an object with {_NAMES}")
+        raise Refusal(
+            400, f"the request has the unknown key {_shown(min(unknown))}; it must be an object with {_NAMES}"
+        )
     return {name: _number(name, asked.get(name, limits[0]), *limits[1:]) for name, limits in _LIMITS.items()}
 
 

@@ -55,7 +55,7 @@ class Run:
         try:
             replies = await self.client.collective_rpc(RPC, args=(json.dumps(request),))
         except Exception as error:
-            raise AuditError(f"the engine can't be asked: {type(error).__name__}: {error}") from error
+            raise AuditError(f"the engine did not answer the audit: {type(error).__name__}: {error}") from error
         return answers(replies)
 
     async def _record(self, how: How, folder: str) -> Files:
@@ -69,8 +69,8 @@ class Run:
         except asyncio.TimeoutError:
             await self._cancel(folder)
             raise AuditError(
-                f"the server did not go through {self.skip} + {self.steps} steps in {self.seconds:g} seconds; send "
-                "it requests meanwhile, or give --load to have them sent"
+                f"the server did not run {self.skip} + {self.steps} steps in {self.seconds:g} seconds; send requests "
+                "during the audit, or give --load, which sends requests"
             ) from None
         except BaseException:
             await self._cancel(folder)
@@ -79,7 +79,7 @@ class Run:
     async def _appears(self, path: Path) -> None:
         while not path.exists():
             if self.client.errored:
-                raise AuditError("the engine ended while it was audited; the server's log says why")
+                raise AuditError("the engine ended during the audit; the server's log says why")
             await asyncio.sleep(_POLL_S)
 
     async def _cancel(self, folder: str) -> None:
@@ -108,6 +108,6 @@ async def _analyse(job: dict[str, Any]) -> dict[str, Any]:
         raise
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
-        raise AuditError(f"the recording can't be analysed: {lines[-1] if lines else 'no reason was given'}")
+        raise AuditError(f"the recording can't be analysed: {lines[-1] if lines else 'the analysis printed no reason'}")
     found: dict[str, Any] = json.loads(out)
     return found

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target, missing
@@ -24,7 +24,6 @@ from vllm_async_spec.vllm_plugin.ledger.targets import (
     defines,
     package_root,
     refuse_third_party,
-    resolve,
     source_file,
 )
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, compare
@@ -42,12 +41,12 @@ class State(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """The code of a patch. The ledger entry of the same name gives the reasons."""
+    """The code of a patch. The ledger entry of the same name gives the reasons and the releases that need it."""
 
-    unneeded: Callable[[Any], str | None]
-    """Takes the first target that exists. Returns why this vLLM does not need the patch, or None if it does."""
     apply: Callable[[Transaction, ModuleType], None]
     """Takes the module of the first target that exists, and changes attributes through the transaction."""
+    unneeded: Callable[[], str | None] = lambda: None
+    """Returns why this platform does not need the patch, or None. Called when a target's module exists."""
     unneeded_here: Callable[[], str | None] = lambda: None
     """Returns why no process of this machine needs the patch, or None. Called first, before vLLM's modules exist."""
 
@@ -98,6 +97,10 @@ class Ledger:
         self._settling: set[str] = set()
         entries = {spec.name: spec for spec in specs}
         self.outcomes = {name: Outcome(entries.get(name) or _nothing(name)) for name in sorted(implementations)}
+        for name in entries.keys() & self.outcomes.keys():
+            if entries[name].is_for_others(release):
+                outcome = self.outcomes[name]
+                outcome.state, outcome.detail = State.NOT_NEEDED, f"vLLM {release} is not among its releases"
         self._orphans = {
             name: (unreadable or {}).get(name, "it has no entry in the ledger")
             for name in implementations
@@ -158,7 +161,7 @@ class Ledger:
             if all(name in outcome.without or not _exists(name) for name in outcome.modules):
                 raise PatchError(_absent(spec.targets))
             return
-        reason = _reason(implementation, module, present[0])
+        reason = implementation.unneeded()
         if reason is not None:
             self._conclude(outcome, State.NOT_NEEDED, reason)
             return
@@ -168,6 +171,9 @@ class Ledger:
         releases = [target.release_of(found.get(target.qualname)) for target in present]
         if gone := missing(targets, {str(target): found[target.qualname] for target in present}):
             raise PatchError(_absent(gone))
+        for guard in spec.guards:
+            source = inspect.getsource(importlib.import_module(guard.module))
+            guard.release_of(fingerprints(source, [guard.qualname]).get(guard.qualname))
         self._check_needs(spec, module)
         with Transaction() as transaction:
             implementation.apply(transaction, module)
@@ -210,8 +216,6 @@ class Ledger:
             return outcome.detail if outcome.state is State.REFUSED else None
         if self._implementations[spec.name].unneeded_here() is not None:
             return None
-        if self._release is not None and not spec.covers(self._release):
-            return None
         root = package_root(spec.targets[0].module)
         verdict = None if root is None else compare(spec, root, self._release)
         if verdict is None or not verdict.fingerprints:
@@ -251,12 +255,3 @@ def _exists(module: str) -> bool:
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _reason(implementation: Implementation, module: ModuleType, target: Target) -> str | None:
-    """The reason why the patch is not needed, or None. An error may be due to another plugin's replacement."""
-    try:
-        return implementation.unneeded(resolve(module, target.qualname))
-    except Exception:
-        refuse_third_party(module, target)
-        raise

@@ -20,6 +20,8 @@ else:
 
 LOCK = "fingerprints.lock"
 """The file in patches/ that `vllm-async-spec patches verify --update` writes: {target: {release: fingerprint}}."""
+_OLDEST = Version("0.12")
+"""The oldest release that any patch is for."""
 
 
 class PatchError(Exception):
@@ -82,6 +84,8 @@ class PatchSpec:
     upstream: str
     remove_when: str
     targets: tuple[Target, ...]
+    guards: tuple[Target, ...] = ()
+    """What the patch relies on and leaves as it is, in other modules. Checked like targets, once a target exists."""
     needs: tuple[str, ...] = ()
     """Patches without which this one would do harm. If one of them is refused, this one is too."""
     ranges: tuple[SpecifierSet, ...] = ()
@@ -103,10 +107,11 @@ class PatchSpec:
             prose = {name: _text(data, name) for name in ("summary", "why", "upstream", "remove_when")}
             ranges = tuple(map(SpecifierSet, _texts(data["releases"])))
             targets = tuple(_target(name, ranges, lock) for name in _texts(data["targets"]))
+            guards = tuple(_target(name, ranges, lock) for name in _texts(data.get("guards", [])))
             needs = tuple(_texts(data.get("needs", [])))
             if not targets:
                 raise ValueError("it has no targets")
-            return cls(path.stem, **prose, targets=targets, needs=needs, ranges=ranges)
+            return cls(path.stem, **prose, targets=targets, guards=guards, needs=needs, ranges=ranges)
         except KeyError as error:
             raise PatchError(f"{path} is not a ledger entry: {error.args[0]} is missing") from error
         except (OSError, TypeError, ValueError) as error:  # the errors of TOML, Unicode and specifiers are ValueErrors
@@ -127,6 +132,14 @@ class PatchSpec:
         """Whether the patch is for `release`, which may be newer than all releases in the lock file."""
         return release in self.releases or _within(self.ranges, release)
 
+    def is_for_others(self, release: str | None) -> bool:
+        """Whether the patch is only for releases other than `release`.
+
+        A build of untagged source has no version, or a low one such as 0.1.dev1. It may contain any source, so only
+        fingerprints tell whether the patch is for it.
+        """
+        return release is not None and release_order(release) >= _OLDEST and not self.covers(release)
+
 
 def _target(name: str, ranges: tuple[SpecifierSet, ...], lock: Mapping[str, Mapping[str, str]]) -> Target:
     module, colon, qualname = name.partition(":")
@@ -139,7 +152,9 @@ def _target(name: str, ranges: tuple[SpecifierSet, ...], lock: Mapping[str, Mapp
 @functools.cache  # a process asks for the same releases and ranges many times
 def _within(ranges: tuple[SpecifierSet, ...], release: str) -> bool:
     try:
-        return any(each.contains(Version(release), prereleases=True) for each in ranges)
+        # Without the suffix, because 0.19.0rc1 has the source of 0.19 and not that of 0.18.
+        version = Version(release).base_version
+        return any(each.contains(version) for each in ranges)
     except InvalidVersion:
         return False
 
@@ -214,6 +229,18 @@ def load_ledger(directory: Path | None = None) -> tuple[PatchSpec, ...]:
     if unreadable:
         raise PatchError(next(iter(unreadable.values())))
     return specs
+
+
+def find_patch(name: str) -> PatchSpec:
+    """The ledger entry of this name.
+
+    Raises:
+        PatchError: there is none, or the ledger can't be read.
+    """
+    for spec in load_ledger():
+        if spec.name == name:
+            return spec
+    raise PatchError(f"the ledger has no patch {name}")
 
 
 def release_order(release: str) -> Version:

@@ -29,7 +29,7 @@ class Verdict:
     patch: str
     match: Match
     fingerprints: dict[str, str]
-    """Fingerprints by target, for the targets that the source defines."""
+    """Fingerprints by name, for the targets and guards that the source defines."""
     release: str | None
     """The newest release that the patch supports and that has a target with the same fingerprint."""
 
@@ -64,11 +64,14 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
         release: the release of that source; None if it is unknown.
     """
     found = _fingerprints(spec, source)
-    if release is not None and not spec.covers(release):
+    if spec.is_for_others(release):
         return Verdict(spec.name, Match.NOT_NEEDED, found, None)
     there = [target for target in spec.targets if str(target) in found]
+    if not there:
+        return Verdict(spec.name, Match.CHANGED, {}, None)
     as_in = [target.release_with(found[str(target)]) for target in there]
-    same = bool(found) and None not in as_in and not missing(spec.targets, found)
+    guarded = all(guard.release_with(found.get(str(guard))) for guard in spec.guards)
+    same = None not in as_in and not missing(spec.targets, found) and guarded
     newest = max(filter(None, as_in), key=release_order, default=None)
     return Verdict(spec.name, Match.SAME if same else Match.CHANGED, found, newest)
 
@@ -90,12 +93,12 @@ def updated_lock(
     release = source_release(source)
     if release is None:
         raise PatchError(f"{source} has no vllm-*.dist-info that names the release; unpack a whole wheel there")
-    found: dict[str, dict[str, str]] = {str(target): {} for spec in specs for target in spec.targets}
+    found: dict[str, dict[str, str]] = {str(name): {} for spec in specs for name in (*spec.targets, *spec.guards)}
     for spec in specs:
         here = _fingerprints(spec, source) if spec.covers(release) else {}
         if spec.covers(release) and not here:
             raise PatchError(f"vLLM {release} has no target of {spec.name}; change its releases or its targets")
-        for target in map(str, spec.targets):
+        for target in map(str, (*spec.targets, *spec.guards)):
             kept = {each: code for each, code in lock.get(target, {}).items() if each != release and spec.covers(each)}
             found[target] |= kept | ({release: here[target]} if target in here else {})
     return {
@@ -110,12 +113,13 @@ def _check(source: Path) -> None:
 
 
 def _fingerprints(spec: PatchSpec, source: Path) -> dict[str, str]:
-    """Fingerprints of the patch's targets that the source defines, by target."""
+    """Fingerprints of the patch's targets and guards that the source defines, by name."""
     found: dict[str, str] = {}
-    for module in spec.modules:
+    read = (*spec.targets, *spec.guards)
+    for module in dict.fromkeys(target.module for target in read):
         path = module_file(source, module)
         if path is not None:
-            names = [target.qualname for target in spec.targets if target.module == module]
+            names = [target.qualname for target in read if target.module == module]
             codes = fingerprints(path.read_text(encoding="utf-8"), names)
             found |= {f"{module}:{name}": code for name, code in codes.items()}
     return found

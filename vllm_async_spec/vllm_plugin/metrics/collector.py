@@ -52,7 +52,7 @@ class Collector:
             fallbacks.add_metric([reason], count)
         yield fallbacks
         patches = GaugeMetricFamily(
-            "vllm:async_spec_patches", "Patches of vllm-async-spec by what became of them.", labels=["state"]
+            "vllm:async_spec_patches", "Number of vllm-async-spec patches in each state.", labels=["state"]
         )
         states = Counter(snapshot.patches.values())
         for state in (State.APPLIED, State.NOT_NEEDED, State.REFUSED, State.WAITING):
@@ -60,7 +60,7 @@ class Collector:
         yield patches
         refused = GaugeMetricFamily(
             "vllm:async_spec_refused_patch",
-            "1 for each patch of vllm-async-spec that some process refused, with the reason.",
+            "Always 1: a patch of vllm-async-spec that a process refused, and the reason.",
             labels=["patch", "reason"],
         )
         for name, reason in sorted(snapshot.refused.items()):
@@ -75,7 +75,9 @@ class Collector:
     def _waits(self, snapshot: Snapshot) -> Iterable[Metric]:
         labels = ["cause", "kind"]
         waits = CounterMetricFamily(
-            "vllm:async_spec_host_waits", "Times that the host waited for the device, by cause.", labels=labels
+            "vllm:async_spec_host_waits",
+            "Number of times that the host waited for the device, by cause.",
+            labels=labels,
         )
         seconds = CounterMetricFamily(
             "vllm:async_spec_host_wait_seconds", "Seconds that the host waited for the device, by cause.", labels=labels

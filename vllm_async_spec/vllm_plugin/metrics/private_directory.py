@@ -101,7 +101,7 @@ def remove(path: Path, files: re.Pattern[str], *, abandoned: bool) -> None:
         names = [name for name in os.listdir(descriptor) if name != MARKER]
         for name in names:
             if not (files.fullmatch(name) and _is_our_file(os.stat(name, dir_fd=descriptor, follow_symlinks=False))):
-                raise OSError(f"{path} has {name!r}, which vllm-async-spec did not write")
+                raise OSError(f"{path} contains {name!r}, which vllm-async-spec did not write")
         for name in (*names, MARKER):
             os.unlink(name, dir_fd=descriptor)
         try:

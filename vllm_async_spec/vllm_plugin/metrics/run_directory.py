@@ -58,7 +58,7 @@ def _joined(inherited: str) -> Path | None:
         private_directory.hold(Path(inherited))
     except OSError as error:
         logger.warning(
-            "vllm-async-spec: /metrics lacks the counts of process %d, because %s is %r: %s; unset it",
+            "vllm-async-spec: /metrics lacks the counts of process %d, because %s is %r: %s; unset the variable",
             os.getpid(),
             VARIABLE,
             inherited,
@@ -75,8 +75,8 @@ def _made() -> Path:
     except OSError as error:
         directory, _ = private_directory.make(parent.parent, f"{parent.name}.{_PREFIX}")
         logger.warning(
-            "vllm-async-spec: %s; move it away. Until then the counts of a server's processes are in a directory that "
-            "stays if the server is killed, now %s",
+            "vllm-async-spec: %s; move that path away. Until then the counts of a server's processes are in a "
+            "directory that stays if the server is killed: %s",
             error,
             directory,
         )

@@ -95,16 +95,6 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(message).removeprefix("Value error, ").split())
 
 
-def _unneeded_default(create_engine_config: Any) -> str | None:
-    names = inspect.unwrap(create_engine_config).__globals__
-    if names["EngineArgs"].async_scheduling is False:
-        return None  # 0.12 and 0.13: off unless requested
-    # vLLM lists the methods that it accepts, and those that it turns on by itself. If "draft_model" is only in the
-    # first list, vLLM turns asynchronous scheduling on for it only on request.
-    mentions = inspect.getsource(names["VllmConfig"].__post_init__).count('"draft_model"')
-    return None if mentions == 1 else "vLLM itself turns it on for every method that it accepts"
-
-
 def _apply_default(transaction: Transaction, module: ModuleType) -> None:
     cls = module.EngineArgs
     original, stock = cls.create_engine_config, cls.async_scheduling
@@ -117,11 +107,6 @@ def _apply_default(transaction: Transaction, module: ModuleType) -> None:
         return config
 
     transaction.set(cls, "create_engine_config", create_engine_config)
-
-
-def _unneeded_unset(add_cli_args: Any) -> str | None:
-    default = add_cli_args.__globals__["EngineArgs"].async_scheduling
-    return None if default is False else "an option that was not given is None here, not False"
 
 
 def _apply_unset(transaction: Transaction, module: ModuleType) -> None:
@@ -175,7 +160,7 @@ _KEPT = "_async_spec_kept"
 """Marks a SchedulerConfig whose asynchronous scheduling was kept on, also in the other processes."""
 
 
-def _unneeded_cpu(check_and_update_config: Any) -> str | None:
+def _unneeded_cpu() -> str | None:
     from vllm.platforms import current_platform
 
     return None if current_platform.is_cpu() else "the platform is not the CPU"
@@ -210,7 +195,7 @@ def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
 
 
 IMPLEMENTATIONS = {
-    "async-scheduling-cpu": Implementation(_unneeded_cpu, _apply_cpu),
-    "async-scheduling-default": Implementation(_unneeded_default, _apply_default),
-    "async-scheduling-unset": Implementation(_unneeded_unset, _apply_unset),
+    "async-scheduling-cpu": Implementation(_apply_cpu, _unneeded_cpu),
+    "async-scheduling-default": Implementation(_apply_default),
+    "async-scheduling-unset": Implementation(_apply_unset),
 }

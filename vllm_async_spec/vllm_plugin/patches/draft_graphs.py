@@ -237,7 +237,7 @@ def _capture(runner: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
-    inform("vllm-async-spec leaves drafting to be launched kernel by kernel: %s", reason)
+    inform("vllm-async-spec does not capture drafting as CUDA graphs: %s", reason)
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -257,4 +257,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set(runner, "_dummy_sampler_run", _dummy_sampler_run)
 
 
-IMPLEMENTATIONS = {"draft-graphs": Implementation(optimistic_runner.unneeded, _apply)}
+IMPLEMENTATIONS = {"draft-graphs": Implementation(_apply, optimistic_runner.unneeded)}

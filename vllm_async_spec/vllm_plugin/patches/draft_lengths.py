@@ -48,13 +48,6 @@ class _Builder:
         return self._builder.build_for_drafting(common_attn_metadata=given, draft_index=draft_index)
 
 
-def _unneeded(propose: Any) -> str | None:
-    names = propose.__code__.co_varnames
-    if "num_rejected_tokens_gpu" in names or "last_token_indices" not in names:
-        return "draft steps take rejected tokens off here"
-    return None
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     proposer = module.EagleProposer
     original = proposer.propose
@@ -93,4 +86,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set(proposer, "propose", propose)
 
 
-IMPLEMENTATIONS = {"draft-lengths": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"draft-lengths": Implementation(_apply)}

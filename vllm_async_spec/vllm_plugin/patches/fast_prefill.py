@@ -9,7 +9,6 @@ other computes the offsets from that note.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from vllm_async_spec.host_copy import HostCopy
+from vllm_async_spec.known_on_host import known_on_host
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -30,10 +30,6 @@ _NOTED = "tokens_per_request"
 """An attribute of the indices tensor: (requests,) NumPy integers, the number of indices per request."""
 
 _HOST_LENGTHS = ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "_num_computed_tokens_cpu")
-
-
-def _unneeded(make: Any) -> str | None:
-    return None if "cpu" in make.__code__.co_consts else "fast prefill copies nothing to the host here"
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -78,31 +74,20 @@ def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
 
 
 class _LastKnown(torch.Tensor):
-    """Device indices whose last one the host knows."""
+    """Device indices whose last one the host knows. Only vLLM up to 0.20 calls `item` on it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     last: torch.Tensor
 
     def __getitem__(self, at: Any) -> torch.Tensor:
-        """The host's copy for index -1; otherwise device indices."""
-        return self.last if isinstance(at, int) and at == -1 else super().__getitem__(at)
-
-
-def _unneeded_counts(prepare: Any) -> str | None:
-    return _unneeded(_reader())
-
-
-def _reader() -> Any:
-    """The original vLLM function that reads the counts."""
-    utils = importlib.import_module("vllm.v1.attention.backends.utils")
-    return inspect.unwrap(getattr(utils, _MAKE))
+        """Device indices; the one at -1 is known on the host."""
+        found: torch.Tensor = super().__getitem__(at)
+        return known_on_host(found, self.last) if isinstance(at, int) and at == -1 else found
 
 
 def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
     runner = module.GPUModelRunner
     calculate, prepare = getattr(runner, _CALCULATE), getattr(runner, _PREPARE)
-    # Up to 0.20 `prepare` pads with the last index, which it reads from the device.
-    fetches = "item" in prepare.__code__.co_names
 
     @functools.wraps(calculate)
     def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,23 +101,15 @@ def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
         counts = getattr(logits_indices, _NOTED, None)
         if counts is None and len(logits_indices) == requests:
             counts = np.ones(requests, dtype=np.int32)
-        if fetches:
-            known: Any = logits_indices.as_subclass(_LastKnown)
-            known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
-            logits_indices = known
-        padded: torch.Tensor = prepare(self, logits_indices)
+        known: Any = logits_indices.as_subclass(_LastKnown)
+        known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
+        padded: torch.Tensor = prepare(self, known)
         # vLLM makes this view anew each step, so the note can't outlive the step.
         setattr(padded, _NOTED, counts)
         return padded
 
     transaction.set(runner, _CALCULATE, _calc_spec_decode_metadata)
     transaction.set(runner, _PREPARE, _prepare_kv_sharing_fast_prefill)
-
-
-def _unneeded_v2(build: Any) -> str | None:
-    if "fast_prefill" not in inspect.signature(build).parameters:
-        return "the V2 runner has no fast prefill here"
-    return _unneeded(_reader())
 
 
 def _apply_v2(transaction: Transaction, module: ModuleType) -> None:
@@ -152,7 +129,7 @@ def _apply_v2(transaction: Transaction, module: ModuleType) -> None:
 
 
 IMPLEMENTATIONS = {
-    "fast-prefill-counts": Implementation(_unneeded_counts, _apply_counts),
-    "fast-prefill-counts-v2": Implementation(_unneeded_v2, _apply_v2),
-    "fast-prefill-offsets": Implementation(_unneeded, _apply),
+    "fast-prefill-counts": Implementation(_apply_counts),
+    "fast-prefill-counts-v2": Implementation(_apply_v2),
+    "fast-prefill-offsets": Implementation(_apply),
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -20,6 +19,7 @@ import torch
 from vllm_async_spec.attention.flashinfer import PlanBuffers, write_exact_lengths
 from vllm_async_spec.host_lengths import with_host_values
 from vllm_async_spec.kernels import compile_kernels
+from vllm_async_spec.known_on_host import known_on_host
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -43,13 +43,6 @@ _PLAN_BYTES = 8 << 20
 """Bytes of the pinned buffer in which a wrapper of flashinfer-python plans."""
 
 Planner: TypeAlias = GraphWrappers | MixedWrapper
-
-
-def _unneeded(builder: Any) -> str | None:
-    metadata = sys.modules[builder.__module__].CommonAttentionMetadata
-    if "seq_lens_cpu_upper_bound" not in metadata.__dataclass_fields__:
-        return "this vLLM's runner gives no upper bound to plan from"
-    return None
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -102,7 +95,7 @@ class PlansFromBound(FlashInferBuilderBase):
         super().__init__(*args, **kwargs)
         platform = self._vllm.current_platform
         if decodes_with_xqa(self) and (reason := xqa_refuses(self, platform)) is not None:
-            inform("vllm-async-spec: FlashInfer decodes by its planned wrappers, without XQA: %s", reason)
+            inform("vllm-async-spec: FlashInfer decodes with its planned wrappers, not with XQA: %s", reason)
             with without_xqa():
                 super().__init__(*args, **kwargs)
         self._drafts = self.vllm_config.speculative_config is not None
@@ -222,7 +215,7 @@ def _takes_over(builder: Any, backend: str) -> bool:
 
 @functools.cache
 def _say() -> None:
-    inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs, XQA has the other decodes")
+    inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs; XQA runs the other decodes")
 
 
 def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
@@ -236,17 +229,6 @@ def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
     return None
 
 
-class _BoundedLengths(torch.Tensor):
-    """Device lengths whose `cpu()` returns the upper bound; results computed from them are plain tensors."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    bound: torch.Tensor
-
-    def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The bound, which is on the host already."""
-        return self.bound
-
-
 def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
     """(requests,) int32, host: upper bounds. Up to 0.26 the V2 runner's draft steps only know the longest's bound."""
     bound = metadata.seq_lens_cpu_upper_bound
@@ -256,8 +238,7 @@ def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
 def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:
     """A copy whose host lengths are `bound`. Releases up to 0.29 read `seq_lens_cpu`, later ones copy `seq_lens`."""
     bounded = with_host_values(metadata, bound)
-    bounded.seq_lens = metadata.seq_lens.as_subclass(_BoundedLengths)
-    bounded.seq_lens.bound = bound
+    bounded.seq_lens = known_on_host(metadata.seq_lens, bound)
     return bounded
 
 
@@ -278,4 +259,4 @@ def _unpin(builder: Any) -> None:
                 value.np = value.cpu.numpy()
 
 
-IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_unneeded, _apply, no_flashinfer)}
+IMPLEMENTATIONS = {"flashinfer-builder": Implementation(_apply, unneeded_here=no_flashinfer)}

@@ -95,5 +95,5 @@ def load_flash_attention_2(builder: Any) -> None:
 def _load(*shape: Any) -> None:
     from flashinfer.prefill import get_batch_prefill_module
 
-    inform("vllm-async-spec: loading FlashInfer's FlashAttention 2, which is compiled once for a machine")
+    inform("vllm-async-spec: loading FlashInfer's FlashAttention 2 kernels; the first start on a machine compiles them")
     get_batch_prefill_module("fa2", *shape)

@@ -56,12 +56,6 @@ def _cuda_home() -> str:
     return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
 
 
-def _unneeded(supports: Any) -> str | None:
-    if "is_prefill" not in inspect.signature(supports).parameters:
-        return "this vLLM uses XQA on no machine where it needs no artifact server"
-    return None
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     original = module.supports_trtllm_attention
     transaction.set_function(module, "supports_trtllm_attention", _asking_the_machine(original, module))
@@ -101,8 +95,8 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
         source = xqa_source()
         if source is None:
             logger.warning(
-                "vllm-async-spec: there is neither nvcc nor flashinfer-jit-cache, so FlashInfer's XQA kernels can't be "
-                "had; install one of them, or use --attention-backend FLASH_ATTN"
+                "vllm-async-spec: this machine has neither nvcc nor flashinfer-jit-cache, so FlashInfer can't get its "
+                "XQA kernels; install one of them, or use --attention-backend FLASH_ATTN"
             )
             return original(is_prefill)
         inform("vllm-async-spec: FlashInfer decodes with XQA, from %s; no artifact server is asked", source)
@@ -153,4 +147,4 @@ def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
                 )
 
 
-IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_unneeded, _apply, no_flashinfer)}
+IMPLEMENTATIONS = {"flashinfer-xqa": Implementation(_apply, unneeded_here=no_flashinfer)}

@@ -42,19 +42,6 @@ def _requires_host_lengths(cls: Any) -> bool:
     return field is not None and field.default is dataclasses.MISSING
 
 
-def _unneeded_optional(cls: Any) -> str | None:
-    return None if _requires_host_lengths(cls) else "host lengths are not required here"
-
-
-def _unneeded_counted(cls: Any) -> str | None:
-    silent = isinstance(vars(cls).get("seq_lens_cpu"), property) and not hasattr(cls, "host_trust")
-    return None if silent else "there is no property that copies silently"
-
-
-def _unneeded_restored(cls: Any) -> str | None:
-    return "seq_lens_cpu is still there" if "seq_lens_cpu" in {*vars(cls), *cls.__dataclass_fields__} else None
-
-
 def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
     """Put the lazy host views on vLLM's class in place, because other modules imported the class by name."""
 
@@ -106,19 +93,10 @@ def _taking_optional_host_lengths(original: Callable[..., None], trust: Trust) -
     return __init__
 
 
-def _unneeded_unpadded(unpadded: Any) -> str | None:
-    cls = inspect.unwrap(unpadded).__globals__[CLASS]
-    carried = unpadded.__code__.co_names
-    bounded = "seq_lens_cpu_upper_bound" in cls.__dataclass_fields__
-    if "seq_lens_cpu" in carried or (bounded and "seq_lens_cpu_upper_bound" not in carried):
-        return None
-    return "unpadded reads no host lengths here and loses no bound"
-
-
 def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
     cls = _grafted_class(getattr(module, CLASS))
     original = cls.unpadded
-    reads_lengths = "seq_lens_cpu" in original.__code__.co_names
+    reads_lengths = "seq_lens_cpu" in inspect.signature(cls.__init__).parameters  # a field of its own in 0.12
 
     @functools.wraps(original)
     def unpadded(self: Any, num_actual_tokens: int, num_actual_reqs: int) -> Any:
@@ -133,12 +111,6 @@ def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
         return new
 
     transaction.set(cls, "unpadded", unpadded)
-
-
-def _unneeded_micro_batches(make_metadata_with_slice: Any) -> str | None:
-    cls = make_metadata_with_slice.__globals__[CLASS]
-    bounded = "seq_lens_cpu_upper_bound" in cls.__dataclass_fields__
-    return "micro-batches are cut by the upper bound here" if bounded else None
 
 
 def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
@@ -158,7 +130,7 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
 
 def _grafted_class(cls: Any) -> Any:
     if not hasattr(cls, "host_trust"):
-        raise PatchError(f"{CLASS} has no host views, since the patch that grafts them was refused")
+        raise PatchError(f"{CLASS} has no lazy host lengths, because the patch that adds them was refused")
     return cls
 
 
@@ -169,7 +141,7 @@ def without_host_lengths(cls: Any) -> Any:
         PatchError: the class requires host lengths, because the patch that makes them optional was refused.
     """
     if _requires_host_lengths(cls):
-        raise PatchError(f"{CLASS} can't be made without host lengths, since the patch for that was refused")
+        raise PatchError(f"{CLASS} requires host lengths, because the patch that makes them optional was refused")
     return cls
 
 
@@ -180,9 +152,9 @@ def _bounded(metadata: Any) -> Any:
 
 
 IMPLEMENTATIONS = {
-    "metadata-optional-host-lengths": Implementation(_unneeded_optional, _graft(Trust.RENEWED)),
-    "metadata-counted-host-lengths": Implementation(_unneeded_counted, _graft(Trust.UNCHANGED)),
-    "metadata-restored-host-lengths": Implementation(_unneeded_restored, _graft(Trust.NONE)),
-    "metadata-unpadded": Implementation(_unneeded_unpadded, _apply_unpadded),
-    "metadata-micro-batches": Implementation(_unneeded_micro_batches, _apply_micro_batches),
+    "metadata-optional-host-lengths": Implementation(_graft(Trust.RENEWED)),
+    "metadata-counted-host-lengths": Implementation(_graft(Trust.UNCHANGED)),
+    "metadata-restored-host-lengths": Implementation(_graft(Trust.NONE)),
+    "metadata-unpadded": Implementation(_apply_unpadded),
+    "metadata-micro-batches": Implementation(_apply_micro_batches),
 }

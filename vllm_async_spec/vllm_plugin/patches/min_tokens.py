@@ -58,16 +58,6 @@ class CountedEvent:
             self._event.synchronize()
 
 
-def _unneeded(update_async_output_token_ids: Any) -> str | None:
-    from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
-
-    if not hasattr(MinTokensLogitsProcessor, "apply_with_spec_decode"):
-        return "vLLM refuses min_tokens with speculative decoding here"
-    # If the runner waits for the accepted count, there are exactly as many placeholders as tokens.
-    exact = "end_index" in update_async_output_token_ids.__code__.co_varnames
-    return "placeholders are as many as the accepted tokens here" if exact else None
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     """Replace placeholders before sampling while min_tokens counts, then let its processors count again."""
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
@@ -128,4 +118,4 @@ def _counting(batch: Any) -> list[Any]:
     return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and "add_request" in vars(p)]
 
 
-IMPLEMENTATIONS = {"min-tokens": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"min-tokens": Implementation(_apply)}

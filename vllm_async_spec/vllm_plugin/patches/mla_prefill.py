@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,23 +20,8 @@ from vllm_async_spec.host_lengths import query_lens
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.ledger.fingerprint import module_file
 
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
-
-
-def _unneeded(builder: Any) -> str | None:
-    if "seq_lens_cpu_upper_bound" not in builder.build.__code__.co_names:
-        return "MLA's prefill path takes exact lengths here"
-    return None
-
-
-def _no_sparse() -> str | None:
-    """The reason why sparse MLA needs no patch: this vLLM has no prefill path for it. None if it has one."""
-    vllm = find_spec("vllm")
-    if vllm is not None and vllm.origin is not None and module_file(Path(vllm.origin).parents[1], _SPARSE) is not None:
-        return None
-    return "sparse MLA has no such prefill path here"
 
 
 def _apply(builder_name: str, transaction: Transaction, module: ModuleType) -> None:
@@ -95,8 +78,6 @@ def _exact(metadata: Any) -> torch.Tensor:
 
 
 IMPLEMENTATIONS = {
-    "mla-prefill-lengths": Implementation(_unneeded, functools.partial(_apply, "MLACommonMetadataBuilder")),
-    "mla-prefill-lengths-sparse": Implementation(
-        _unneeded, functools.partial(_apply, "SparseMLACommonMetadataBuilder"), _no_sparse
-    ),
+    "mla-prefill-lengths": Implementation(functools.partial(_apply, "MLACommonMetadataBuilder")),
+    "mla-prefill-lengths-sparse": Implementation(functools.partial(_apply, "SparseMLACommonMetadataBuilder")),
 }

@@ -12,7 +12,6 @@ reason, and the host's values are corrected from the device's. The next step is 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,31 +26,21 @@ from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, RotatingBuffer
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
-from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
+from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches.exact_counts import always_needed, needed_by
 from vllm_async_spec.vllm_plugin.upstream import MultiGroupBlockTable, RunnerBase, SchedulerOutput, SpecDecodeMetadata
 
 _CLASS = "GPUModelRunner"
 
 
-def unneeded(method: Any) -> str | None:
-    """The reason why the runner class of this method needs no patch, or None."""
+def unneeded() -> str | None:
+    """The reason why this platform's runner needs no patch, or None."""
     from vllm.platforms import current_platform
 
-    runner = inspect.unwrap(method).__globals__[_CLASS]
-    if not current_platform.is_cuda():
-        return "the platform is not CUDA"
-    if hasattr(runner, "_compute_prev_positions"):
-        return "the V1 runner carries positions on the device here"
-    if "num_rejected_tokens_gpu" not in runner.propose_draft_token_ids.__code__.co_varnames:
-        return "the V1 runner's draft steps keep rejected tokens here, and it stays as it is"
-    return None
+    return None if current_platform.is_cuda() else "the platform is not CUDA"
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
-    if "prev_req_id_to_index" not in module.InputBatch.remove_request.__code__.co_names:
-        # Otherwise a request that left the batch and came back would look as if it had stayed.
-        raise PatchError("a request that leaves the batch keeps its row of the step before")
     transaction.set_function(module, _CLASS, _optimistic(getattr(module, _CLASS)))
 
 
@@ -296,4 +285,4 @@ def _optimistic(upstream: type[Any]) -> type[Any]:
     return type(upstream.__name__, (OptimisticRunner, upstream), names)
 
 
-IMPLEMENTATIONS = {"optimistic-runner": Implementation(unneeded, _apply)}
+IMPLEMENTATIONS = {"optimistic-runner": Implementation(_apply, unneeded)}

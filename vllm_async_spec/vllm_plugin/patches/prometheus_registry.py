@@ -18,10 +18,6 @@ publisher = Publisher()
 _NAME = "get_prometheus_registry"
 
 
-def _unneeded(get_prometheus_registry: Any) -> None:
-    """No vLLM has these metrics by itself."""
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm_async_spec.vllm_plugin.metrics.collector import Collector
 
@@ -33,8 +29,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     def get_prometheus_registry() -> Any:
         if publisher.failure is not None:
             logger.warning(
-                "vllm-async-spec: /metrics has the counts of this process only, because the others can't leave theirs "
-                "anywhere (%s); set TMPDIR to a directory that can be written to",
+                "vllm-async-spec: /metrics shows the counts of this process only, because the others can't write "
+                "theirs to a file (%s); set TMPDIR to a writable directory",
                 publisher.failure,
             )
         registry = original()
@@ -52,4 +48,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, _NAME, get_prometheus_registry)
 
 
-IMPLEMENTATIONS = {"prometheus-registry": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"prometheus-registry": Implementation(_apply)}

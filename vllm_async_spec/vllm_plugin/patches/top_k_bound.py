@@ -18,14 +18,6 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 
 
-def _unneeded(make: Any) -> str | None:
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    if "apply_top_k_only" not in apply_top_k_top_p.__code__.co_names:
-        return "top-k alone waits for nothing here"
-    return None
-
-
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
@@ -71,4 +63,4 @@ def top_k_only(logits: torch.Tensor, k: torch.Tensor, bound: int) -> torch.Tenso
     return logits.masked_fill_((logits < smallest) & ~everything, -float("inf"))
 
 
-IMPLEMENTATIONS = {"top-k-bound": Implementation(_unneeded, _apply)}
+IMPLEMENTATIONS = {"top-k-bound": Implementation(_apply)}

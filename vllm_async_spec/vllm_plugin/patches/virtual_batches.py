@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import typing
 from collections.abc import Callable
 from types import ModuleType
@@ -30,13 +29,6 @@ _CREATE = "create_chunked_local_attention_backend"
 
 _DEVICE_BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
 """Names of backends whose builders read only scalars of a batch on the host."""
-
-
-def _unneeded(cut: Any) -> str | None:
-    read = cut.__code__.co_names
-    if "seq_lens_cpu" not in read and "cpu" not in read:
-        return "virtual batches are made without host lengths here"
-    return None
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -118,13 +110,9 @@ class _LazyHostViews:
         return known
 
 
-def _unneeded_marks(create: Any) -> str | None:
-    return _unneeded(inspect.unwrap(inspect.unwrap(create).__globals__[_CUT]))
-
-
 def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
     if not hasattr(getattr(module, _CUT), "__wrapped__"):
-        raise PatchError("virtual batches are made on the host, since the patch virtual-batches-cut was refused")
+        raise PatchError("virtual batches are made on the host, because the patch virtual-batches-cut was refused")
     original = getattr(module, _CREATE)
 
     @functools.cache
@@ -156,6 +144,6 @@ def _before(first: type[Any], upstream: type[Any]) -> type[Any]:
 
 
 IMPLEMENTATIONS = {
-    "virtual-batches-cut": Implementation(_unneeded, _apply),
-    "virtual-batches-taken": Implementation(_unneeded_marks, _apply_marks),
+    "virtual-batches-cut": Implementation(_apply),
+    "virtual-batches-taken": Implementation(_apply_marks),
 }

@@ -1,0 +1,151 @@
+"""What interleaved generation keeps for a model: when it is used again, made anew and freed, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+from interleaving_runs import Favours, assert_same, both, recorded, ways
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation import decode, workspace
+from vllm_async_spec.generation.workspace import MemoryReport, reserved
+
+__all__ = ["recorded"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+
+
+def test_a_second_generation_uses_what_was_made_for_the_first(recorded: None):
+    inputs = tiny_models.prompts([3, 2], "left")
+    model = tiny_models.model("llama")
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    first = workspace._kept[model]
+    for seed, new_tokens in ((1, 20), (2, 7)):
+        assert_same(*both("llama", tiny_models.prompts([1, 3], "left", seed), ways(), max_new_tokens=new_tokens))
+        assert workspace._kept[model] is first
+
+
+def test_a_second_generation_reads_nothing_that_went_with_the_first(recorded: None):
+    """Ids of the end and of padding are made by transformers at each call; a captured step reads those of its own."""
+    inputs = tiny_models.prompts([3, 2], "left", 3)
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": [2, 5], "pad_token_id": 1}
+    for two_slots in (True, False):
+        expected, found = both("llama", inputs, {**ways(), "interleaved": two_slots}, **settings)
+        assert (expected[0][:, -1] == 1).sum() == 1, "no row stops before the other, so that none is padded"
+        assert_same(expected, found)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"max_new_tokens": 21},
+        {"temperature": 0.7},
+        {"eos_token_id": 4},
+        {"pad_token_id": 3},
+        {"do_sample": False},
+        {"top_k": 3},
+        {"logits_processor": lambda: transformers.LogitsProcessorList([Favours()])},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_a_recorded_step_depends_on_is_looked_at(recorded: None, other: dict[str, Any]):
+    inputs = tiny_models.prompts([3, 2], "left")
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": 2}
+    assert_same(*both("llama", inputs, ways(), **settings))
+    first = workspace._kept[tiny_models.model("llama")]
+    assert_same(*both("llama", inputs, ways(), **settings | other))
+    assert workspace._kept[tiny_models.model("llama")] is not first
+
+
+def test_weights_that_moved_are_noticed(recorded: None):
+    inputs = tiny_models.prompts([3, 2], "left")
+    model = tiny_models.model("llama")
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    before = model.lm_head.weight.data
+    try:
+        model.lm_head.weight.data = before.flip(0).contiguous()
+        assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    finally:
+        model.lm_head.weight.data = before
+
+
+def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):
+    inputs = tiny_models.prompts([3, 2], "left")
+    with torch.inference_mode():
+        assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
+
+
+def test_release_frees_it(recorded: None):
+    model = tiny_models.model("llama")
+    generation.release(model)
+    both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+    report = generation.memory_report(model)
+    # Keys and values of two layers, two heads of 8 floats, 11 tokens; nothing is reserved without a GPU.
+    assert report.cache == 2 * 2 * 2 * 11 * 8 * 4
+    assert report.buffers > 0
+    assert (report.graph_pool, report.streams) == (0, ())
+    assert report.total == report.cache + report.buffers
+    generation.release(model)
+    with pytest.raises(
+        LookupError, match="no workspace is kept for this LlamaForCausalLM; generate with interleaved=True"
+    ):
+        generation.memory_report(model)
+
+
+def test_the_limit_of_memory_is_kept(recorded: None):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    both("llama", inputs, ways(), max_new_tokens=9)
+    held = generation.memory_report(model).total
+    both("llama", inputs, {**ways(), "memory_limit": held}, max_new_tokens=9)
+    with pytest.raises(ValueError, match=rf"holds {held} bytes .* and memory_limit is {held - 1}; raise the limit"):
+        both("llama", inputs, {**ways(), "memory_limit": held - 1}, max_new_tokens=9)
+    with pytest.raises(LookupError):
+        generation.memory_report(model)
+
+
+def test_segments_are_told_apart_by_pool_and_stream():
+    def segment(size: int, stream: int, pool: tuple[int, int] = (0, 0), expandable: bool = False) -> dict[str, Any]:
+        return {"total_size": size, "stream": stream, "segment_pool_id": pool, "is_expandable": expandable}
+
+    segments = [segment(1, 7), segment(2, 8), segment(4, 7, (0, 3)), segment(8, 9), segment(16, 8, (0, 4), True)]
+    assert reserved(segments, pool=(0, 3), streams=(7, 8)) == (4, (1, 2), False)
+    assert reserved(segments, pool=(0, 4), streams=()) == (16, (), True)
+    assert reserved(segments, pool=None, streams=(9, 7)) == (0, (8, 1), False)
+    assert MemoryReport(1, 2, 4, (8, 16), False).total == 31
+
+
+def test_memory_that_runs_out_is_said_to_run_out(recorded: None, monkeypatch: pytest.MonkeyPatch):
+    def runs_out(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decode, "StepGraphs", runs_out)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+
+
+def test_expandable_segments_need_a_gpu_and_come_first(monkeypatch: pytest.MonkeyPatch):
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="need a CUDA device, and PyTorch finds none; leave out"):
+            generation.use_expandable_segments()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="too late for expandable segments; call use_expandable_segments"):
+        generation.use_expandable_segments()
+
+
+def test_expandable_segments_leave_other_settings_be(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    generation.use_expandable_segments()
+    assert told == ["max_split_size_mb:64,expandable_segments:True"]

@@ -1,0 +1,172 @@
+"""What interleaved generation refuses, where it falls back, and how its switches follow each other."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+from interleaving_runs import both, recorded, ways
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation.interleaved import DecodeSwitches
+
+__all__ = ["recorded"]  # a fixture
+pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+
+
+def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_async_spec.generation.stopping_criteria._said", set())
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    way = {"custom_generate": generation.generate, "interleaved": True}
+    with pytest.warns(generation.SynchronousGenerationWarning, match="need a CUDA device, and input_ids are on cpu"):
+        output = model.generate(**inputs, max_new_tokens=6, **way)
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", generation.SynchronousGenerationWarning)
+        model.generate(**inputs, max_new_tokens=6, **way)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"num_beams": 2}, "not beam_search"),
+        ({"return_dict_in_generate": True}, "returns only tokens, and return_dict_in_generate is set"),
+        ({"use_cache": False}, "needs a cache, and use_cache is off"),
+        ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and past_key_values were passed"),
+        ({"cache_implementation": "offloaded"}, "can't use the cache that cache_implementation='offloaded' selects"),
+        ({"cache_implementation": "dynamic"}, "static_cache and cache_implementation='dynamic' contradict each other"),
+        ({"prefill_chunk_size": 2}, "prefills prompts in one step, and prefill_chunk_size is set"),
+        ({"poll_every": 0}, "poll_every is 0; it must be at least 1"),
+        ({"max_in_flight": -1}, "max_in_flight is -1; it must be at least 1"),
+        ({"static_cache": False, "cuda_graphs": True}, "cuda_graphs needs static_cache"),
+        ({"static_cache": False, "torch_compile": True}, "torch_compile needs static_cache"),
+        ({"static_cache": False, "torch_compile": {}}, "torch_compile needs static_cache"),
+        ({"torch_compile": 2}, "torch_compile is 2; it must be bool or str or dict"),
+        ({"torch_compile": {"dynamic": True}}, "torch_compile has the argument 'dynamic'; it takes only backend, full"),
+        (
+            {"torch_compile": {"mode": "default", "options": {}}},
+            "both the mode 'default' and options, but PyTorch takes only one",
+        ),
+        (
+            {"torch_compile": {"mode": "reduce-overhead"}},
+            "makes its own CUDA graphs, but this package already captures",
+        ),
+        ({"torch_compile": {"options": {"triton.cudagraphs": True}}}, "use the mode 'max-autotune-no-cudagraphs'"),
+        ({"cuda_graphs": "yes"}, "cuda_graphs is 'yes'; it must be bool"),
+        ({"memory_limit": 0}, "memory_limit is 0; it must be at least 1 byte"),
+        ({"memory_limit": 2.5}, "memory_limit is 2.5; it must be int or NoneType"),
+        ({"interleaved": None, "static_cache": True}, "static_cache is True, and transformers' own loop has no such"),
+        ({"interleaved": 1}, "interleaved is 1; it must be bool"),
+    ],
+)
+def test_what_it_can_not_do_is_refused_in_a_sentence(kwargs: dict[str, Any], sentence: str):
+    model = tiny_models.model("llama")
+    given = {"interleaved": True, **{name: make() if isinstance(make, type) else make for name, make in kwargs.items()}}
+    with pytest.raises(ValueError, match=sentence):
+        model.generate(
+            **tiny_models.prompts([3], "left"), max_new_tokens=3, custom_generate=generation.generate, **given
+        )
+
+
+def test_other_models_are_refused_by_name():
+    model = tiny_models.model("encoder-decoder")
+    with pytest.raises(
+        ValueError, match="only decoder-only models, and T5ForConditionalGeneration has an encoder; leave out"
+    ):
+        model.generate(
+            **tiny_models.prompts([3], "left"),
+            max_new_tokens=3,
+            custom_generate=generation.generate,
+            interleaved=True,
+        )
+
+
+def test_embeddings_of_the_prompt_are_refused():
+    model = tiny_models.model("llama")
+    embeddings = model.get_input_embeddings()(tiny_models.prompts([3], "left")["input_ids"])
+    with pytest.raises(ValueError, match="gives the model only tokens, and inputs_embeds was passed"):
+        model.generate(
+            inputs_embeds=embeddings, max_new_tokens=3, custom_generate=generation.generate, interleaved=True
+        )
+
+
+def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_models.model("llama")
+    forward = type(model).forward
+
+    def reads(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert int(input_ids.max()) >= 0
+        return forward(self, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", reads)
+    generation.release(model)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM can't be captured in a CUDA graph: .* pass cuda_graphs=False"
+    ):
+        both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+
+
+def test_a_second_thread_is_refused():
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    inside, go_on, errors = threading.Event(), threading.Event(), []
+
+    class Waits(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            go_on.wait(30)
+            return scores
+
+    def run(*processors: Any) -> None:
+        model.generate(
+            **inputs, max_new_tokens=3, custom_generate=generation.generate, interleaved=True,
+            logits_processor=transformers.LogitsProcessorList(processors),
+        )  # fmt: skip
+
+    def first() -> None:
+        try:
+            run(Waits())
+        except Exception as error:  # shown by the assertion
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(30)
+    try:
+        with pytest.raises(RuntimeError, match="this LlamaForCausalLM already generates, in another thread"):
+            run()
+    finally:
+        go_on.set()
+        thread.join()
+    assert not errors
+    run()
+
+
+def test_switches_follow_each_other():
+    assert DecodeSwitches.of(None) is None
+    assert DecodeSwitches.of(True) == DecodeSwitches(interleaved=True)
+    assert DecodeSwitches.of(False, static_cache=False) == DecodeSwitches(False, static_cache=False, cuda_graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arguments"),
+    [
+        (False, None),
+        (True, {"backend": "inductor"}),
+        ("eager", {"backend": "eager"}),
+        ({}, {}),
+        ({"mode": "max-autotune-no-cudagraphs"}, {"mode": "max-autotune-no-cudagraphs"}),
+        ({"options": {"max_autotune": True}}, {"options": {"max_autotune": True}}),
+    ],
+)
+def test_what_is_compiled_with_is_what_was_asked_for(chosen: Any, arguments: dict[str, Any] | None):
+    assert DecodeSwitches(True, torch_compile=chosen).compiles_with == arguments

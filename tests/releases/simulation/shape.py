@@ -1,0 +1,113 @@
+"""The size of an engine, and the release's configuration, KV cache and process groups for it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from simulation.model import WINDOW
+from vllm_async_spec.compat import builders
+
+BLOCK = 8
+LONGEST = 96
+LAYERS = ("target.full", "target.window")
+DRAFT_LAYER = "draft.full"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The size of an engine.
+
+    Attributes:
+        drafts: Draft tokens of each step.
+        rows: Requests in a batch.
+        tokens: Tokens in a batch.
+        blocks: Blocks of the KV cache, which the groups share.
+        prefix_caching: Whether blocks are found again.
+        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths
+            in which drafts in flight count, so with 0 it frees keys that are still seen.
+        long_drafter: Whether the drafter takes longer sequences than the model, and so never stops for their length.
+            Otherwise it stops a few tokens earlier where lengths are bounds, after which two runs differ rightly.
+        axes: Whether positions have M-RoPE's three axes, which are alike for a text.
+    """
+
+    drafts: int = 3
+    rows: int = 5
+    tokens: int = 32
+    blocks: int = 80
+    prefix_caching: bool = False
+    kept: int = 12
+    long_drafter: bool = True
+    axes: bool = False
+
+
+def configuration(shape: Shape) -> Any:
+    """The release's configuration of a tiny model with an EAGLE head and asynchronous scheduling."""
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "max_model_len": LONGEST}
+    with tempfile.TemporaryDirectory() as scratch:
+        model = builders.write_llama(Path(scratch) / "target", **sizes)
+        draft = builders.write_llama(
+            Path(scratch) / "draft", num_layers=1, architecture="EagleLlamaForCausalLM", **sizes
+        )
+        config = builders.engine_config(
+            model,
+            block_size=16,
+            max_num_seqs=shape.rows,
+            max_num_batched_tokens=shape.tokens,
+            max_model_len=LONGEST,
+            enforce_eager=True,
+            async_scheduling=True,
+            enable_prefix_caching=shape.prefix_caching,
+            disable_cascade_attn=True,
+            speculative_config={
+                "method": "eagle",
+                "model": str(draft),
+                "num_speculative_tokens": shape.drafts,
+            },
+        )
+    config.cache_config.block_size = BLOCK
+    config.cache_config.num_gpu_blocks = shape.blocks
+    return config
+
+
+def kv_cache(shape: Shape) -> Any:
+    """Two groups of one layer each, full attention and a sliding window; the draft head is in the first."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    groups = [
+        KVCacheGroupSpec([LAYERS[0], DRAFT_LAYER], FullAttentionSpec(**sizes)),
+        KVCacheGroupSpec([LAYERS[1]], SlidingWindowSpec(**sizes, sliding_window=WINDOW + shape.kept)),
+    ]
+    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Process groups of one, and pinned memory."""
+    from vllm.distributed import parallel_state
+
+    group = SimpleNamespace(
+        world_size=1,
+        rank=0,
+        rank_in_group=0,
+        ranks=[0],
+        is_first_rank=True,
+        is_last_rank=True,
+        first_rank=0,
+        last_rank=0,
+    )
+    with contextlib.ExitStack() as stack:
+        for name in ("_WORLD", "_TP", "_PP", "_DP", "_DCP", "_PCP", "_EP"):
+            if hasattr(parallel_state, name):
+                stack.enter_context(mock.patch.object(parallel_state, name, group))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -1,0 +1,158 @@
+"""CUDA graphs of vLLM's FlashInfer builder with the plugin: what is captured, with which wrapper, and its room."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import types
+from typing import Any
+
+import pytest
+import torch
+from flashinfer_built import (
+    BATCHES,
+    DRAFTS,
+    builder,
+    give_workspace,
+    kind,
+    made_on,
+    metadata,
+    module,
+    room,
+    setting,
+    wrappers,
+)
+
+from vllm_async_spec.attention import flashinfer as adapter
+from vllm_async_spec.compat.builder_inputs import HOPPER
+
+__all__ = ["builder", "kind", "module", "setting"]  # fixtures
+
+
+def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
+    (first,) = wrappers(builder.build(0, metadata(*BATCHES["drafts"], DRAFTS)))
+    (smaller,) = wrappers(builder.build(0, metadata(*BATCHES["two tokens each"], DRAFTS)))
+    (eager,) = wrappers(builder.build(0, metadata([4, 9], [20, 40], DRAFTS)))
+    (again,) = wrappers(builder.build(0, metadata(*BATCHES["page boundary"], 17)))
+    assert first is again
+    assert first.is_cuda_graph_enabled
+    assert smaller.is_cuda_graph_enabled
+    assert not eager.is_cuda_graph_enabled
+    assert first is not smaller
+    for name in ("_int_workspace_buffer", "_qo_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf"):
+        assert getattr(first, name).data_ptr() == getattr(smaller, name).data_ptr()
+        assert getattr(first, name).data_ptr() != getattr(eager, name).data_ptr()
+
+
+def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any) -> None:
+    given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
+    (wrapper,) = wrappers(builder.build(0, given))
+    assert wrapper.is_cuda_graph_enabled
+    assert wrapper._qo_indptr_buf.tolist()[:4] == [0, 4, 8, 8]
+    assert set(wrapper._qo_indptr_buf.tolist()[4:]) <= {8}
+    assert wrapper._qo_indptr_last == 12
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+@pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 3)])
+def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
+    module: Any, setting: tuple[Any, ...], capability: tuple[int, int], requests: int, tokens: int
+) -> None:
+    """FlashInfer alone has room in each for as many as one request could have: 52 and not 16 for four with four."""
+    builder = made_on(capability, module, setting)
+    (wrapper,) = wrappers(builder.build(0, metadata([tokens] * requests, [40] * requests, DRAFTS)))
+    for live in range(1, requests + 1):
+        padding = [0] * (requests - live)
+        builder.build(0, metadata([tokens] * live + padding, [40] * live + padding, DRAFTS))
+        assert wrapper._plan_info[3] == 16
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
+    module: Any, setting: tuple[Any, ...], missing: int
+) -> None:
+    builder = made_on(HOPPER, module, setting)
+    builder.num_qo_heads = 8 * builder.num_kv_heads
+    planned = adapter.planned_requests(4, 4, 8)
+    assert room(builder, planned, 16) > room(builder, 4, 16)
+    given = give_workspace(builder, room(builder, planned, 16) - missing)
+    (wrapper,) = wrappers(builder.build(0, metadata([4] * 4, [40] * 4, DRAFTS)))
+    assert len(wrapper._paged_kv_last_page_len_buf) == (4 if missing else planned)
+    assert wrapper._float_workspace_buffer is given
+    assert wrapper._plan_info[3] == (128 if missing else 64)
+
+
+def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, given = builder._planners[0], metadata(*BATCHES["drafts"], DRAFTS)
+    assert graphs.takes(given)
+    assert not graphs.takes(dataclasses.replace(given, causal=False))
+    found = []
+    for most in (12, 11):
+        monkeypatch.setattr(graphs, "_most_tokens", most)
+        found.append(graphs.takes(given))
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("requests", range(1, 9))
+def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, requests: int) -> None:
+    captured = builder.build_for_cudagraph_capture(metadata([4] * requests, [4] * requests, 0))
+    for live in range(1, requests + 1):
+        padding = [0] * (requests - live)
+        replayed = builder.build(0, metadata([4] * live + padding, [40] * live + padding, DRAFTS))
+        assert wrappers(replayed) == wrappers(captured)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), HOPPER])
+def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
+    module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
+) -> None:
+    """Without it FlashInfer fails: three drafts and 512 requests of an 8b need more than vLLM's workspace has."""
+    builder = made_on(capability, module, setting)
+    sizes = (8, 3, 4)  # the largest first, as graphs are captured
+    if not builder._planners:
+        pytest.skip("XQA takes all drafts on this GPU")
+    group = builder.num_qo_heads // builder.num_kv_heads
+    needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
+    given = give_workspace(builder, needed[3])
+    found = {}
+    for requests in sizes:
+        (wrapper,) = wrappers(builder.build(0, metadata([4] * requests, [40] * requests, DRAFTS)))
+        found[requests] = wrapper._float_workspace_buffer
+        assert wrapper._plan_info[3] == 16
+    assert found[3] is given
+    assert found[4] is found[sizes[0]]
+    assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes
+
+
+def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
+    spec, _, config, _ = setting
+    support = module.AttentionCGSupport
+    ours, upstream = type(builder), type(builder).__bases__[-1]
+    assert ours.get_cudagraph_support(config, spec) is support.UNIFORM_BATCH
+    if hasattr(upstream, "get_varlen_cudagraph_max_query_len"):
+        asked = ours.get_varlen_cudagraph_max_query_len(config, spec)
+        assert asked == upstream.get_varlen_cudagraph_max_query_len(config, spec)
+
+
+@pytest.mark.parametrize("what", ["no drafts", "parallel context", "not causal", "NVFP4", "sinks", "batch invariance"])
+def test_what_is_not_captured(
+    builder: Any, module: Any, setting: tuple[Any, ...], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, _, config, _ = setting
+    if what == "no drafts":
+        monkeypatch.setattr(config, "speculative_config", None)
+    elif what == "parallel context":
+        monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
+    elif what == "not causal":
+        monkeypatch.setattr(config.attention_config, "use_non_causal", True, raising=False)
+    elif what == "NVFP4":
+        monkeypatch.setattr(config.cache_config, "cache_dtype", "nvfp4")
+    elif what == "sinks":
+        layer = types.SimpleNamespace(impl=types.SimpleNamespace(sinks=torch.ones(8)))
+        monkeypatch.setitem(config.compilation_config.static_forward_context, "layer", layer)
+    else:
+        monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
+    ours, upstream = type(builder), type(builder).__bases__[-1]
+    assert ours.get_cudagraph_support(config, spec) is upstream.get_cudagraph_support(config, spec)
+    if what in ("not causal", "sinks"):
+        assert not ours(*setting)._planners

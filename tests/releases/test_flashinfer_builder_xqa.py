@@ -1,0 +1,135 @@
+"""XQA in vLLM's FlashInfer builder with the plugin: whether it decodes, what is compiled, and what it does not take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+from typing import Any
+
+import fake_flashinfer
+import numpy as np
+import pytest
+import torch
+from flashinfer_built import BATCHES, DRAFTS, builder, kind, metadata, module, setting
+
+from vllm_async_spec.vllm_plugin.log import logger
+from vllm_async_spec.vllm_plugin.patches import flashinfer_xqa, flashinfer_xqa_shapes
+
+__all__ = ["builder", "kind", "module", "setting"]  # fixtures
+
+
+def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
+    module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(module, "FlashInferDecodeKernel"):
+        pytest.skip("this vLLM has no XQA")
+    utils = importlib.import_module("vllm.utils.flashinfer")
+    asked: list[bool] = []
+    monkeypatch.setattr(utils, "has_nvidia_artifactory", lambda: asked.append(True))
+    supports = utils.supports_trtllm_attention
+    found = []
+    for source in ("nvcc", None):
+        supports.cache_clear()
+        inspect.unwrap(supports, stop=lambda each: hasattr(each, "cache_clear") and each is not supports).cache_clear()
+        monkeypatch.setattr(flashinfer_xqa, "xqa_source", lambda source=source: source)
+        made = module.FlashInferBackend.get_builder_cls()(*setting)
+        found.append((flashinfer_xqa_shapes.decodes_with_xqa(made), bool(asked)))
+    supports.cache_clear()
+    xqa = setting[2].attention_config.use_trtllm_attention is None
+    assert found == [(xqa, False), (False, xqa)]
+
+
+def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:
+    fake_flashinfer.compiled.clear()
+    rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
+    tokens = [shape[7:] for shape in fake_flashinfer.compiled]
+    if not flashinfer_xqa_shapes.decodes_with_xqa(rebuilt):
+        assert tokens == []
+    elif flashinfer_xqa_shapes.gives_ragged(rebuilt):
+        assert sorted(tokens) == [(1,), (4,), (4, True)]
+        asked = set()
+        for query, exact in BATCHES.values():
+            decode = rebuilt.build(0, metadata(query, exact, DRAFTS)).decode
+            if decode is not None:
+                asked.add((decode.q_len_per_req, True) if decode.q_cu_seq_lens is not None else (decode.q_len_per_req,))
+        assert asked == {(1,), (4,), (4, True)}
+    else:
+        assert sorted(tokens) == [(count,) for count in range(1, 1 + rebuilt.reorder_batch_threshold)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_cache_dtype": torch.float8_e5m2}, "kv_dtype is torch.float8_e5m2; xqa takes .* --kv-cache-dtype auto"),
+        (
+            {"num_qo_heads": 129, "num_kv_heads": 1},
+            "group size is 129, .*; xqa takes at most 128 at head size 64, so use",
+        ),
+        ({"head_dim": 72}, "head_size is 72; xqa takes multiples of 16 up to 256, so use"),
+        ({"page_size": 48}, "page_size is 48; xqa takes 16, 32, 64 or 128, so use --block-size 64"),
+        ({"q_data_type_decode": torch.float8_e4m3fn}, "query_dtype is torch.float8_e4m3fn; xqa takes"),
+        ({"is_kvcache_nvfp4": True, "kv_cache_dtype": torch.uint8}, None),
+    ],
+)
+def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
+    builder: Any,
+    setting: tuple[Any, ...],
+    changes: dict[str, Any],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    upstream = type(builder).__bases__[-1]
+    made = upstream.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        vars(self).update(changes)
+
+    monkeypatch.setattr(upstream, "__init__", changed)
+    fake_flashinfer.compiled.clear()
+    if message is None or not flashinfer_xqa_shapes.decodes_with_xqa(builder):
+        type(builder)(*setting)
+        return
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger.name)
+    rebuilt = type(builder)(*setting)
+    assert re.search(f"with its planned wrappers, not with XQA: .*{message}", caplog.text)
+    assert fake_flashinfer.compiled == []
+    assert not flashinfer_xqa_shapes.decodes_with_xqa(rebuilt)
+    assert rebuilt.reorder_batch_threshold == 1
+    assert flashinfer_xqa_shapes.decodes_with_xqa(type(builder)(*setting)) is False, "not only the first"
+    assert importlib.import_module("vllm.utils.flashinfer").supports_trtllm_attention() is True, "for other shapes"
+
+
+def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
+    builder: Any, module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock vLLM serves such a cache on a Hopper that reaches no artifact server: by wrappers."""
+    spec, _, config, _ = setting
+    ours, upstream = type(builder), type(builder).__bases__[-1]
+    asked = []
+
+    def support(cls: Any, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        asks = getattr(module, "supports_trtllm_attention", None)  # which decides about XQA from 0.25 on
+        asked.append(asks and asks(is_prefill=False))
+        return module.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    monkeypatch.setattr(upstream, "get_cudagraph_support", classmethod(support))
+    for cache in ("auto", "fp8_e5m2", "fp8"):
+        monkeypatch.setattr(config.cache_config, "cache_dtype", cache)
+        ours.get_cudagraph_support(config, spec)
+    xqa = flashinfer_xqa_shapes.decodes_with_xqa(builder)
+    assert asked == ([True, False, True] if xqa else asked)
+
+
+def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:
+    if not hasattr(module, "_make_xqa_ragged_draft_block_mask"):
+        pytest.skip("this vLLM gives XQA uniform batches only")
+    counts = [1, 4, 0, 3]
+    expected = module._make_xqa_ragged_draft_block_mask(counts, 4, True, builder.device)
+    got = builder._get_decode_mask(4, np.array(counts), len(counts), True)
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.int(), expected.int())

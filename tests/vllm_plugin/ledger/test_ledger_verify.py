@@ -1,0 +1,123 @@
+"""`patches verify`: the ledger compared with the source of a release, and brought up to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from ledger_source import SOURCE, spec
+from packaging.specifiers import SpecifierSet
+from typer.testing import CliRunner
+
+from vllm_async_spec.cli import app
+from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, cli, load_ledger, verify
+
+
+def test_verify_compares_source_without_importing_it(tmp_path):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('never imported')")
+    (package / "a.py").write_text(SOURCE)
+    (package / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    specs = [spec("vllm.a"), spec("vllm.b"), spec("vllm.c")]
+    assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
+    with pytest.raises(PatchError, match="contains no vllm/"):
+        verify(specs, package)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "found"),
+    [
+        ([">=1.0"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
+        ([">=1.0,<2.0"], [Match.NOT_NEEDED] * 3),
+        ([">=0.1,<0.2", ">=2.0,<2.1"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
+    ],
+)
+def test_on_an_unknown_release_not_needed_is_told_from_changed(tmp_path, ranges, found):
+    write_vllm(tmp_path, "2.0+cu129")
+    specs = [
+        dataclasses.replace(spec(module), ranges=tuple(map(SpecifierSet, ranges)))
+        for module in ("vllm.a", "vllm.b", "vllm.c")
+    ]
+    assert [v.match for v in verify(specs, tmp_path)] == found
+
+
+def write_vllm(path: Path, release: str) -> None:
+    (path / "vllm").mkdir()
+    (path / "vllm" / "__init__.py").write_text("raise ImportError('never imported')")
+    (path / "vllm" / "a.py").write_text(SOURCE)
+    (path / "vllm" / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    (path / f"vllm-{release}.dist-info").mkdir()
+
+
+ENTRY = """
+summary = "Doubles"
+why = "why"
+upstream = "none"
+remove_when = "never"
+releases = [">=1.0"]
+targets = ["vllm.a:Runner.step", "vllm.c:Runner.step"]
+"""
+
+
+def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, monkeypatch):
+    ledger, source = tmp_path / "patches", tmp_path / "source"
+    ledger.mkdir(), source.mkdir()
+    (ledger / "double.toml").write_text(ENTRY)
+    (ledger / "older.toml").write_text(ENTRY.replace(">=1.0", ">=0.8,<1.0"))  # of the same targets
+    (ledger / "fingerprints.lock").write_text(
+        '{"vllm.a:Runner.step": {"0.7": "00", "0.9": "00", "1.0": "01", "2.0": "02"}, "vllm.old:f": {"1.0": "03"}}'
+    )
+    write_vllm(source, "2.0")
+    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
+    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
+    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert done.exit_code == 0, done.output
+    assert "read what vLLM changed in the targets of double" in done.output
+    lock = json.loads((ledger / "fingerprints.lock").read_text())
+    # 0.7 is outside the entries' ranges, 2.0 is new, and no entry names vllm.old any more.
+    assert lock == {
+        "vllm.a:Runner.step": {"0.9": "00", "1.0": "01", "2.0": "f069f5e21afe9073"},
+        "vllm.c:Runner.step": {},
+    }
+    assert "| [`double`](double.toml) | Doubles | 1.0 to 2.0 | never |" in (ledger / "README.md").read_text()
+    assert sorted(path.name for path in ledger.iterdir()) == [
+        "README.md",
+        "double.toml",
+        "fingerprints.lock",
+        "older.toml",
+    ]
+    again = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert json.loads((ledger / "fingerprints.lock").read_text()) == lock
+    assert "Before you commit" not in again.output
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda source, ledger: (source / "vllm-2.0.dist-info").rmdir(),
+            "has no vllm-*.dist-info that names",
+        ),
+        (lambda source, ledger: (source / "vllm" / "a.py").write_text(""), "vLLM 2.0 has no target of double"),
+        (lambda source, ledger: (ledger / "fingerprints.lock").write_text("[]"), "is not a lock file of fingerprints"),
+        (lambda source, ledger: (ledger / "fingerprints.lock").unlink(), "No such file or directory"),
+    ],
+)
+def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(tmp_path, monkeypatch, spoil, message):
+    ledger, source = tmp_path / "patches", tmp_path / "source"
+    ledger.mkdir(), source.mkdir()
+    (ledger / "double.toml").write_text(ENTRY)
+    (ledger / "fingerprints.lock").write_text("{}")
+    write_vllm(source, "2.0")
+    spoil(source, ledger)
+    before = {path.name: path.read_text() for path in ledger.iterdir()}
+    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
+    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
+    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert done.exit_code == 1
+    assert message in done.output
+    assert "Traceback" not in done.output
+    assert {path.name: path.read_text() for path in ledger.iterdir()} == before

@@ -1,0 +1,112 @@
+"""The plugin as a process loads it: its settings, `off` with and without an audit, and bad settings in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_async_spec.vllm_plugin.plugin import _is_vllms_command_line
+from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
+
+
+def test_settings_name_bad_values():
+    assert Settings.read({}).mode is Mode.AUTO
+    strict = Settings.read({"VLLM_ASYNC_SPEC": "strict", "VLLM_ASYNC_SPEC_SYNC": "warn"})
+    assert (strict.mode, strict.mode_from, strict.sync.value) == (Mode.STRICT, "environment", "warn")
+    with pytest.raises(SettingError, match="VLLM_ASYNC_SPEC is 'on'; it must be one of auto, strict, off"):
+        Settings.read({"VLLM_ASYNC_SPEC": "on"})
+    with pytest.raises(SettingError, match="VLLM_ASYNC_SPEC_SYNC is ''; it must be one of allow, warn, error"):
+        Settings.read({"VLLM_ASYNC_SPEC_SYNC": ""})
+
+
+LOAD = "from vllm_async_spec.vllm_plugin.plugin import load; import json; p = load(); "
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+def test_off_touches_nothing():
+    code = """
+        import os, sys, vllm_async_spec
+        bare = list(sys.meta_path), dict(os.environ)
+        from vllm_async_spec.vllm_plugin.plugin import load
+        assert load().ledger is None
+        assert (sys.meta_path, os.environ) == bare
+    """
+    done = in_a_process(code, VLLM_ASYNC_SPEC="off")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_without_an_audit_nothing_of_it_is_there(mode):
+    code = (
+        LOAD
+        + """
+import sys, torch
+print(json.dumps([
+    [name for name in sys.modules if name.startswith(("vllm_async_spec.audit", "vllm_async_spec.vllm_plugin.audit"))],
+    [name for name in (p.ledger.outcomes if p.ledger else ()) if name.startswith("audit-")],
+    torch.Event.__module__,
+]))"""
+    )
+    assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode).stdout) == [[], [], "torch"]
+    there = json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode, VLLM_ASYNC_SPEC_AUDIT="1").stdout)
+    assert "vllm_async_spec.vllm_plugin.audit_agent.agent" in there[0]
+    assert there[1] == ["audit-engine-core", "audit-route", "audit-worker"]
+    assert there[2] == "vllm_async_spec.audit." + ("cpu_waits" if torch.version.cuda is None else "cuda_waits")
+
+
+def test_off_with_an_audit_patches_nothing_but_the_audit():
+    code = LOAD + "print(json.dumps(list(p.ledger.outcomes)))"
+    found = json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off", VLLM_ASYNC_SPEC_AUDIT="1").stdout)
+    assert found == ["audit-engine-core", "audit-route", "audit-worker"]
+
+
+def test_loading_twice_is_the_same_as_once_and_a_forked_child_is_loaded():
+    code = """
+        import os
+        from vllm_async_spec.vllm_plugin import register
+        from vllm_async_spec.vllm_plugin.plugin import active_plugin
+        register(); first = active_plugin(); register()
+        assert active_plugin() is first is not None
+        if os.fork() == 0:
+            register()
+            os._exit(0 if active_plugin() is first else 1)
+        assert os.wait()[1] == 0
+    """
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bad_setting_stops_vllms_command_line_with_one_sentence():
+    code = """
+        import sys
+        sys.argv = ['/usr/bin/vllm', 'serve']
+        from vllm_async_spec.vllm_plugin import register
+        register()
+    """
+    done = in_a_process(code, VLLM_ASYNC_SPEC="maybe")
+    assert done.returncode == 1
+    assert done.stderr == "vllm-async-spec: VLLM_ASYNC_SPEC is 'maybe'; it must be one of auto, strict, off\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "ends"),
+    [
+        ("/usr/bin/vllm", True),
+        ("/x/site-packages/vllm/entrypoints/openai/api_server.py", True),
+        ("/home/me/serve.py", False),
+    ],
+)
+def test_only_vllms_own_command_lines_end_without_a_traceback(program, ends):
+    assert _is_vllms_command_line(Path(program)) is ends
