@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, Target
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import module_file
@@ -28,13 +27,13 @@ def defines(module: ModuleType, qualname: str) -> bool:
     return True
 
 
-def resolve(module: ModuleType, qualname: str) -> Any:
+def resolve(module: ModuleType, qualname: str) -> object:
     """The class or function with this dotted name.
 
     Raises:
         AttributeError: the module has none of this name.
     """
-    value: Any = module
+    value: object = module
     for name in qualname.split("."):
         value = getattr(value, name)
     return value
@@ -82,13 +81,13 @@ def refuse_third_party(module: ModuleType, target: Target) -> None:
                 _refuse_layer(layer, module, target)
 
 
-def _own(module: ModuleType, qualname: str) -> Any:
+def _own(module: ModuleType, qualname: str) -> object:
     """The object bound to the name, before the descriptor protocol makes a method or a property's value of it."""
     path, _, name = qualname.rpartition(".")
     return inspect.getattr_static(resolve(module, path) if path else module, name)
 
 
-def _layers(value: Any) -> Iterator[Any]:
+def _layers(value: object) -> Iterator[object]:
     """Yield the functions of a target, from the outermost decorator to the function that vLLM wrote.
 
     Any object other than a function or one of Python's own wrappers is yielded unchanged and ends the sequence.
@@ -111,7 +110,7 @@ def _layers(value: Any) -> Iterator[Any]:
             return
 
 
-def _refuse_layer(layer: Any, module: ModuleType, target: Target) -> None:
+def _refuse_layer(layer: object, module: ModuleType, target: Target) -> None:
     if not isinstance(layer, FunctionType):
         raise PatchError(f"{target} has been replaced by a {type(layer).__name__}; {_REMEDY}")
     file = layer.__code__.co_filename

@@ -9,11 +9,16 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from vllm_async_spec.vllm_plugin.upstream_batch import EngineArgs, VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,9 @@ class Decision:
         return f"asynchronous scheduling is {'on' if self.enabled else 'off'}, decided by {self.by}: {self.why}"
 
 
-def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None = None) -> tuple[Any, Decision]:
+def decide(
+    engine_args: EngineArgs, create: Callable[[EngineArgs], VllmConfig], *, stock: bool | None = None
+) -> tuple[VllmConfig, Decision]:
     """Create the engine's configuration, with asynchronous scheduling if vLLM accepts it and the user did not choose.
 
     vLLM's own validation decides. If it refuses asynchronous scheduling, its message is the reason in the decision.
@@ -52,13 +59,13 @@ def decide(engine_args: Any, create: Callable[[Any], Any], *, stock: bool | None
         except Exception as error:  # an error that is not about our choice comes again below
             reason = _one_line(error)
         else:
-            method = config.speculative_config.method
+            method = config.speculative_config.method  # type: ignore[union-attr]  # the arguments have one
             return _checked(config, True, "vllm-async-spec", f"vLLM accepts it with the method {method}")
     config = create(_choosing(engine_args, stock))
     return config, Decision(bool(config.scheduler_config.async_scheduling), "vLLM", reason)
 
 
-def _checked(config: Any, asked: bool, by: str, why: str) -> tuple[Any, Decision]:
+def _checked(config: VllmConfig, asked: bool, by: str, why: str) -> tuple[VllmConfig, Decision]:
     """The decision, corrected if vLLM did not follow it: the CPU platform silently disables async scheduling."""
     enabled = bool(config.scheduler_config.async_scheduling)
     if enabled == asked:
@@ -66,7 +73,7 @@ def _checked(config: Any, asked: bool, by: str, why: str) -> tuple[Any, Decision
     return config, Decision(enabled, "vLLM", f"{by} asked for the opposite, and vLLM's platform did not take it")
 
 
-def explain(engine_args: Any) -> tuple[Any, Decision]:
+def explain(engine_args: EngineArgs) -> tuple[VllmConfig, Decision]:
     """The configuration that vLLM makes of these arguments in this process, and who decided its scheduling."""
     create = type(engine_args).create_engine_config
     if (original := getattr(create, "__wrapped__", None)) is not None:
@@ -80,7 +87,7 @@ def explain(engine_args: Any) -> tuple[Any, Decision]:
     return config, Decision(enabled, "vLLM", "its own rule, which vllm-async-spec leaves alone in this release")
 
 
-def _choosing(engine_args: Any, choice: bool | None) -> Any:
+def _choosing(engine_args: EngineArgs, choice: bool | None) -> EngineArgs:
     """A copy with `async_scheduling` set. Copies `speculative_config` too, because vLLM adds entries to it."""
     chosen = copy.copy(engine_args)
     chosen.async_scheduling = choice
@@ -100,7 +107,7 @@ def _apply_default(transaction: Transaction, module: ModuleType) -> None:
     original, stock = cls.create_engine_config, cls.async_scheduling
 
     @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         config, decision = decide(self, lambda chosen: original(chosen, *args, **kwargs), stock=stock)
         if self.speculative_config is not None:
             inform("vllm-async-spec: %s", decision)
@@ -116,7 +123,7 @@ def _apply_unset(transaction: Transaction, module: ModuleType) -> None:
     original = module.EngineArgs.add_cli_args
 
     @functools.wraps(original)
-    def add_cli_args(parser: Any) -> Any:
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
         parser = original(parser)
         parser.set_defaults(async_scheduling=None)
         return parser
@@ -130,7 +137,7 @@ def _none_unless_given(original: Callable[..., None]) -> Callable[..., None]:
     position = names.index("async_scheduling")
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: EngineArgs, *args: Any, **kwargs: Any) -> None:
         if len(args) <= position:
             kwargs.setdefault("async_scheduling", None)
         original(self, *args, **kwargs)
@@ -138,7 +145,7 @@ def _none_unless_given(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _unset_the_one_being_made(cls: Any) -> None:
+def _unset_the_one_being_made(cls: type[EngineArgs]) -> None:
     """Unset `async_scheduling` of the `EngineArgs` whose constructor is loading the plugins, and so is unpatched.
 
     If `vllm.LLM` makes the object, its frame has the user's keyword arguments. For any other caller, `False` counts as
@@ -183,7 +190,7 @@ def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
     original = vars(cls)["check_and_update_config"].__func__
 
     @functools.wraps(original)
-    def check_and_update_config(platform: Any, vllm_config: Any) -> None:
+    def check_and_update_config(platform: type[object], vllm_config: VllmConfig) -> None:
         scheduler = vllm_config.scheduler_config
         wanted = scheduler.async_scheduling and vllm_config.speculative_config is not None
         original(platform, vllm_config)

@@ -11,11 +11,16 @@ from __future__ import annotations
 import copy
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.host_lengths import Trust, host_values_of
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_async_spec.vllm_plugin.upstream_batch import DraftingBuilder, EagleProposer, GraftedMetadata
 
 _HOST_SHADOWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu")
 
@@ -23,14 +28,14 @@ _HOST_SHADOWS = ("_seq_lens_cpu", "_num_computed_tokens_cpu")
 class _Builder:
     """The drafter's metadata builder during one call of `propose`."""
 
-    def __init__(self, builder: Any, rejected: Any) -> None:
+    def __init__(self, builder: DraftingBuilder, rejected: torch.Tensor) -> None:
         self._builder = builder
         self._rejected = rejected
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._builder, name)
 
-    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+    def build_for_drafting(self, common_attn_metadata: GraftedMetadata, draft_index: int) -> object:
         given = common_attn_metadata
         if draft_index == 0:
             with host_values_of(given):
@@ -54,16 +59,16 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(original)
     def propose(
-        self: Any,
-        target_token_ids: Any,
-        target_positions: Any,
-        target_hidden_states: Any,
-        next_token_ids: Any,
-        last_token_indices: Any,
-        common_attn_metadata: Any,
+        self: EagleProposer,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        last_token_indices: torch.Tensor | None,
+        common_attn_metadata: GraftedMetadata,
         *rest: Any,
         **more: Any,
-    ) -> Any:
+    ) -> object:
         given = self.attn_metadata_builder
         if last_token_indices is not None and self.num_speculative_tokens > 1:
             rejected = common_attn_metadata.query_start_loc[1:] - 1 - last_token_indices

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,11 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vllm_async_spec.vllm_plugin.upstream_batch import CommonMetadata, FastPrefillRunner
 
 _MAKE = "make_kv_sharing_fast_prefill_common_attn_metadata"
 _PREPARE = "_prepare_kv_sharing_fast_prefill"
@@ -36,7 +41,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     original, metadata_class = getattr(module, _MAKE), without_host_lengths(module.CommonAttentionMetadata)
 
     @functools.wraps(original)
-    def make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata: Any) -> Any:
+    def make_kv_sharing_fast_prefill_common_attn_metadata(common_attn_metadata: CommonMetadata) -> object:
         given = common_attn_metadata
         if given.max_query_len == 1 or given.logits_indices_padded is None or given.num_logits_indices is None:
             return original(given)
@@ -63,7 +68,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(module, _MAKE, make_kv_sharing_fast_prefill_common_attn_metadata)
 
 
-def _starts(counts: Any, metadata: Any) -> torch.Tensor | None:
+def _starts(counts: npt.NDArray[np.int32] | None, metadata: CommonMetadata) -> torch.Tensor | None:
     """(num_reqs + 1,) int32, host: offsets computed from the counts; None if these are of another batch."""
     if counts is None or len(counts) > metadata.num_reqs or int(counts.sum()) != metadata.num_logits_indices:
         return None
@@ -90,18 +95,20 @@ def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
     calculate, prepare = getattr(runner, _CALCULATE), getattr(runner, _PREPARE)
 
     @functools.wraps(calculate)
-    def _calc_spec_decode_metadata(self: Any, num_draft_tokens: Any, *args: Any, **kwargs: Any) -> Any:
+    def _calc_spec_decode_metadata(
+        self: FastPrefillRunner, num_draft_tokens: npt.NDArray[np.int32], *args: Any, **kwargs: Any
+    ) -> object:
         made = calculate(self, num_draft_tokens, *args, **kwargs)
         setattr(made.logits_indices, _NOTED, num_draft_tokens + 1)
         return made
 
     @functools.wraps(prepare)
-    def _prepare_kv_sharing_fast_prefill(self: Any, logits_indices: torch.Tensor) -> torch.Tensor:
+    def _prepare_kv_sharing_fast_prefill(self: FastPrefillRunner, logits_indices: torch.Tensor) -> torch.Tensor:
         requests = self.input_batch.num_reqs
         counts = getattr(logits_indices, _NOTED, None)
         if counts is None and len(logits_indices) == requests:
             counts = np.ones(requests, dtype=np.int32)
-        known: Any = logits_indices.as_subclass(_LastKnown)
+        known: _LastKnown = logits_indices.as_subclass(_LastKnown)
         known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
         padded: torch.Tensor = prepare(self, known)
         # vLLM makes this view anew each step, so the note can't outlive the step.
@@ -118,7 +125,7 @@ def _apply_v2(transaction: Transaction, module: ModuleType) -> None:
     signature = inspect.signature(prepare)
 
     @functools.wraps(prepare)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: object, *args: Any, **kwargs: Any) -> object:
         made = prepare(self, *args, **kwargs)
         if made is not None:
             ends = signature.bind(self, *args, **kwargs).arguments["cu_num_logits_np"]

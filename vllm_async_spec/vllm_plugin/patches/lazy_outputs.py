@@ -29,7 +29,7 @@ class LazyOutput(Future[Any]):
         make: waits for the device and builds the output.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         super().__init__()
         self._make = make
 
@@ -56,7 +56,7 @@ class LazyOutput(Future[Any]):
 class LazyPool:
     """Replaces the pool whose helper thread builds outputs."""
 
-    def submit(self, make: Callable[[], Any]) -> LazyOutput:
+    def submit(self, make: Callable[[], object]) -> LazyOutput:
         """A future of the output that `make` builds."""
         return LazyOutput(make)
 
@@ -65,7 +65,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     init = module.UniProcExecutor._init_executor
 
     @functools.wraps(init)
-    def _init_executor(self: Any) -> None:
+    def _init_executor(self: object) -> None:
         init(self)
         pool = getattr(self, _THREAD)
         if pool is not None:  # with asynchronous scheduling

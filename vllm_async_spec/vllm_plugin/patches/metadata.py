@@ -8,13 +8,20 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from vllm_async_spec.host_lengths import HostLengths, Trust, VllmHostLengths, host_values_of, with_host_values
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from vllm_async_spec.vllm_plugin.upstream_batch import GraftedMetadata
+
+    _ClassT = TypeVar("_ClassT", bound=type[DataclassInstance])
 
 CLASS = "CommonAttentionMetadata"
 
@@ -37,7 +44,7 @@ _HOST_NAMES = {
 }
 
 
-def _requires_host_lengths(cls: Any) -> bool:
+def _requires_host_lengths(cls: type[DataclassInstance]) -> bool:
     field = cls.__dataclass_fields__.get("seq_lens_cpu")
     return field is not None and field.default is dataclasses.MISSING
 
@@ -56,7 +63,7 @@ def _graft(trust: Trust) -> Callable[[Transaction, ModuleType], None]:
     return apply
 
 
-def _fields_without_public_host_names(cls: Any) -> dict[str, Any]:
+def _fields_without_public_host_names(cls: type[DataclassInstance]) -> dict[str, dataclasses.Field[object]]:
     """The dataclass's fields, changed so that `dataclasses.replace` copies only host lengths that are known."""
     fields = {}
     for name, field in cls.__dataclass_fields__.items():
@@ -75,7 +82,7 @@ def _taking_optional_host_lengths(original: Callable[..., None], trust: Trust) -
     foreign = frozenset(_HOST_NAMES) - set(names)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
         given = {}
         if not foreign.isdisjoint(kwargs):
             given = {known: kwargs.pop(name) for name, known in _HOST_NAMES.items() if name in foreign & kwargs.keys()}
@@ -99,7 +106,7 @@ def _apply_unpadded(transaction: Transaction, module: ModuleType) -> None:
     reads_lengths = "seq_lens_cpu" in inspect.signature(cls.__init__).parameters  # a field of its own in 0.12
 
     @functools.wraps(original)
-    def unpadded(self: Any, num_actual_tokens: int, num_actual_reqs: int) -> Any:
+    def unpadded(self: GraftedMetadata, num_actual_tokens: int, num_actual_reqs: int) -> GraftedMetadata:
         unknown = self._seq_lens_cpu is None
         source = _bounded(self) if unknown and reads_lengths else self
         new = original(source, num_actual_tokens, num_actual_reqs)
@@ -118,7 +125,7 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
     original = module._make_metadata_with_slice
 
     @functools.wraps(original)
-    def _make_metadata_with_slice(ubatch_slice: Any, attn_metadata: Any) -> Any:
+    def _make_metadata_with_slice(ubatch_slice: object, attn_metadata: GraftedMetadata) -> object:
         unknown = attn_metadata._seq_lens_cpu is None
         new = original(ubatch_slice, _bounded(attn_metadata) if unknown else attn_metadata)
         if unknown:
@@ -128,13 +135,13 @@ def _apply_micro_batches(transaction: Transaction, module: ModuleType) -> None:
     transaction.set(module, "_make_metadata_with_slice", _make_metadata_with_slice)
 
 
-def _grafted_class(cls: Any) -> Any:
+def _grafted_class(cls: type[GraftedMetadata]) -> type[GraftedMetadata]:
     if not hasattr(cls, "host_trust"):
         raise PatchError(f"{CLASS} has no lazy host lengths, because the patch that adds them was refused")
     return cls
 
 
-def without_host_lengths(cls: Any) -> Any:
+def without_host_lengths(cls: _ClassT) -> _ClassT:
     """The class itself, after a check that its instances need no host lengths.
 
     Raises:
@@ -145,7 +152,7 @@ def without_host_lengths(cls: Any) -> Any:
     return cls
 
 
-def _bounded(metadata: Any) -> Any:
+def _bounded(metadata: GraftedMetadata) -> Any:
     """A copy whose host lengths are the upper bound, for vLLM code that slices them and takes their maximum."""
     bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32)
     return with_host_values(metadata, bound)

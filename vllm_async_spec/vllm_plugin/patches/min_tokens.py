@@ -9,13 +9,22 @@ fallback to exact counts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream_batch import (
+        AddRequest,
+        CopyEvent,
+        MinTokensProcessor,
+        SampledBatch,
+        VllmConfig,
+    )
 
 _PLACEHOLDER = -1
 
@@ -47,7 +56,7 @@ class CountedEvent:
 
     __slots__ = ("_event", "_nbytes")
 
-    def __init__(self, event: Any, nbytes: int) -> None:
+    def __init__(self, event: CopyEvent, nbytes: int) -> None:
         self._event = event
         self._nbytes = nbytes
 
@@ -66,13 +75,13 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     update, make = batch_class.update_async_output_token_ids, MinTokensLogitsProcessor.__init__
 
     @functools.wraps(make)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: MinTokensProcessor, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         make(self, vllm_config, *args, **kwargs)
         if vllm_config.speculative_config is not None:  # without drafts each placeholder stands for one token
             self.add_request = _counting_confirmed(type(self).add_request)
 
     @functools.wraps(update)
-    def update_async_output_token_ids(self: Any) -> None:
+    def update_async_output_token_ids(self: SampledBatch) -> None:
         event = self.async_copy_ready_event
         if event is not None and not _needed_by_vllm(self):
             self.async_copy_ready_event = CountedEvent(event, self.sampled_token_ids_cpu.nbytes)
@@ -81,10 +90,10 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         for processor in _counting(self):
             processor.update_state(None)
 
-    def needs_output(batch: Any) -> bool:
+    def needs_output(batch: SampledBatch) -> bool:
         return bool(batch.__dict__[_NEEDS_OUTPUT] or _counting(batch))
 
-    def set_needs_output(batch: Any, value: bool) -> None:
+    def set_needs_output(batch: SampledBatch, value: bool) -> None:
         batch.__dict__[_NEEDS_OUTPUT] = value
 
     transaction.set(MinTokensLogitsProcessor, "__init__", __init__)
@@ -95,14 +104,14 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 _NEEDS_OUTPUT = "logitsprocs_need_output_token_ids"
 
 
-def _counting_confirmed(add_request: Callable[..., Any]) -> Callable[..., Any]:
-    def add_confirmed(params: Any, prompt_token_ids: Any, output_token_ids: Sequence[int]) -> Any:
+def _counting_confirmed(add_request: AddRequest) -> AddRequest:
+    def add_confirmed(params: object, prompt_token_ids: list[int] | None, output_token_ids: Sequence[int]) -> object:
         return add_request(params, prompt_token_ids, Confirmed(output_token_ids))
 
     return add_confirmed
 
 
-def _needed_by_vllm(batch: Any) -> bool:
+def _needed_by_vllm(batch: SampledBatch) -> bool:
     """Whether stock vLLM too waits to replace this batch's placeholders."""
     thinking = getattr(batch, "thinking_budget_state_holder", None)
     return bool(
@@ -113,7 +122,7 @@ def _needed_by_vllm(batch: Any) -> bool:
     )
 
 
-def _counting(batch: Any) -> list[Any]:
+def _counting(batch: SampledBatch) -> list[MinTokensProcessor]:
     """The batch's min_tokens processors that still count for a request, if drafts make the count uncertain."""
     return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and "add_request" in vars(p)]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream_batch import CommonMetadata, MLABuilder
+
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
 
@@ -29,7 +32,9 @@ def _apply(builder_name: str, transaction: Transaction, module: ModuleType) -> N
     original = builder.build
 
     @functools.wraps(original)
-    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+    def build(
+        self: MLABuilder, common_prefix_len: int, common_attn_metadata: CommonMetadata, fast_build: bool = False
+    ) -> object:
         bound = common_attn_metadata.seq_lens_cpu_upper_bound
         if bound is not None and self.vllm_config.speculative_config is not None:
             guarded = bound.as_subclass(_ExactForDrafts)
@@ -48,7 +53,7 @@ class _ExactForDrafts(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    metadata: Any
+    metadata: CommonMetadata
     exact: torch.Tensor | None = None
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
@@ -60,7 +65,7 @@ class _ExactForDrafts(torch.Tensor):
         return self.exact[rows]
 
 
-def _has_drafts(metadata: Any, rows: slice) -> bool:
+def _has_drafts(metadata: CommonMetadata, rows: slice) -> bool:
     """Whether some request among these rows may be shorter than its bound."""
     scheduled = query_lens(metadata.query_start_loc_cpu)[rows] > 0
     if metadata.is_prefilling is not None:
@@ -68,7 +73,7 @@ def _has_drafts(metadata: Any, rows: slice) -> bool:
     return bool(scheduled.any())
 
 
-def _exact(metadata: Any) -> torch.Tensor:
+def _exact(metadata: CommonMetadata) -> torch.Tensor:
     """(batch,) int32, host: exact lengths, fetched with a counted wait if the host does not know them."""
     given: torch.Tensor | None = getattr(metadata, "_seq_lens_cpu", None)
     if given is not None:

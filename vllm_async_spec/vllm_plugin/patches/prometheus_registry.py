@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher
 from vllm_async_spec.vllm_plugin.settings import Settings
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 publisher = Publisher()
 """The publisher of this process."""
@@ -26,7 +29,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     make_several = several.__init__
 
     @functools.wraps(original)
-    def get_prometheus_registry() -> Any:
+    def get_prometheus_registry() -> CollectorRegistry:
         if publisher.failure is not None:
             logger.warning(
                 "vllm-async-spec: /metrics shows the counts of this process only, because the others can't write "
@@ -39,7 +42,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     # With several API servers, a new registry answers each request, and vLLM's function does not make it.
     @functools.wraps(make_several)
-    def __init__(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: object, registry: CollectorRegistry | None, *args: Any, **kwargs: Any) -> None:
         make_several(self, registry, *args, **kwargs)
         if registry is not None:
             registry.register(collector)

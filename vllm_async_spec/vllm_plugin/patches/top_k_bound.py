@@ -10,23 +10,26 @@ from __future__ import annotations
 import functools
 import weakref
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream_batch import SampledBatch
+
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     # Keyed by batch, because a process may have two engines. A value is valid until the batch makes new metadata.
-    largest: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    largest: weakref.WeakKeyDictionary[SampledBatch, int] = weakref.WeakKeyDictionary()
     make, mask = module.InputBatch._make_sampling_metadata, topk_topp_sampler.apply_top_k_only
 
     @functools.wraps(make)
-    def _make_sampling_metadata(self: Any) -> Any:
+    def _make_sampling_metadata(self: SampledBatch) -> object:
         largest[self] = 0 if self.no_top_k else _largest(self)
         return make(self)
 
@@ -42,7 +45,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set_function(topk_topp_sampler, "apply_top_k_only", apply_top_k_only)
 
 
-def _largest(batch: Any) -> int:
+def _largest(batch: SampledBatch) -> int:
     rows = batch.top_k_cpu[: batch.num_reqs]
     return int(rows[rows < batch.vocab_size].max(initial=0))
 

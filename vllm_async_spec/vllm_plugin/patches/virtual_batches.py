@@ -12,7 +12,7 @@ import functools
 import typing
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -23,6 +23,11 @@ from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
 from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, BuilderBase
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream_batch import AttentionBackend
+
+    _UpstreamT = TypeVar("_UpstreamT")
 
 _CUT = "make_local_attention_virtual_batches"
 _CREATE = "create_chunked_local_attention_backend"
@@ -39,8 +44,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(original)
     def make_local_attention_virtual_batches(
-        attn_chunk_size: int, common_attn_metadata: Any, block_size: int = 0
-    ) -> Any:
+        attn_chunk_size: int, common_attn_metadata: BatchMetadata, block_size: int = 0
+    ) -> object:
         if not getattr(common_attn_metadata, "cut_on_device", False):
             if getattr(common_attn_metadata, "_seq_lens_cpu", None) is None:
                 record_fallback("chunked local attention")
@@ -52,8 +57,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
 
 def _cut_on_device(
-    metadata_class: type[Any], chunk: int, metadata: BatchMetadata, block_size: int
-) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
+    metadata_class: Callable[..., BatchMetadata], chunk: int, metadata: BatchMetadata, block_size: int
+) -> tuple[BatchMetadata, Callable[[torch.Tensor], torch.Tensor]]:
     """The virtual batches of a batch, and a function that gathers their pages from a block table."""
     if chunk % block_size:
         raise ValueError(
@@ -117,7 +122,7 @@ def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.cache
     @functools.wraps(original)
-    def create_chunked_local_attention_backend(underlying_attn_backend: Any, *sizes: int) -> Any:
+    def create_chunked_local_attention_backend(underlying_attn_backend: type[AttentionBackend], *sizes: int) -> object:
         backend = original(underlying_attn_backend, *sizes)
         if underlying_attn_backend.get_name() not in _DEVICE_BACKENDS:
             return backend
@@ -132,13 +137,13 @@ class _CutOnDevice(BuilderBase):
 
     cuts_on_device = True
 
-    def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
+    def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> object:
         marked: Any = copy.copy(common_attn_metadata)
         marked.cut_on_device = True
         return super().build(common_prefix_len, marked, fast_build)
 
 
-def _before(first: type[Any], upstream: type[Any]) -> type[Any]:
+def _before(first: type[object], upstream: type[_UpstreamT]) -> type[_UpstreamT]:
     """A subclass of `first` and vLLM's class, in this order, under the name of vLLM's class."""
     return type(upstream.__name__, (first, upstream), {"__module__": __name__, "__qualname__": upstream.__qualname__})
 

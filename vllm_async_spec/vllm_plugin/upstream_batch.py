@@ -1,0 +1,168 @@
+"""Types of vLLM's batches, engine arguments and configuration, for readers and for the type checker.
+
+As in `upstream`: a Protocol lists only the members that patches read or call. Each member exists, with this type, in
+all releases of the patches that use the member. Members of only some releases are read with `getattr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch
+
+__all__ = [
+    "AddRequest",
+    "AttentionBackend",
+    "CommonMetadata",
+    "CopyEvent",
+    "DraftingBuilder",
+    "EagleProposer",
+    "EngineArgs",
+    "FastPrefillRunner",
+    "GraftedMetadata",
+    "MLABuilder",
+    "MinTokensProcessor",
+    "SampledBatch",
+    "VllmConfig",
+]
+
+
+class SchedulerConfig(Protocol):
+    """The scheduler's part of the configuration."""
+
+    async_scheduling: bool | None
+    """None only before vLLM has decided."""
+
+
+class SpeculativeConfig(Protocol):
+    """The part of the configuration about drafts."""
+
+    method: str | None
+    """Such as `eagle`; None only before vLLM has derived it."""
+
+
+class VllmConfig(Protocol):
+    """An engine's whole configuration."""
+
+    scheduler_config: SchedulerConfig
+    speculative_config: SpeculativeConfig | None
+    """None without speculative decoding."""
+
+
+class EngineArgs(Protocol):
+    """What the user asked of an engine: `EngineArgs`, or `AsyncEngineArgs` for a server."""
+
+    async_scheduling: bool | None
+    """None if the user did not choose; in 0.12 and 0.13 only with the patch `async-scheduling-unset`."""
+    speculative_config: dict[str, object] | None
+    """As given by the user. vLLM adds entries while it makes the configuration."""
+
+    def create_engine_config(self) -> VllmConfig:
+        """The configuration, validated."""
+
+
+class CommonMetadata(BatchMetadata, Protocol):
+    """More of `CommonAttentionMetadata`."""
+
+    logits_indices_padded: torch.Tensor | None
+    """(tokens,) int32, device: the tokens that fast prefill runs on, padded; None without it."""
+    num_logits_indices: int | None
+    """How many of them are not padding; None without fast prefill."""
+    is_prefilling: torch.Tensor | None
+    """(requests,) bool, host; from 0.20 on."""
+
+
+class GraftedMetadata(BatchMetadata, Protocol):
+    """`CommonAttentionMetadata` with the views of `VllmHostLengths`, which the patches of `metadata` add."""
+
+    _seq_lens_cpu: torch.Tensor | None
+    """(requests,) int32, host; None if unknown."""
+    _num_computed_tokens_cpu: torch.Tensor | None
+    """(requests,) int32, host; None if unknown."""
+
+    def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> GraftedMetadata:
+        """The metadata of the first requests, without the padding for CUDA graphs."""
+
+    def seq_lens_changed(self) -> None:
+        """Drop the host values."""
+
+
+class AttentionBackend(Protocol):
+    """The class that names an attention backend's parts."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Such as `FLASH_ATTN`."""
+
+
+class MLABuilder(Protocol):
+    """`MLACommonMetadataBuilder` or `SparseMLACommonMetadataBuilder`, from 0.20 on."""
+
+    vllm_config: VllmConfig
+
+
+class DraftingBuilder(Protocol):
+    """`AttentionMetadataBuilder`, as the drafter of 0.12 and 0.13 uses it."""
+
+    def build_for_drafting(self, common_attn_metadata: GraftedMetadata, draft_index: int) -> object:
+        """The metadata for the draft model's layers, from 0 for the first draft step."""
+
+
+class EagleProposer(Protocol):
+    """The drafter of 0.12 and 0.13."""
+
+    num_speculative_tokens: int
+    attn_metadata_builder: DraftingBuilder | None
+    """None until the first step."""
+
+    def _get_attention_metadata_builder(self) -> DraftingBuilder: ...
+
+
+class FastPrefillRunner(Protocol):
+    """`GPUModelRunner` of the V1 runner, as fast prefill uses it."""
+
+    input_batch: InputBatch
+    query_start_loc: CpuGpuBuffer
+    """(requests + 1,) int32."""
+
+
+class CopyEvent(Protocol):
+    """`torch.Event`: the end of a copy."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class SampledBatch(InputBatch, Protocol):
+    """The V1 runner's persistent batch, with what sampling needs."""
+
+    vocab_size: int
+    top_k_cpu: npt.NDArray[np.int32]
+    """(rows,), host; `vocab_size` without top-k."""
+    async_copy_ready_event: CopyEvent | None
+    """The end of the copy to `sampled_token_ids_cpu`; None if there is none."""
+    sampled_token_ids_cpu: torch.Tensor
+    """(rows of the last step, 1 or more) int32, host; only where there is an event."""
+
+    @property
+    def no_top_k(self) -> bool:
+        """Whether no request samples with top-k."""
+
+
+AddRequest = Callable[[object, list[int] | None, Sequence[int]], object]
+"""From a request's sampling parameters, prompt and output to a processor's state for it; None for none."""
+
+
+class MinTokensProcessor(Protocol):
+    """`MinTokensLogitsProcessor`."""
+
+    add_request: AddRequest
+    """A static method."""
+
+    def update_state(self, batch_update: None) -> None:
+        """Forget the requests that have reached their minimum; the batch is as it was."""
