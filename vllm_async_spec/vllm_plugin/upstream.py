@@ -212,7 +212,7 @@ class KVCacheConfig(Protocol):
 
 
 class Proposer(Protocol):
-    """`SpecDecodeBaseProposer`, up to 0.15 `EagleProposer`: a drafter with a model."""
+    """`SpecDecodeBaseProposer`, in 0.14 `EagleProposer`: a drafter with a model."""
 
     propose: Callable[..., torch.Tensor]
     """Returns (requests, drafts) int64, device."""

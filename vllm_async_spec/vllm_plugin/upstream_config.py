@@ -107,6 +107,6 @@ class VllmConfig(Protocol):
     cache_config: CacheConfig
     scheduler_config: SchedulerConfig
     attention_config: object
-    """From 0.14 on."""
+    """From 0.13 on."""
     kv_transfer_config: object
     """None if keys and values stay in this engine."""
