@@ -1,30 +1,51 @@
 """Types of the vLLM objects that patches use, for readers and for the type checker.
 
 A Protocol lists only the members of vLLM's class that patches read or call. Each member exists, with this type, in all
-releases of the patches that use the member. Members of only some releases are read with `getattr`. A `...Base` class
-replaces vLLM's class as the base of a patch's class, for type checking only.
+releases of the patches that use the member. Members of only some releases are read with `getattr`, or say so here and
+are read after `hasattr`. A `...Base` class replaces vLLM's class as the base of a patch's class for the type checker.
+Configurations are in `upstream_config`, FlashInfer's types in `upstream_flashinfer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from vllm_async_spec.vllm_plugin.upstream_config import (
+        CacheConfig,
+        CompilationConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
+
 __all__ = [
+    "AttentionGroup",
+    "AttentionSpec",
     "BatchMetadata",
     "BuilderBase",
     "CachedRequestData",
     "CpuGpuBuffer",
-    "FlashInferBuilderBase",
+    "EngineClient",
+    "EngineCore",
+    "HttpApp",
     "InputBatch",
+    "ModelRunner",
     "MultiGroupBlockTable",
+    "Proposer",
     "RunnerBase",
     "SchedulerOutput",
     "SpecDecodeMetadata",
+    "WorkerWrapper",
 ]
 
 
@@ -50,11 +71,17 @@ class BlockTable(Protocol):
     slot_mapping: CpuGpuBuffer
     """(tokens,) int64."""
 
+    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
+        """(num_reqs, pages) int32, device."""
+
 
 class MultiGroupBlockTable(Protocol):
     """The pages of all KV cache groups."""
 
     block_tables: Sequence[BlockTable]
+
+    def __getitem__(self, idx: int) -> BlockTable:
+        """Those of one group."""
 
 
 class SamplingMetadata(Protocol):
@@ -68,7 +95,7 @@ class LogitsProcessors(Protocol):
     """The logits processors of a batch."""
 
     @property
-    def all(self) -> Sequence[Any]:
+    def all(self) -> Sequence[object]:
         """Each of them."""
 
 
@@ -116,6 +143,7 @@ class CachedRequestData(Protocol):
 class SchedulerOutput(Protocol):
     """The requests and tokens that a step computes."""
 
+    total_num_scheduled_tokens: int
     scheduled_cached_reqs: CachedRequestData
     scheduled_spec_decode_tokens: Mapping[str, Sequence[int]]
     """Drafts by request; -1 for drafts that only the device knows."""
@@ -150,6 +178,123 @@ class BatchMetadata(Protocol):
     causal: bool
 
 
+class AttentionSpec(Protocol):
+    """The KV cache of an attention layer. Layers of other kinds have no `num_kv_heads`."""
+
+    block_size: int
+    """Tokens of a page."""
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    """Of what is stored: `torch.uint8` for most 8-bit caches."""
+
+
+class AttentionBackend(Protocol):
+    """The class of an attention backend."""
+
+    def get_name(self) -> str:
+        """For example FLASH_ATTN."""
+
+
+class AttentionGroup(Protocol):
+    """Layers of one KV cache group with the same backend."""
+
+    backend: AttentionBackend
+    kv_cache_spec: object
+    metadata_builders: Sequence[object]
+    """One per micro-batch."""
+
+
+class KVCacheConfig(Protocol):
+    """The allocated KV cache."""
+
+    kv_cache_groups: Sequence[object]
+
+
+class Proposer(Protocol):
+    """`SpecDecodeBaseProposer`, in 0.14 `EagleProposer`: a drafter with a model."""
+
+    propose: Callable[..., torch.Tensor]
+    """Returns (requests, drafts) int64, device."""
+    model: Any
+    """The draft model, whose modules differ by architecture."""
+    num_speculative_tokens: int
+    max_model_len: int
+    max_num_tokens: int
+    """Tokens of the largest batch."""
+    supports_mm_inputs: bool
+    tree_choices: Sequence[tuple[int, ...]]
+    """The path to each draft; all zeros if the drafts are a chain."""
+    backup_next_token_ids: CpuGpuBuffer
+    """(requests,) int32."""
+    draft_attn_groups: Sequence[AttentionGroup]
+    """From 0.17 on."""
+    attn_metadata_builder: object
+    """Up to 0.16; None until the first step."""
+    draft_indexer_metadata_builder: object
+    """Up to 0.16; None for models without an indexer."""
+
+    def _get_attention_metadata_builder(self) -> object:
+        """The builder of the drafter's layers; up to 0.16."""
+
+
+class ModelRunner(Protocol):
+    """`GPUModelRunner`, V1 or V2."""
+
+    vllm_config: VllmConfig
+    model: torch.nn.Module
+    attn_groups: Sequence[Sequence[AttentionGroup]]
+    """Empty until there is a KV cache."""
+
+
+class Worker(Protocol):
+    """The worker of one device."""
+
+    rank: int
+    model_runner: ModelRunner
+
+
+class WorkerWrapper(Protocol):
+    """`WorkerWrapperBase`: makes the worker of one process."""
+
+    worker: Worker
+
+
+class EngineCore(Protocol):
+    """Schedules steps, and has its executor run them."""
+
+    scheduler: object
+
+
+class EngineClient(Protocol):
+    """The engine as its server sees it."""
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended."""
+
+    async def collective_rpc(self, method: str, *, args: tuple[str, ...]) -> list[str]:
+        """What the engine core's method of that name returned; for audits, JSON."""
+
+
+class HttpState(Protocol):
+    """What the server has stored in its application; other members differ by release."""
+
+    engine_client: object
+    """None without an engine."""
+
+
+class HttpApp(Protocol):
+    """The FastAPI application of a server."""
+
+    @property
+    def state(self) -> HttpState:
+        """What the server stored."""
+
+    def add_route(self, path: str, route: Callable[[Request], Awaitable[ASGIApp]], methods: list[str]) -> None:
+        """Call `route` for such requests, then what it returned."""
+
+
 if TYPE_CHECKING:  # for the type checker, methods need no bodies
 
     class RunnerBase:
@@ -159,17 +304,27 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         max_num_reqs: int
         max_num_tokens: int
         num_spec_tokens: int
-        parallel_config: Any
-        speculative_config: Any
-        model_config: Any
+        dtype: torch.dtype
+        vllm_config: VllmConfig
+        parallel_config: ParallelConfig
+        speculative_config: SpeculativeConfig | None
+        model_config: ModelConfig
+        cache_config: CacheConfig
+        compilation_config: CompilationConfig
+        lora_config: object
+        """None without adapters."""
+        kv_cache_config: KVCacheConfig
+        """Only once there is a KV cache."""
+        use_async_scheduling: bool
         dcp_world_size: int
         enable_prompt_embeds: bool
         is_multimodal_pruning_enabled: bool
         input_batch: InputBatch
         requests: Mapping[str, CachedRequestState]
-        attn_groups: Sequence[Sequence[Any]]
+        attn_groups: Sequence[Sequence[AttentionGroup]]
         """Empty until there is a KV cache."""
-        drafter: Any
+        drafter: Proposer
+        """Only with drafts; those without a model lack most members."""
         cascade_attn_enabled: bool
         supports_mm_inputs: bool
         is_mm_embed_buffers: Sequence[CpuGpuBuffer]
@@ -189,15 +344,15 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         """(requests,) int32."""
         query_start_loc: CpuGpuBuffer
         """(requests + 1,) int32."""
-        prepare_inputs_event: Any
-        """None without asynchronous scheduling."""
-        valid_sampled_token_count_event: Any
+        prepare_inputs_event: object
+        """A `torch.Event`, or what replaces it; None without asynchronous scheduling."""
+        valid_sampled_token_count_event: torch.Event | None
         """None without asynchronous scheduling or drafts."""
         _draft_token_ids: torch.Tensor | list[list[int]] | None
         """(rows of the last step, drafts) int64, device, if the drafter runs on the device."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def _update_states(self, scheduler_output: SchedulerOutput) -> Any: ...
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+        def _update_states(self, scheduler_output: SchedulerOutput) -> object: ...
         def _get_valid_sampled_token_count(self) -> list[int]: ...
         def _copy_valid_sampled_token_count(
             self, next_token_ids: torch.Tensor, valid_sampled_tokens_count: torch.Tensor
@@ -212,44 +367,26 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
             cu_num_tokens: npt.NDArray[np.int32],
         ) -> None: ...
         def _prepare_inputs(
-            self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+            self, scheduler_output: SchedulerOutput, *args: object, **kwargs: object
         ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]: ...
-        def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
-        def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any: ...
-        def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> tuple[Any, BatchMetadata | None]: ...
+        def _dummy_sampler_run(self, *args: object, **kwargs: object) -> torch.Tensor: ...
+        def _gather_mm_embeddings(self, *args: object, **kwargs: object) -> object: ...
+        def _build_attention_metadata(self, *args: object, **kwargs: object) -> tuple[object, BatchMetadata | None]: ...
 
     class BuilderBase:
         """`AttentionMetadataBuilder`: one backend's metadata of a batch."""
 
         device: torch.device
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
         @classmethod
-        def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> object:
             """The batches that CUDA graphs support: an `AttentionCGSupport`."""
 
-        def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False
+        ) -> object:
             """The metadata for the backend's layers."""
 
-    class FlashInferBuilderBase(BuilderBase):
-        """`FlashInferMetadataBuilder`, from 0.20 on."""
-
-        vllm_config: Any
-        enable_cuda_graph: bool
-        page_size: int
-        reorder_batch_threshold: int
-        """Most query tokens of a request that vLLM treats as a decode."""
-
-        def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...
-        def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any: ...
-
-        # From 0.25 on, with XQA.
-        def _compute_decode_query_lens(
-            self, qo_indptr: torch.Tensor, qo_indptr_cpu: torch.Tensor, num_decodes: int, num_decode_tokens: int
-        ) -> tuple[int, torch.Tensor | None, Any]: ...
-        def _get_decode_mask(
-            self, q_len_per_req: int, ragged_q_lens: Any, num_decodes: int, causal: bool
-        ) -> torch.Tensor | None: ...
-
 else:
-    RunnerBase = BuilderBase = FlashInferBuilderBase = object
+    RunnerBase = BuilderBase = object

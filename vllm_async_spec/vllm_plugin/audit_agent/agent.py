@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,17 +27,23 @@ from vllm_async_spec.vllm_plugin.audit_agent import phases
 from vllm_async_spec.vllm_plugin.audit_agent.facts import worker_facts
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vllm_async_spec.vllm_plugin.upstream import EngineCore, HttpApp, ModelRunner, SchedulerOutput, WorkerWrapper
+    from vllm_async_spec.vllm_plugin.upstream_config import MaybeNone
+
 
 class Agent:
     """The agent of this process, which may hold the engine core, a worker, or both."""
 
     def __init__(self) -> None:
         self._recorder = Recorder(self._watch_all)
-        self._core: Any = None
-        self._runner: Any = None
+        self._core: EngineCore | None = None
+        self._runner: ModelRunner | MaybeNone = None
         self._changes = Transaction()
 
-    def core(self, core: Any, call: Any, request: str, timeout: float | None) -> list[str]:
+    def core(self, core: EngineCore, call: Callable[..., list[str]], request: str, timeout: float | None) -> list[str]:
         """Answer for the engine core, and pass the request on to its workers.
 
         Args:
@@ -52,7 +58,7 @@ class Agent:
         refused = any("error" in json.loads(answer) for answer in workers)
         return [json.dumps({"role": "core"}) if refused else self._answer("core", request), *workers]
 
-    def worker(self, wrapper: Any, request: str) -> str:
+    def worker(self, wrapper: WorkerWrapper, request: str) -> str:
         """Answer for a worker, given vLLM's `WorkerWrapperBase`."""
         if wrapper.worker.rank != 0:
             return json.dumps({"role": "worker", "rank": wrapper.worker.rank})
@@ -68,10 +74,10 @@ class Agent:
             return json.dumps({"role": role, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
 
     @staticmethod
-    def _process() -> dict[str, Any]:
+    def _process() -> dict[str, object]:
         return {"pid": os.getpid(), "started_by": type(multiprocessing.current_process()).__name__}
 
-    def _do(self, role: str, do: str, **options: Any) -> dict[str, Any]:
+    def _do(self, role: str, do: str, **options: Any) -> dict[str, object]:
         recorder = self._recorder
         # A core and a worker in one process share the recorder, and the worker has answered before.
         apart = role == "core" and self._runner is None
@@ -108,7 +114,7 @@ class Agent:
         execute_model = vars(owner)["execute_model"]
 
         @functools.wraps(execute_model)
-        def heard(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def heard(runner: object, scheduler_output: SchedulerOutput, *args: object, **kwargs: object) -> object:
             # A step without tokens runs no model.
             if scheduler_output.total_num_scheduled_tokens:
                 recorder.on_step()
@@ -142,10 +148,16 @@ def _engine_core(transaction: Transaction, module: ModuleType) -> None:
     collective_rpc = module.EngineCore.collective_rpc
 
     @functools.wraps(collective_rpc)
-    def audited(self: Any, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+    def audited(
+        self: EngineCore,
+        method: object,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if method == RPC:
             return AGENT.core(self, collective_rpc, args[0], timeout)
-        return collective_rpc(self, method, timeout, args, kwargs)  # type: ignore[no-any-return]
+        return collective_rpc(self, method, timeout, args, kwargs)
 
     transaction.set(module.EngineCore, "collective_rpc", audited)
 
@@ -158,7 +170,7 @@ def _route(transaction: Transaction, module: ModuleType) -> None:
     serve_http = module.serve_http
 
     @functools.wraps(serve_http)
-    async def with_route(app: Any, *args: Any, **kwargs: Any) -> Any:
+    async def with_route(app: HttpApp, *args: object, **kwargs: object) -> object:
         from vllm_async_spec.vllm_plugin.audit_agent.route import open_door
 
         async with open_door(app):

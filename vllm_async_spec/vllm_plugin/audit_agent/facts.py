@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,8 +12,12 @@ from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.settings import Mode
 from vllm_async_spec.vllm_plugin.state import active_plugin
 
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import AttentionGroup, ModelRunner
+    from vllm_async_spec.vllm_plugin.upstream_config import SpeculativeConfig
 
-def worker_facts(runner: Any) -> dict[str, Any]:
+
+def worker_facts(runner: ModelRunner) -> dict[str, object]:
     """The fields of `audit.report.EngineFacts` that a worker can fill in, given its model runner."""
     import vllm
 
@@ -39,12 +43,12 @@ def worker_facts(runner: Any) -> dict[str, Any]:
     }
 
 
-def _builders(group: Any) -> list[Any]:
+def _builders(group: AttentionGroup) -> list[object]:
     """The metadata builders of an attention group, one per micro-batch."""
     return list(getattr(group, "metadata_builders", None) or [])
 
 
-def _speculation(config: Any) -> str:
+def _speculation(config: SpeculativeConfig | None) -> str:
     return "none" if config is None else f"{config.method}, K = {config.num_speculative_tokens}"
 
 

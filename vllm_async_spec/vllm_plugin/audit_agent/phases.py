@@ -9,13 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
 from vllm_async_spec.audit.report import Phase
 from vllm_async_spec.audit.spans import Watch
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import EngineCore, ModelRunner
 
 SCHEDULER = {
     "schedule": Phase.SCHEDULING,
@@ -64,13 +67,13 @@ PARTS = {
 BUILDER = dict.fromkeys(("build", "build_for_drafting", "build_for_cudagraph_capture"), Phase.METADATA)
 
 
-def watch_engine_core(watch: Watch, core: Any) -> None:
+def watch_engine_core(watch: Watch, core: EngineCore) -> None:
     """Watch the scheduler of an `EngineCore`."""
     for name, phase in SCHEDULER.items():
         watch.watch(type(core.scheduler), name, phase)
 
 
-def watch_runner(watch: Watch, runner: Any, cpu: CpuWaits | None) -> None:
+def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> None:
     """Watch a model runner and the functions that it calls in a step.
 
     Args:
@@ -117,7 +120,7 @@ def _below(base: type) -> list[type]:
     return found
 
 
-def _follow(cpu: CpuWaits, runner: Any) -> None:
+def _follow(cpu: CpuWaits, runner: ModelRunner) -> None:
     """Treat the forward's results as the device's, and record the runner's events."""
     seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
     forward = getattr(runner, seam)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from starlette.responses import JSONResponse
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from vllm_async_spec.vllm_plugin.upstream import HttpApp
+
 PATH = "/async_spec/audit"
 GUARDED = "/v1" + PATH
 MOST_STEPS = 2048
@@ -51,7 +53,7 @@ class Refusal(Exception):
 
 
 @contextlib.asynccontextmanager
-async def open_door(app: Any) -> AsyncIterator[None]:
+async def open_door(app: HttpApp) -> AsyncIterator[None]:
     """Add the route to vLLM's application and close it when the server ends; on failure, log why."""
     door = None
     try:
@@ -86,7 +88,7 @@ class Door:
 
     def __init__(self) -> None:
         self._closing = asyncio.Event()
-        self._under_way: asyncio.Task[Any] | None = None
+        self._under_way: asyncio.Task[dict[str, object]] | None = None
 
     async def answer(self, request: Request) -> JSONResponse:
         """Audit the server under its current load, and answer with the report."""
@@ -106,7 +108,7 @@ class Door:
         if self._under_way is not None:
             await asyncio.wait({self._under_way}, timeout=_CLOSING_S)
 
-    async def _audit(self, request: Request) -> Any:
+    async def _audit(self, request: Request) -> dict[str, object]:
         options = read_options(await _body(request))
         if self._closing.is_set():
             raise Refusal(503, _ENDS)
@@ -118,7 +120,9 @@ class Door:
         finally:
             self._under_way = None
 
-    async def _while_wanted(self, request: Request, report: Coroutine[Any, Any, Any], seconds: float) -> Any:
+    async def _while_wanted(
+        self, request: Request, report: Coroutine[Any, Any, dict[str, object]], seconds: float
+    ) -> dict[str, object]:
         """Wait for the report; cancel it if the client disconnects, the server ends or the time is over."""
         work = self._under_way = asyncio.create_task(report)
         gone = asyncio.create_task(_gone(request))
@@ -138,7 +142,7 @@ class Door:
                 task.cancel()
             await asyncio.wait({work, gone, ends})
 
-    async def _server_ends(self, app: Any) -> None:
+    async def _server_ends(self, app: HttpApp) -> None:
         server = getattr(app.state, "server", None)
         while not (self._closing.is_set() or getattr(server, "should_exit", False)):
             await asyncio.sleep(_POLL_S)
@@ -226,7 +230,7 @@ def read_options(body: bytes) -> dict[str, Any]:
     return {name: _number(name, asked.get(name, limits[0]), *limits[1:]) for name, limits in _LIMITS.items()}
 
 
-def _number(name: str, value: Any, low: float, high: float) -> float:
+def _number(name: str, value: object, low: float, high: float) -> float:
     kinds = (int, float) if name == "seconds" else (int,)
     # NaN fails the comparison. Python's True would pass as 1.
     if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -235,5 +239,5 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
     return value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"{value!r:.60}"

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.audit.engine import RPC, AuditError, Files, answers, described, recordings, saved_files
 from vllm_async_spec.audit.folder import make_folder
 from vllm_async_spec.audit.recording import DONE, How
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import EngineClient
 
 _CANCEL_S = 2.0
 _POLL_S = 0.05
@@ -34,13 +37,13 @@ class Run:
         ending: tells whether the server and its engine are ending.
     """
 
-    client: Any
+    client: EngineClient
     steps: int
     skip: int
     seconds: float
     ending: Callable[[], bool]
 
-    async def report(self) -> dict[str, Any]:
+    async def report(self) -> dict[str, object]:
         """Make the recordings one after another, and analyse them.
 
         Raises:
@@ -51,7 +54,7 @@ class Run:
             saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
             return await _analyse({"facts": facts, "saved": saved})
 
-    async def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _ask(self, request: dict[str, object]) -> list[dict[str, Any]]:
         try:
             replies = await self.client.collective_rpc(RPC, args=(json.dumps(request),))
         except Exception as error:
@@ -90,7 +93,7 @@ class Run:
             await asyncio.wait_for(self._ask({"do": "cancel", "folder": folder}), _CANCEL_S)
 
 
-async def _analyse(job: dict[str, Any]) -> dict[str, Any]:
+async def _analyse(job: dict[str, object]) -> dict[str, object]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -109,5 +112,5 @@ async def _analyse(job: dict[str, Any]) -> dict[str, Any]:
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
         raise AuditError(f"the recording can't be analysed: {lines[-1] if lines else 'the analysis printed no reason'}")
-    found: dict[str, Any] = json.loads(out)
+    found: dict[str, object] = json.loads(out)
     return found

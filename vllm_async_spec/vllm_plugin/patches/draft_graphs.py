@@ -14,9 +14,9 @@ import gc
 import inspect
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,10 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
+if TYPE_CHECKING:
+    from vllm_async_spec.spec_decode.draft_graphs import Replay
+    from vllm_async_spec.vllm_plugin.upstream import Proposer, RunnerBase
+
 BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
 """Builders whose builds for drafting only launch kernels, and read only device tensors and upper bounds."""
 
@@ -34,7 +38,7 @@ _LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
 """Parameter of `propose` with the index of each request's last accepted token, newer name first."""
 
 
-def refused(runner: Any) -> str | None:
+def refused(runner: RunnerBase) -> str | None:
     """The reason why this runner's drafter can't be captured, or None.
 
     Args:
@@ -63,7 +67,7 @@ def refused(runner: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _builders(drafter: Any) -> list[Any]:
+def _builders(drafter: Proposer) -> list[object]:
     """The metadata builders of the drafter's layers."""
     if hasattr(drafter, "draft_attn_groups"):
         return [builder for group in drafter.draft_attn_groups for builder in group.metadata_builders]
@@ -72,7 +76,7 @@ def _builders(drafter: Any) -> list[Any]:
     return [first, *([] if indexer is None else [indexer])]
 
 
-def _most_rows(runner: Any) -> int:
+def _most_rows(runner: RunnerBase) -> int:
     """Requests of the largest batch to capture."""
     drafter, largest = runner.drafter, runner.compilation_config.max_cudagraph_capture_size or 0
     tokens = drafter.num_speculative_tokens + 1
@@ -85,22 +89,22 @@ def _most_rows(runner: Any) -> int:
 class _Plainly:
     """Replaces the drafter's dispatcher, so that vLLM replays no graphs of the drafter's pieces."""
 
-    def __init__(self, dispatcher: Any) -> None:
+    def __init__(self, dispatcher: object) -> None:
         self._dispatcher = dispatcher
 
-    def dispatch(self, num_tokens: int, *_: Any, **__: Any) -> Any:
+    def dispatch(self, num_tokens: int, *_: object, **__: object) -> tuple[object, object]:
         """The answer of vLLM's dispatcher if nothing was captured."""
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import BatchDescriptor
 
         return CUDAGraphMode.NONE, BatchDescriptor(num_tokens)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._dispatcher, name)
 
 
 @contextlib.contextmanager
-def _launched_plainly(drafter: Any) -> Iterator[None]:
+def _launched_plainly(drafter: Proposer) -> Iterator[None]:
     """Within the block, the drafter launches its kernels one by one, without padding and piecewise graphs."""
     with temporarily() as changes:
         if hasattr(drafter, "use_cuda_graph"):
@@ -129,7 +133,7 @@ class Drafter:
         capture: captures a function and returns its replay.
     """
 
-    def __init__(self, runner: Any, capture: Any) -> None:
+    def __init__(self, runner: RunnerBase, capture: Callable[[Callable[[], torch.Tensor]], Replay]) -> None:
         drafter = runner.drafter
         self._propose = propose = drafter.propose
         signature = inspect.signature(propose)
@@ -197,7 +201,7 @@ class Drafter:
         return self._graphs.draft(rows, tensors)
 
 
-def _hidden(drafter: Any, runner: Any) -> int:
+def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
     """The width of the hidden states that `propose` gets."""
     if getattr(runner, "use_aux_hidden_state_outputs", False):
         # Hidden states of several layers, concatenated: the input width of the drafter's first matrix.
@@ -207,7 +211,7 @@ def _hidden(drafter: Any, runner: Any) -> int:
     return width
 
 
-def _replay(runner: Any) -> None:
+def _replay(runner: RunnerBase) -> None:
     """Capture this runner's drafter, replay the graphs from now on, and log the cost."""
     start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
     capture = functools.partial(captured, pool=torch.cuda.graph_pool_handle())
@@ -223,7 +227,7 @@ def _replay(runner: Any) -> None:
     )
 
 
-def _capture(runner: Any) -> None:
+def _capture(runner: RunnerBase) -> None:
     """Let this runner's drafter replay graphs, or log why it can't."""
     drafter = getattr(runner, "drafter", None)
     if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
@@ -246,7 +250,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     done = weakref.WeakSet[Any]()
 
     @functools.wraps(dummy_sampler_run)
-    def _dummy_sampler_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _dummy_sampler_run(self: RunnerBase, *args: object, **kwargs: object) -> object:
         made = dummy_sampler_run(self, *args, **kwargs)
         # vLLM calls this at the end of warm-up, after capturing the target, and earlier at the end of memory profiling.
         if self.attn_groups and self not in done:

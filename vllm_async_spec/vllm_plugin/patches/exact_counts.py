@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm_async_spec.vllm_plugin.upstream import InputBatch, RunnerBase
 
 DEVICE_LENGTHS = frozenset(
@@ -60,7 +58,7 @@ def _backend(runner: RunnerBase) -> str | None:
     return None
 
 
-def _is_known(builder: type[Any]) -> bool:
+def _is_known(builder: type) -> bool:
     return builder.__module__.partition(".")[0] in ("vllm", "vllm_async_spec")
 
 

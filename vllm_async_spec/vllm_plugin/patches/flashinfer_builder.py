@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -34,7 +34,12 @@ from vllm_async_spec.vllm_plugin.patches.flashinfer_xqa_shapes import (
     xqa_shapes,
     xqa_takes,
 )
-from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, FlashInferBuilderBase
+from vllm_async_spec.vllm_plugin.upstream_flashinfer import FlashInferBuilderBase
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import AttentionSpec, BatchMetadata
+    from vllm_async_spec.vllm_plugin.upstream_config import MaybeNone, Platform, VllmConfig
+    from vllm_async_spec.vllm_plugin.upstream_flashinfer import FlashInferMetadata, PlannedWrapper
 
 _PLANS_IN_FLIGHT = 8
 """Pinned plan buffers. Each of two steps in flight plans for the target and at most once per draft. More plans wait."""
@@ -65,7 +70,7 @@ class _UpstreamBuild:
 
     def __init__(self, builder: PlansFromBound) -> None:
         self._builder, self._threshold = builder, 0
-        self.batch: BatchMetadata | None = None
+        self.batch: BatchMetadata | MaybeNone = None
         self.planner: Planner | None = None
 
     def of(self, batch: BatchMetadata, planner: Planner | None) -> _UpstreamBuild:
@@ -91,7 +96,7 @@ class PlansFromBound(FlashInferBuilderBase):
     _vllm: ModuleType
     """The module that defines vLLM's builder."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         platform = self._vllm.current_platform
         if decodes_with_xqa(self) and (reason := xqa_refuses(self, platform)) is not None:
@@ -121,7 +126,7 @@ class PlansFromBound(FlashInferBuilderBase):
             compile_xqa(xqa_shapes(self))
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> object:
         """Widen vLLM's answer for this builder's kernels to uniform batches where plans may be captured."""
         vllm, support = cls._vllm, cls._vllm.AttentionCGSupport
         taken = xqa_takes(vllm_config, kv_cache_spec, vllm.FlashInferBackend, vllm.current_platform)
@@ -130,7 +135,9 @@ class PlansFromBound(FlashInferBuilderBase):
         wider = found is support.UNIFORM_SINGLE_TOKEN_DECODE and _may_plan(vllm_config)
         return support.UNIFORM_BATCH if wider else found
 
-    def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> Any:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False
+    ) -> FlashInferMetadata:
         """Build vLLM's metadata from the upper bound, and correct its plan on the device."""
         if not self._drafts:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -164,22 +171,22 @@ class PlansFromBound(FlashInferBuilderBase):
                 write_exact_lengths(part.wrapper, rows, self.page_size, block_table)
         return built
 
-    def _get_prefill_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_prefill_wrapper(self, *args: object, **kwargs: object) -> PlannedWrapper:
         make = functools.partial(super()._get_prefill_wrapper, *args, **kwargs)
         batch, planner = self._building.batch, self._building.planner
         return self._with_plan_buffer(make() if planner is None else planner.of(batch, make))
 
-    def _get_decode_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_decode_wrapper(self, *args: object, **kwargs: object) -> PlannedWrapper:
         return self._with_plan_buffer(super()._get_decode_wrapper(*args, **kwargs))
 
-    def _with_plan_buffer(self, wrapper: Any) -> Any:
+    def _with_plan_buffer(self, wrapper: PlannedWrapper) -> PlannedWrapper:
         # The wrapper of decode context parallelism consists of two others and has no such buffer; its plans wait.
         if self._building.batch is not None and hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
             self._plan_buffers.lend(wrapper)
         return wrapper
 
 
-def _subclass(module: ModuleType) -> type[Any]:
+def _subclass(module: ModuleType) -> type:
     """The subclass of vLLM's builder, under the same name."""
     upstream = module.FlashInferMetadataBuilder
     ragged = (RaggedXqa,) if hasattr(upstream, "_compute_decode_query_lens") else ()
@@ -190,13 +197,13 @@ def _subclass(module: ModuleType) -> type[Any]:
     return type(upstream.__name__, (PlansFromBound, *ragged, upstream), members)
 
 
-def _may_plan(config: Any) -> bool:
+def _may_plan(config: VllmConfig) -> bool:
     """Whether the configuration allows the plugin's wrappers to plan drafts."""
     # Batch invariance turns split-KV off, and without split-KV a graph's plan does not mark its valid tiles.
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
 
 
-def _backend_of_wrappers(builder: Any, platform: Any) -> str:
+def _backend_of_wrappers(builder: FlashInferBuilderBase, platform: Platform) -> str:
     """The FlashInfer backend of wrappers that verify drafts: `fa2` or `auto`.
 
     On Hopper `auto` is FlashAttention 3. It lacks GQA packing and split-KV, so short queries run faster on
@@ -206,7 +213,7 @@ def _backend_of_wrappers(builder: Any, platform: Any) -> str:
     return "fa2" if sixteen_bits and platform.is_device_capability(90) else "auto"
 
 
-def _takes_over(builder: Any, backend: str) -> bool:
+def _takes_over(builder: FlashInferBuilderBase, backend: str) -> bool:
     """Whether planned wrappers verify drafts that XQA could verify."""
     drafts = builder.vllm_config.speculative_config.num_speculative_tokens
     rows = (1 + drafts) * builder.num_qo_heads // builder.num_kv_heads
@@ -218,7 +225,7 @@ def _say() -> None:
     inform("vllm-async-spec: FlashAttention 2 verifies drafts in CUDA graphs; XQA runs the other decodes")
 
 
-def _needs_exact(builder: Any, common_prefix_len: int) -> str | None:
+def _needs_exact(builder: FlashInferBuilderBase, common_prefix_len: int) -> str | None:
     """The reason why this batch must be built from exact host lengths, or None."""
     if builder.use_dcp:
         return "decode context parallelism"
@@ -242,7 +249,7 @@ def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:
     return bounded
 
 
-def _unpin(builder: Any) -> None:
+def _unpin(builder: object) -> None:
     """Make the builder's host buffers pageable, so that no build overwrites a buffer before its copy has run.
 
     vLLM fills these buffers at each build and copies them to the device. Up to 0.28 they are pinned under the V1

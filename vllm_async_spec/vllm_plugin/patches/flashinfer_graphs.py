@@ -12,12 +12,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import keep_plan, planned_requests, split_bytes, with_empty_requests
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vllm_async_spec.vllm_plugin.upstream import BatchMetadata
+    from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
+    from vllm_async_spec.vllm_plugin.upstream_flashinfer import (
+        FlashInferBuilderBase,
+        FlashInferMetadata,
+        PlannedWrapper,
+    )
 
 MOST_ROWS = 64
 """Most rows of a request (query tokens times GQA group size) for FlashAttention 2 to replace XQA. Beyond 64 rows its
@@ -32,7 +43,7 @@ AHEAD = 128
 chunk does not exist yet computes its request's last chunk a second time, with the same result."""
 
 
-def drafts_in_graphs(config: Any) -> bool:
+def drafts_in_graphs(config: VllmConfig) -> bool:
     """Whether the configuration allows CUDA graphs of drafts; vLLM's `cudagraph_mode` decides which are captured.
 
     Args:
@@ -49,7 +60,7 @@ def drafts_in_graphs(config: Any) -> bool:
     )
 
 
-def as_many_of_each(metadata: Any) -> bool:
+def as_many_of_each(metadata: BatchMetadata) -> bool:
     """Whether all requests have the same number of query tokens.
 
     Requests without query tokens at the end are padding, up to the size of the graph.
@@ -65,8 +76,8 @@ class _Plan:
 
     size: tuple[int, int]
     live_tokens: int
-    bound: np.ndarray[Any, np.dtype[np.int32]]
-    built: Any
+    bound: npt.NDArray[np.int32]
+    built: FlashInferMetadata
 
 
 class GraphWrappers:
@@ -78,17 +89,17 @@ class GraphWrappers:
         flash_attention_2: whether the backend, given or chosen, is FlashAttention 2.
     """
 
-    def __init__(self, builder: Any, backend: str, flash_attention_2: bool) -> None:
+    def __init__(self, builder: FlashInferBuilderBase, backend: str, flash_attention_2: bool) -> None:
         self._builder, self._backend, self._flash_attention_2 = builder, backend, flash_attention_2
         self._workspace: torch.Tensor | None = None
-        self._by_size: dict[tuple[int, int], Any] = {}
+        self._by_size: dict[tuple[int, int], PlannedWrapper] = {}
         self._plan: _Plan | None = None
         self._most_tokens: int = builder._decode_cudagraph_max_bs
         # A plan never has more requests than tokens.
         self._buffers = torch.zeros(3, self._most_tokens + 1, dtype=torch.int32, device=builder.device)
         self._most_drafts: int = builder.vllm_config.speculative_config.num_speculative_tokens
 
-    def takes(self, metadata: Any) -> bool:
+    def takes(self, metadata: BatchMetadata) -> bool:
         """Whether every request has the same number of drafts, and some graph is large enough for the batch.
 
         Args:
@@ -102,7 +113,7 @@ class GraphWrappers:
             and as_many_of_each(metadata)
         )
 
-    def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
+    def of(self, metadata: BatchMetadata, make: Callable[[], PlannedWrapper]) -> PlannedWrapper:
         """The wrapper for a batch that `takes` accepts.
 
         Args:
@@ -114,7 +125,7 @@ class GraphWrappers:
             self._by_size[size] = self._make(*size, make())
         return self._by_size[size]
 
-    def ahead(self, metadata: Any, bound: torch.Tensor) -> torch.Tensor:
+    def ahead(self, metadata: BatchMetadata, bound: torch.Tensor) -> torch.Tensor:
         """(requests,) int32, host: the lengths to plan for, so that later steps can reuse the plan.
 
         Args:
@@ -124,7 +135,7 @@ class GraphWrappers:
         most = metadata.block_table_tensor.shape[1] * self._builder.page_size
         return torch.where(bound > 0, (bound + AHEAD).clamp(max=most), bound)
 
-    def keep(self, metadata: Any, bound: torch.Tensor, built: Any) -> None:
+    def keep(self, metadata: BatchMetadata, bound: torch.Tensor, built: FlashInferMetadata) -> None:
         """Keep the newest plan, so that later batches can reuse it.
 
         Args:
@@ -135,7 +146,7 @@ class GraphWrappers:
         keep_plan(built.prefill.wrapper, metadata.num_reqs)
         self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound.numpy(), built)
 
-    def again(self, metadata: Any, bound: torch.Tensor) -> Any:
+    def again(self, metadata: BatchMetadata, bound: torch.Tensor) -> FlashInferMetadata | None:
         """The last plan as this batch's metadata, before correction; None where the batch needs a new plan.
 
         Args:
@@ -154,7 +165,7 @@ class GraphWrappers:
             plan.built, slot_mapping=metadata.slot_mapping, num_actual_tokens=tokens, num_prefill_tokens=tokens
         )
 
-    def _make(self, requests: int, tokens: int, like: Any) -> Any:
+    def _make(self, requests: int, tokens: int, like: PlannedWrapper) -> Any:
         builder, workspace = self._builder, like._float_workspace_buffer
         indices = getattr(builder.paged_kv_indices, "gpu", builder.paged_kv_indices)
         planned, needed = requests, self._needed(requests, requests * tokens)
@@ -197,10 +208,10 @@ class GraphWrappers:
         return self._workspace
 
 
-def _size(metadata: Any) -> tuple[int, int]:
+def _size(metadata: BatchMetadata) -> tuple[int, int]:
     """The number of requests, and the query tokens of each."""
     return metadata.num_reqs, int(metadata.max_query_len)
 
 
-def _live_tokens(metadata: Any) -> int:
+def _live_tokens(metadata: BatchMetadata) -> int:
     return int(metadata.query_start_loc_cpu[-1])

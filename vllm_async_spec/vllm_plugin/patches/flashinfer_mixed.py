@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vllm_async_spec.attention.flashinfer import split_bytes_outside_graphs
 from vllm_async_spec.vllm_plugin.log import inform
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import BatchMetadata
+    from vllm_async_spec.vllm_plugin.upstream_flashinfer import FlashInferBuilderBase, PlannedWrapper
 
 MOST_WORK = 1 << 19
 """Query tokens times keys, summed over the requests: a prompt of 512 tokens, and 32 requests with three drafts and
@@ -32,13 +36,13 @@ class MixedWrapper:
         builder: vLLM's metadata builder.
     """
 
-    def __init__(self, builder: Any) -> None:
+    def __init__(self, builder: FlashInferBuilderBase) -> None:
         self._builder = builder
         self._most_drafts: int = builder.vllm_config.speculative_config.num_speculative_tokens
-        self._wrapper: Any = None
+        self._wrapper: PlannedWrapper | None = None
         self._has_room, self._warm = True, False
 
-    def takes(self, metadata: Any) -> bool:
+    def takes(self, metadata: BatchMetadata) -> bool:
         """Whether this is a short batch of prompts beside drafts or single tokens.
 
         The first such batch is always left to vLLM: it is vLLM's warm-up, which loads the kernels of long prompts.
@@ -55,7 +59,7 @@ class MixedWrapper:
         warm, self._warm = self._warm, True
         return warm
 
-    def of(self, metadata: Any, make: Callable[[], Any]) -> Any:
+    def of(self, metadata: BatchMetadata, make: Callable[[], PlannedWrapper]) -> PlannedWrapper:
         """The wrapper for a batch that `takes` accepts; vLLM's own where vLLM's workspace is too small for ours.
 
         Args:
@@ -75,7 +79,7 @@ class MixedWrapper:
         return self._wrapper
 
 
-def load_flash_attention_2(builder: Any) -> None:
+def load_flash_attention_2(builder: FlashInferBuilderBase) -> None:
     """Load the FlashAttention 2 kernels for `builder`'s heads and dtypes now, and not during a request.
 
     Args:
@@ -92,7 +96,7 @@ def load_flash_attention_2(builder: Any) -> None:
 
 
 @functools.cache
-def _load(*shape: Any) -> None:
+def _load(*shape: object) -> None:
     from flashinfer.prefill import get_batch_prefill_module
 
     inform("vllm-async-spec: loading FlashInfer's FlashAttention 2 kernels; the first start on a machine compiles them")

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
@@ -112,12 +111,12 @@ def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
 
     vLLM's function runs uncached, with globals of its own. Its module stays unchanged, because other threads read it.
     """
-    asked: Any = inspect.unwrap(original)
+    asked: FunctionType = inspect.unwrap(original)
     names = asked.__globals__ | {"has_nvidia_artifactory": lambda: True}
     return bool(FunctionType(asked.__code__, names, asked.__name__, asked.__defaults__, asked.__closure__)(False))
 
 
-def compile_xqa(shapes: Iterable[tuple[Any, ...]]) -> None:
+def compile_xqa(shapes: Iterable[tuple[object, ...]]) -> None:
     """Compile and load XQA kernels now, one thread each, and log the progress. Kernels on disk are left alone.
 
     Args:

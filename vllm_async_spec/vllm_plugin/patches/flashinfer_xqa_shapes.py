@@ -5,7 +5,8 @@ XQA compiles a kernel for each number of query tokens per request. Ragged batche
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +19,14 @@ from vllm_async_spec.attention.trtllm_shape import (
     UnsupportedShapeError,
     takes_ragged,
 )
-from vllm_async_spec.vllm_plugin.upstream import FlashInferBuilderBase
+from vllm_async_spec.vllm_plugin.upstream_flashinfer import FlashInferBuilderBase
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vllm_async_spec.vllm_plugin.upstream import AttentionSpec
+    from vllm_async_spec.vllm_plugin.upstream_config import Platform, VllmConfig
+    from vllm_async_spec.vllm_plugin.upstream_flashinfer import FlashInferBackend
 
 _WORDS = 2
 """uint16 words of a row of XQA's draft mask, for up to 32 query tokens."""
@@ -26,18 +34,18 @@ _WORDS = 2
 _DRAFT_MASKS = causal_draft_masks(torch.arange(16 * _WORDS, device="cpu"), 16 * _WORDS).numpy()
 
 
-def decodes_with_xqa(builder: Any) -> bool:
+def decodes_with_xqa(builder: FlashInferBuilderBase) -> bool:
     """Whether vLLM has chosen XQA for this builder's decodes."""
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)
     return kernel is not None and kernel.value == "xqa"
 
 
-def gives_ragged(builder: Any) -> bool:
+def gives_ragged(builder: FlashInferBuilderBase) -> bool:
     """Whether vLLM gives XQA batches whose requests have different numbers of query tokens."""
     return bool(getattr(builder, "use_xqa", False) or getattr(builder, "use_dedicated_xqa", False))
 
 
-def xqa_refuses(builder: Any, platform: Any) -> str | None:
+def xqa_refuses(builder: FlashInferBuilderBase, platform: Platform) -> str | None:
     """The reason why XQA refuses or would misread this builder's shape; None if XQA supports it."""
     if getattr(builder, "is_kvcache_nvfp4", False):
         return None  # SM12x supports NVFP4, and the rules here are for other caches.
@@ -54,7 +62,7 @@ def xqa_refuses(builder: Any, platform: Any) -> str | None:
     )
 
 
-def xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> bool:
+def xqa_takes(config: VllmConfig, kv_cache_spec: AttentionSpec, backend: FlashInferBackend, platform: Platform) -> bool:
     """Whether XQA supports the shapes of this KV cache, as far as the configuration tells before a builder exists."""
     cache: str = config.cache_config.cache_dtype
     capability = platform.get_device_capability()
@@ -78,7 +86,7 @@ def xqa_takes(config: Any, kv_cache_spec: Any, backend: Any, platform: Any) -> b
     )
 
 
-def _eight_bits(backend: Any, cache: str) -> Any:
+def _eight_bits(backend: FlashInferBackend, cache: str) -> torch.dtype:
     """The dtype of an 8-bit cache, from vLLM's own function, which has another name in 0.20."""
     known = hasattr(backend, "get_dtype_for_flashinfer")
     return (backend.get_dtype_for_flashinfer if known else backend.get_fp8_dtype_for_flashinfer)(cache)
@@ -95,7 +103,7 @@ def _refusal(**shape: Any) -> str | None:
     return None
 
 
-def xqa_shapes(builder: Any) -> list[tuple[Any, ...]]:
+def xqa_shapes(builder: FlashInferBuilderBase) -> Sequence[tuple[object, ...]]:
     """Arguments of `gen_xqa_module` for every kernel that decoding may need."""
     shape = (
         builder.q_data_type_decode,
@@ -118,7 +126,7 @@ class RaggedXqa(FlashInferBuilderBase):
 
     def _compute_decode_query_lens(
         self, qo_indptr: torch.Tensor, qo_indptr_cpu: torch.Tensor, num_decodes: int, num_decode_tokens: int
-    ) -> tuple[int, torch.Tensor | None, Any]:
+    ) -> tuple[int, torch.Tensor | None, npt.NDArray[np.int32] | None]:
         original = super()._compute_decode_query_lens
         tokens, offsets, ragged = original(qo_indptr, qo_indptr_cpu, num_decodes, num_decode_tokens)
         most = self.reorder_batch_threshold
@@ -127,7 +135,7 @@ class RaggedXqa(FlashInferBuilderBase):
         return most, qo_indptr[: num_decodes + 1], np.diff(qo_indptr_cpu[: num_decodes + 1].numpy())
 
     def _get_decode_mask(
-        self, q_len_per_req: int, ragged_q_lens: Any, num_decodes: int, causal: bool
+        self, q_len_per_req: int, ragged_q_lens: npt.NDArray[np.int32] | None, num_decodes: int, causal: bool
     ) -> torch.Tensor | None:
         if ragged_q_lens is None or not causal or q_len_per_req > 16 * _WORDS:
             return super()._get_decode_mask(q_len_per_req, ragged_q_lens, num_decodes, causal)

@@ -15,7 +15,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from vllm_async_spec.sync_policy import ReadKind, host_read, record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches.exact_counts import always_needed, needed_by
 from vllm_async_spec.vllm_plugin.upstream import MultiGroupBlockTable, RunnerBase, SchedulerOutput, SpecDecodeMetadata
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.upstream import BatchMetadata
 
 _CLASS = "GPUModelRunner"
 
@@ -71,7 +74,7 @@ class OptimisticRunner(RunnerBase):
     _schedule: SchedulerOutput
     """The scheduler's output for the step in preparation."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._progress: DeviceProgress | None = None
         self._always_exact: str | None = None
@@ -79,7 +82,7 @@ class OptimisticRunner(RunnerBase):
         self._num_drafts: npt.NDArray[np.int32] | None = None
         self._indices: _Indices | None = None
 
-    def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
+    def _update_states(self, scheduler_output: SchedulerOutput) -> object:
         self._schedule = scheduler_output
         return super()._update_states(scheduler_output)
 
@@ -157,7 +160,9 @@ class OptimisticRunner(RunnerBase):
         if carried + drafts < total_num_scheduled_tokens:
             self.input_ids.copy_to_gpu(total_num_scheduled_tokens)
 
-    def _prepare_inputs(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_inputs(
+        self, scheduler_output: SchedulerOutput, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, SpecDecodeMetadata | None]:
         self._num_drafts = None
         made = super()._prepare_inputs(scheduler_output, *args, **kwargs)
         self._settle()
@@ -165,7 +170,7 @@ class OptimisticRunner(RunnerBase):
             self._correct_inputs(made[1])
         return made
 
-    def _dummy_sampler_run(self, *args: Any, **kwargs: Any) -> Any:
+    def _dummy_sampler_run(self, *args: object, **kwargs: object) -> torch.Tensor:
         made = super()._dummy_sampler_run(*args, **kwargs)
         # vLLM calls this at the end of warm-up, and earlier at the end of memory profiling, without a KV cache.
         if self.attn_groups:
@@ -189,7 +194,7 @@ class OptimisticRunner(RunnerBase):
         self._backup_tokens = RotatingBuffer(self.drafter.backup_next_token_ids, self.device)
         masks = self.is_mm_embed_buffers if self.supports_mm_inputs else ()
         self._embedding_masks = [RotatingBuffer(mask, self.device) for mask in masks]
-        self._table: Any = None
+        self._table: MultiGroupBlockTable | None = None
         self._verified = torch.empty(self.max_num_tokens, dtype=torch.int32, device=self.device)
         # For steps after one that sampled or drafted no tokens.
         rows = self.max_num_reqs
@@ -197,7 +202,7 @@ class OptimisticRunner(RunnerBase):
         self._none_drafted = torch.zeros(1, 1, dtype=torch.int64, device=self.device).expand(rows, self.num_spec_tokens)
         # Cascade attention derives the common prefix from the host's computed tokens, which are optimistic.
         self.cascade_attn_enabled = False
-        self.prepare_inputs_event: Any = PolledEvent(self.prepare_inputs_event, "prepared inputs")
+        self.prepare_inputs_event: object = PolledEvent(self.prepare_inputs_event, "prepared inputs")
 
     def _correct_inputs(self, metadata: SpecDecodeMetadata | None) -> None:
         """Correct the step's inputs on the device, and start a copy if the next step needs exact counts.
@@ -260,14 +265,14 @@ class OptimisticRunner(RunnerBase):
             )
         return self._inputs
 
-    def _gather_mm_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+    def _gather_mm_embeddings(self, *args: object, **kwargs: object) -> object:
         made = super()._gather_mm_embeddings(*args, **kwargs)
         if self._progress is not None:
             # vLLM alternates between two masks, for target and drafter, and no wait protects their copies.
             self._embedding_masks[self.is_mm_embed_idx].turn()
         return made
 
-    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+    def _build_attention_metadata(self, *args: object, **kwargs: object) -> tuple[object, BatchMetadata | None]:
         made = super()._build_attention_metadata(*args, **kwargs)
         drafting = made[1]
         if drafting is not None and not kwargs.get("use_spec_decode"):
@@ -279,7 +284,7 @@ class OptimisticRunner(RunnerBase):
         return made
 
 
-def _optimistic(upstream: type[Any]) -> type[Any]:
+def _optimistic(upstream: type) -> type:
     """The subclass of vLLM's runner, under the same name."""
     names = {"__module__": upstream.__module__, "__qualname__": upstream.__qualname__}
     return type(upstream.__name__, (OptimisticRunner, upstream), names)
