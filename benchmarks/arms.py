@@ -66,6 +66,11 @@ class Arm:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Columns of this arm's row in the table, if its name is not enough."""
 
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether a CPU would take hours, or run out of memory: for all shapes but the tiny ones."""
+        return not self.shape.startswith("tiny")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

@@ -24,15 +24,20 @@ Turn = dict[str, Any]
 class ResultFile:
     """The result of one plan."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
-        """Open the result file of `plan`, or start a new one.
+    def __init__(self, path: Path, plan: Plan, *, fresh: bool = False) -> None:
+        """Open the result file of `plan`, or start a new one, which is written with the first turn.
+
+        Args:
+            path: of the file.
+            plan: what is measured.
+            fresh: start a new one, also where there is a file.
 
         Raises:
             PlanError: the file holds the result of another plan.
         """
         self.path = path
         declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
-        if path.is_file():
+        if path.is_file() and not fresh:
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
                 raise PlanError(

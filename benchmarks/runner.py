@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plan
@@ -58,12 +61,7 @@ class Runner:
             Whether no requested turn is missing.
         """
         begun, longest = time.monotonic(), 0.0
-        missing = [
-            (number, arm)
-            for number, arm in self._plan.order()
-            if any(part in arm.name for part in only.split(","))
-            and not self._result.holds(number, arm, failed=not retry)
-        ]
+        missing = self.missing(only=only, retry=retry)
         without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
         if without:
             self._report(f"no environment has vLLM {', '.join(without)}; give --env RELEASE=FILE to run its arms")
@@ -79,6 +77,27 @@ class Runner:
                 self._result.add(turn, self._command)
                 self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn)}")
         return not without
+
+    def missing(self, *, only: str = "", retry: bool = False) -> list[tuple[int, Arm]]:
+        """The turns that `run` would run, as (pass, arm)."""
+        return [
+            (number, arm)
+            for number, arm in self._plan.order()
+            if any(part in arm.name for part in only.split(","))
+            and not self._result.holds(number, arm, failed=not retry)
+        ]
+
+    def lacks(self, arms: Iterable[Arm]) -> str | None:
+        """Why this machine can run none of these arms, with the remedy; None if it can run one."""
+        arms = list(arms)
+        if all(arm.needs_gpu for arm in arms) and not has_gpu():
+            return "its engines need a GPU, and this machine has none; run it where there is one, or take overhead-tiny"
+        releases = sorted({arm.release for arm in arms if arm.release})
+        if all(arm.release and not self._has(arm.release) for arm in arms):
+            return f"no environment has vLLM {', '.join(releases)}; give --env RELEASE=FILE"
+        if not self._envs and installed_vllm() is None:
+            return "vLLM is not installed in this environment; install it, or give --env RELEASE=FILE"
+        return None
 
     def _has(self, release: str) -> bool:
         return release in self._envs or release == installed_vllm()
@@ -125,6 +144,11 @@ class Runner:
         with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
             process.wait_until_ready()
             yield process
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a CUDA GPU, also where this environment's PyTorch is for CPUs."""
+    return torch.cuda.is_available() or shutil.which("nvidia-smi") is not None
 
 
 def installed_vllm() -> str | None:

@@ -30,10 +30,10 @@ _PAGE = 150
 console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
 
 
-def fail(message: str) -> NoReturn:
-    """End with a sentence on stderr, and exit code 1."""
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End with a sentence on stderr, and an exit code."""
     typer.echo(f"benchmarks: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 @contextlib.contextmanager

@@ -45,17 +45,25 @@ def run(
 ) -> None:
     """Run the turns that a plan's result file lacks, and write the file after every turn.
 
-    Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed.
+    Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
         path = out / f"{name or chosen.name}.json"
         if fresh and path.is_file():
             read_result(path)  # raises if the file is no result, which must not be deleted
-            path.unlink()
-        result = ResultFile(path, chosen)
+        result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = Runner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        missing = runner.missing(only=only, retry=retry)
+        if not missing:
+            typer.echo(
+                f"nothing was run: {path} has all requested turns already; `python -m benchmarks show {path}` prints "
+                "them, and --fresh measures them again"
+            )
+            raise typer.Exit(1 if any("error" in turn for turn in result.turns) else 0)
+        if why := runner.lacks(arm for _, arm in missing):
+            fail(f"the plan {plan} can't run here: {why}", code=2)
         done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
     except (PlanError, LoadError, ShapeError) as error:
         fail(str(error))

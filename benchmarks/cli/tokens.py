@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import runner
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, say
@@ -43,7 +44,7 @@ def soak(
 
     The result file is written once a minute, so an interrupted soak keeps its results.
 
-    Exit code 0: no token differs; 1: a token differs, or an engine died.
+    Exit code 0: no token differs; 1: a token differs, or an engine died; 2: this machine can't run the soak.
     """
     _check_control(control, SOAK_CONTROLS, plugin)
     path: Path | None = None
@@ -51,13 +52,16 @@ def soak(
         chosen = find_soak(name)
         if control:
             _check_shown(control, chosen)
+        envs = find_environments(env, chosen.subject.release)
+        if chosen.subject.needs_gpu and not runner.has_gpu():
+            fail(f"the soak {name} needs a GPU, and this machine has none; run it where there is one, or take tiny", 2)
         for found in run_soak(
             chosen,
             plugin=plugin,
             seconds=seconds,
             seed=seed,
             control=control or None,
-            envs=find_environments(env, chosen.subject.release),
+            envs=envs,
             cache=cache,
             report=say,
         ):
@@ -101,7 +105,8 @@ def features(
 ) -> None:
     """Serve small cases of vLLM's other features with stock and with the plugin, and compare the tokens.
 
-    Exit code 0: every case has stock's tokens, or vLLM itself refuses the case; 1: a case differs, or an engine died.
+    Exit code 0: every case has stock's tokens, or vLLM itself refuses the case; 1: a case differs, or an engine died;
+    2: this machine can't run the cases.
     """
     _check_control(control, FEATURE_CONTROLS, plugin)
     if control and (cpu or release not in RUNNER_RELEASES):
@@ -109,6 +114,8 @@ def features(
     envs = find_environments(env, release or None)
     with failing(FeatureError):
         chosen = [find_feature(name) for name in names or FEATURES]
+    if not cpu and not runner.has_gpu():
+        fail("the cases need a GPU, and this machine has none; run them where there is one, or give --cpu", 2)
     for feature in chosen:
         if cpu and feature.no_cpu:
             say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")

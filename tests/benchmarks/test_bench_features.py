@@ -286,12 +286,22 @@ def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
     assert result.stderr.startswith(sentence)
 
 
+def test_cases_for_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.runner.has_gpu", lambda: False)
+    result = CliRunner().invoke(app, ["features", "eagle"])
+    assert (result.exit_code, result.output) == (
+        2,
+        "benchmarks: the cases need a GPU, and this machine has none; run them where there is one, or give --cpu\n",
+    )
+
+
 def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run_features(features: Any, place: Any, *, plugin: Plugin, control: str | None, report: Any) -> Any:
         found = {"feature": "eagle", "verdict": "wrong", "why": ["it is late"]}
         yield features[0], found | {"plugin": plugin.value, "control": control}
 
     monkeypatch.setattr("benchmarks.cli.tokens.run_features", run_features)
+    monkeypatch.setattr("benchmarks.runner.has_gpu", lambda: True)
     env = tmp_path / "env.sh"
     env.touch()
     control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]

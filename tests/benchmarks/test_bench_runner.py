@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 from bench_documents import FACTS, PLAN, measured
+from typer.testing import CliRunner
 
 from benchmarks import child, runner
 from benchmarks.arms import Arm, Plan, PlanError, Plugin
 from benchmarks.child import ChildError
+from benchmarks.cli import app
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.plans.baseline import baseline
-from benchmarks.results import ResultFile
+from benchmarks.results import RESULTS, ResultFile
 from benchmarks.runner import Runner
 
 
@@ -232,3 +234,37 @@ def test_the_baseline_has_every_row():
 def test_a_plan_that_does_not_exist():
     with pytest.raises(PlanError, match="there is no plan 'nothing'; there are overhead-tiny"):
         find_plan("nothing")
+
+
+@pytest.mark.parametrize("fresh", [[], ["--fresh"]], ids=["as it is", "fresh"])
+def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "has_gpu", lambda: False)
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
+    there = tmp_path / "flashinfer-8b.json"
+    there.write_text((RESULTS / "flashinfer-8b.json").read_text())
+    before = there.read_text()
+    # One arm that the file has no turn of, so that without --fresh something is missing too.
+    plan = ["run", "flashinfer-8b", "--turns", "6", "--out", str(tmp_path), *fresh]
+    done = CliRunner().invoke(app, plan)
+    assert done.exit_code == 2, done.output
+    assert done.output == (
+        "benchmarks: the plan flashinfer-8b can't run here: its engines need a GPU, and this machine has none; run it "
+        "where there is one, or take overhead-tiny\n"
+    )
+    assert there.read_text() == before
+
+
+def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
+    (tmp_path / "flashinfer-8b.json").write_text((RESULTS / "flashinfer-8b.json").read_text())
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
+    assert done.exit_code == 0
+    assert done.output.startswith("nothing was run: ")
+    assert "ms a step" not in done.output
+
+
+def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    done = CliRunner().invoke(app, ["run", "optimistic-audit-1b", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output

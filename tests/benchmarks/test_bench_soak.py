@@ -159,6 +159,18 @@ def test_there_are_no_delays_without_a_device():
         pass
 
 
+def test_a_soak_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.runner.has_gpu", lambda: False)
+    monkeypatch.setattr("benchmarks.runner.installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("benchmarks.cli.common.installed_vllm", lambda: "0.32.0")
+    result = CliRunner().invoke(app, ["soak", "0.32.0-V2-FLASHINFER"])
+    assert (result.exit_code, result.output) == (
+        2,
+        "benchmarks: the soak 0.32.0-V2-FLASHINFER needs a GPU, and this machine has none; run it where there is one, "
+        "or take tiny\n",
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
