@@ -22,7 +22,6 @@ from vllm_async_spec.demo import train
 ROOT = Path(__file__).parents[1]
 
 REMOVALS = {
-    "benchmarks/cli/results.py": ["path.unlink"],  # a result that --fresh throws away, once it was read as one
     "benchmarks/results.py": ["os.replace"],  # a result by its next turn's
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
@@ -104,12 +103,19 @@ def test_a_benchmark_throws_nothing_away_that_is_no_result(
     assert listing(tmp_path) == before
 
 
-def test_a_fresh_run_throws_the_result_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = {"pass": 0, "arm": "stock", "error": "made up"}
+    path = written(tmp_path / "mine.json", json.dumps({"schema": 1, "plan": {"name": "another"}, "turns": [1, 2]}))
+    before = path.read_text()
+    command = ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"]
     monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: True)
-    path = written(tmp_path / "mine.json", json.dumps({"schema": 1, "plan": {"name": "another"}, "turns": []}))
-    done = CliRunner().invoke(benchmarks, ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"])
-    assert done.exit_code == 0, done.output
-    assert not path.exists()
+    assert CliRunner().invoke(benchmarks, command).exit_code == 0
+    assert path.read_text() == before
+    monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: runner._result.add(turn, "command"))
+    CliRunner().invoke(benchmarks, command)
+    assert json.loads(path.read_text())["turns"] == [turn]
 
 
 @pytest.mark.parametrize(

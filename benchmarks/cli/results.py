@@ -39,7 +39,9 @@ def run(
         float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
     ] = 0,
     audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete the existing result file first.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
+    ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed turns again.")] = False,
     cache: Cache = CACHE,
 ) -> None:

@@ -95,8 +95,8 @@ class LogitsProcessors(Protocol):
     """The logits processors of a batch."""
 
     @property
-    def all(self) -> Sequence[object]:
-        """Each of them."""
+    def all(self) -> Sequence[Any]:
+        """Each of them, of any class."""
 
 
 class InputBatch(Protocol):
@@ -192,7 +192,8 @@ class AttentionSpec(Protocol):
 class AttentionBackend(Protocol):
     """The class of an attention backend."""
 
-    def get_name(self) -> str:
+    @staticmethod
+    def get_name() -> str:
         """For example FLASH_ATTN."""
 
 

@@ -1,4 +1,4 @@
-"""Types of vLLM's batches, engine arguments and configuration, for readers and for the type checker.
+"""Types of vLLM's batches and engine arguments, for readers and for the type checker.
 
 As in `upstream`: a Protocol lists only the members that patches read or call. Each member exists, with this type, in
 all releases of the patches that use the member. Members of only some releases are read with `getattr`.
@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch
+from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
 
 __all__ = [
     "AddRequest",
-    "AttentionBackend",
     "CommonMetadata",
     "CopyEvent",
     "DraftingBuilder",
@@ -28,30 +28,7 @@ __all__ = [
     "MLABuilder",
     "MinTokensProcessor",
     "SampledBatch",
-    "VllmConfig",
 ]
-
-
-class SchedulerConfig(Protocol):
-    """The scheduler's part of the configuration."""
-
-    async_scheduling: bool | None
-    """None only before vLLM has decided."""
-
-
-class SpeculativeConfig(Protocol):
-    """The part of the configuration about drafts."""
-
-    method: str | None
-    """Such as `eagle`; None only before vLLM has derived it."""
-
-
-class VllmConfig(Protocol):
-    """An engine's whole configuration."""
-
-    scheduler_config: SchedulerConfig
-    speculative_config: SpeculativeConfig | None
-    """None without speculative decoding."""
 
 
 class EngineArgs(Protocol):
@@ -90,14 +67,6 @@ class GraftedMetadata(BatchMetadata, Protocol):
 
     def seq_lens_changed(self) -> None:
         """Drop the host values."""
-
-
-class AttentionBackend(Protocol):
-    """The class that names an attention backend's parts."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Such as `FLASH_ATTN`."""
 
 
 class MLABuilder(Protocol):

@@ -18,7 +18,8 @@ from vllm_async_spec.vllm_plugin.log import inform
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
-    from vllm_async_spec.vllm_plugin.upstream_batch import EngineArgs, VllmConfig
+    from vllm_async_spec.vllm_plugin.upstream_batch import EngineArgs
+    from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def decide(
         except Exception as error:  # an error that is not about our choice comes again below
             reason = _one_line(error)
         else:
-            method = config.speculative_config.method  # type: ignore[union-attr]  # the arguments have one
+            method = config.speculative_config.method
             return _checked(config, True, "vllm-async-spec", f"vLLM accepts it with the method {method}")
     config = create(_choosing(engine_args, stock))
     return config, Decision(bool(config.scheduler_config.async_scheduling), "vLLM", reason)

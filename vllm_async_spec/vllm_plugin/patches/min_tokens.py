@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         CopyEvent,
         MinTokensProcessor,
         SampledBatch,
-        VllmConfig,
     )
+    from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
 
 _PLACEHOLDER = -1
 

@@ -25,7 +25,7 @@ from vllm_async_spec.vllm_plugin.patches.metadata import without_host_lengths
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, BuilderBase
 
 if TYPE_CHECKING:
-    from vllm_async_spec.vllm_plugin.upstream_batch import AttentionBackend
+    from vllm_async_spec.vllm_plugin.upstream import AttentionBackend
 
     _UpstreamT = TypeVar("_UpstreamT")
 
