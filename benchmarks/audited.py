@@ -24,7 +24,6 @@ def digest(report: Report) -> dict[str, Any]:
     gpu, cost = report.gpu, report.overhead
     critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     return {
-        "headline": report.headline,
         "host_idle": gpu and gpu.host_idle,
         "plain_idle": report.plain_idle,
         "launch_gaps": gpu and gpu.launch_gaps,

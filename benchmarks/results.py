@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
-from benchmarks.summary import summarise
+from benchmarks.summary import SPREADS, summarise
 from vllm_async_spec.compat.report import compact_json
 
 SCHEMA = 1
@@ -70,19 +70,22 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(compact_json(_rounded(self.document)))
+        measured = {name: value for name, value in self.document.items() if name != "summary"}
+        partial.write_text(compact_json(_rounded(measured)))
         os.replace(partial, self.path)
 
 
 def read_result(path: Path) -> Document:
-    """The content of a result file.
+    """The content of a result file, with its `summary`, which is made from the turns and not stored.
 
     Raises:
         PlanError: this release can't read the file.
     """
     try:
         document: Document = json.loads(path.read_text())
-        schema, _ = document["schema"], document["plan"]
+        schema = document["schema"]
+        if schema == SCHEMA:
+            document["summary"] = summarise(document)
     except (ValueError, LookupError, TypeError):
         raise PlanError(
             f"{path} is not a result of `python -m benchmarks run`; move the file, or name another"
@@ -115,15 +118,16 @@ def figure_of(path: Path, form: str = "svg") -> Path:
 
 
 def _drop_single_runs(turns: Sequence[Turn]) -> None:
-    """Drop the single runs of each arm that has several turns of a load: its spread is that of the turns."""
+    """Drop the single runs of each arm that has several turns of a load, and what no spread needs of the others."""
     loads: dict[tuple[str, str], list[Turn]] = {}
     for turn in turns:
         for name, load in turn.get("loads", {}).items():
             loads.setdefault((turn["arm"], name), []).append(load)
     for same in loads.values():
-        if len(same) > 1:
-            for load in same:
-                load.pop("runs", None)
+        for load in same:
+            runs = load.pop("runs", None)
+            if len(same) == 1 and runs is not None:
+                load["runs"] = [{name: run[name] for name in SPREADS} for run in runs]
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from benchmarks.arms import PlanError
 from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
 
 Row = dict[str, Any]
+SPREADS = ("step_ms", "tokens_per_second")
+"""Figures of which a row gives the spread."""
 
 
 def summarise(document: dict[str, Any]) -> list[Row]:
@@ -67,7 +69,7 @@ def pass_ratios(document: dict[str, Any], load: str, arm: str) -> list[float]:
 def _figures(found: list[dict[str, Any]]) -> Row:
     """Medians over turns; with one turn the spread is that of its runs."""
     row: Row = {"turns": len(found), "runs": sum(turn["n"] for turn in found)}
-    for name in ("step_ms", "tokens_per_second"):
+    for name in SPREADS:
         values = [turn[name] for turn in found]
         spread = values if len(values) > 1 else [run[name] for run in found[0]["runs"]]
         row[name] = {"median": statistics.median(values), "low": min(spread), "high": max(spread)}

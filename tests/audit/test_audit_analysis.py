@@ -261,6 +261,17 @@ def test_the_timeline_shows_steps_of_the_middle_with_waits_and_gaps(tmp_path):
     assert stream.items[0].label == "3 kernels"
 
 
+def test_a_block_of_the_timeline_keeps_the_beginning_of_a_long_kernel_name(tmp_path):
+    recording = Recording()
+    for step in range(8):
+        recording.kernel(1000 * step, 600, name="void at::native::reduce<" + "float, " * 200 + ">()")
+    recorded = recording.load(tmp_path, [1000 * step for step in range(9)])
+    (label,) = {item.label for item in analyse(recorded, recorded).timeline.lanes[-1].items if item.kind == "kernels"}
+    assert label.startswith("void at::native::reduce<float, ")
+    assert label.endswith("\N{HORIZONTAL ELLIPSIS}")
+    assert len(label) == 60
+
+
 @pytest.fixture
 def facts():
     import audit_reports

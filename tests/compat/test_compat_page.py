@@ -25,8 +25,7 @@ FAULT = f"told upper bound, it waits: copy to host (cpu) at {SITE}"
 def row(backend: str, verdict: str, *limits: str) -> Row:
     passed = verdict in ("none", "prefill rows", "upper bound")
     faults = {} if passed else {FAULT: ["decode", "mixed"]}
-    sites = [] if passed else [SITE]
-    return Row(backend, f"vllm:{backend}", verdict, list(limits), passed, 18, 18, sites, faults, {}, {}, [], [], None)
+    return Row(backend, f"vllm:{backend}", verdict, passed, 18, 18, list(limits), faults)
 
 
 def run(release: str, *rows: Row, plugin: bool = False, **absent: str) -> Run:

@@ -57,6 +57,7 @@ def test_a_full_result_and_what_is_kept_of_it_are_the_same_run(full: Report, tmp
     path.write_text(full.published.to_json())
     assert read_runs([path]) == [full.published]
     assert len(path.read_text()) < len(json.dumps(full.to_dict())) / 10
+    assert all(value not in ([], {}, None) for row in json.loads(path.read_text())["rows"] for value in row.values())
 
 
 def test_a_row_says_what_was_found(full: Report):

@@ -44,10 +44,10 @@ class Recording:
         )
         return self.correlation
 
-    def kernel(self, start: float, us: float, launched: float | None = None, stream: int = 7) -> None:
+    def kernel(self, start: float, us: float, launched: float | None = None, stream: int = 7, name: str = "k") -> None:
         correlation = self.runtime("cudaLaunchKernel", start - 5 if launched is None else launched, 1)
         args = {"correlation": correlation, "stream": stream}
-        self.events.append({"cat": "kernel", "name": "k", "ts": 1e6 + start, "dur": us, "args": args})
+        self.events.append({"cat": "kernel", "name": name, "ts": 1e6 + start, "dur": us, "args": args})
 
     def copy(self, call: float, us: float, kind: str, size: int, at: float, thread: int = MAIN) -> None:
         """An asynchronous copy: the call, and the copy itself, which takes a microsecond."""

@@ -15,6 +15,8 @@ _JOIN_NS = 3_000
 """Work that follows other work of its stream within this time is drawn in the same block."""
 _SHORTEST_NS = 1_000
 """Shorter phases are not drawn."""
+_LONGEST_NAME = 60
+"""Characters of a kernel's name that a block keeps."""
 
 
 def draw(recorded: Recorded) -> Timeline:
@@ -79,6 +81,11 @@ def _device_lanes(trace: DeviceTrace, start: int, end: int) -> list[Lane]:
     return lanes
 
 
+def _kernel(name: str) -> str:
+    """The beginning of a kernel's name: with its template arguments it can have over a thousand characters."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
 def _blocks(trace: DeviceTrace, chosen: list[int], start: int, end: int) -> list[Item]:
     items, group = [], chosen[:1]
     for index in [*chosen[1:], -1]:
@@ -87,7 +94,8 @@ def _blocks(trace: DeviceTrace, chosen: list[int], start: int, end: int) -> list
             continue
         a, b = max(int(trace.start[group[0]]), start), min(int(trace.end[group[-1]]), end)
         copies = all(trace.is_copy[i] for i in group)
-        label = trace.names[group[0]] if len(group) == 1 else f"{len(group)} {'copies' if copies else 'kernels'}"
+        several = f"{len(group)} {'copies' if copies else 'kernels'}"
+        label = several if len(group) > 1 else _kernel(trace.names[group[0]])
         items.append(_item(a, b, start, "copy" if copies else "kernels", label))
         group = [index]
     return items

@@ -47,11 +47,10 @@ class Row:
         backend: Its name.
         builder: `module:class`.
         verdict: One of `CLASSES`.
-        limits: Limits of the verdict, such as `kernels not validated`.
         passed: Whether some batch of a step ran, and none has a fault.
         ran: Number of batches that ran.
         batches: Number of all batches.
-        sites: `file:line` where the builder waits or fails in a step; the first few.
+        limits: Limits of the verdict, such as `kernels not validated`.
         faults: Faults in a step, a sentence each, with the batches that have them.
         at_capture: The same while a CUDA graph is recorded.
         not_run: Why batches did not run, and which.
@@ -66,17 +65,16 @@ class Row:
     backend: str
     builder: str
     verdict: str
-    limits: list[str]
     passed: bool
     ran: int
     batches: int
-    sites: list[str]
-    faults: _Grouped
-    at_capture: _Grouped
-    not_run: _Grouped
-    notes: list[str]
-    not_validated: list[str]
-    failure: str | None
+    limits: list[str] = field(default_factory=list)
+    faults: _Grouped = field(default_factory=dict)
+    at_capture: _Grouped = field(default_factory=dict)
+    not_run: _Grouped = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    not_validated: list[str] = field(default_factory=list)
+    failure: str | None = None
     attention: str = NOT_RUN
     forward_waits: str = NOT_RUN
     not_attended: _Grouped = field(default_factory=dict)
@@ -85,6 +83,12 @@ class Row:
     def cell(self) -> str:
         """The verdict and what limits it, in a few words."""
         return ", ".join([self.verdict, *self.limits])
+
+    @property
+    def sites(self) -> list[str]:
+        """`file:line` where the builder waits or fails in a step; the first few."""
+        found = [match[1] for pattern in (_WAITS, _FAILS) for fault in self.faults if (match := pattern.search(fault))]
+        return list(dict.fromkeys(found))[:_SHOWN_SITES]
 
     @property
     def evidence(self) -> list[tuple[str, list[str]]]:
@@ -154,8 +158,11 @@ class Run:
         return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
 
     def to_json(self) -> str:
-        """The JSON text that is committed."""
-        return compact_json(asdict(self))
+        """The JSON text that is committed; a row leaves out what is empty."""
+        rows = [
+            {name: value for name, value in asdict(row).items() if value not in ([], {}, None)} for row in self.rows
+        ]
+        return compact_json(asdict(self) | {"rows": rows})
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Run:
@@ -295,7 +302,6 @@ def _row(backend: Mapping[str, Any]) -> Row:
         "attention wrong": any(each["right"] is False for each in attended),
         "waits in forward": any(each["waits"] for each in attended),
     }
-    found = [match[1] for pattern in (_WAITS, _FAILS) for fault in faults if (match := pattern.search(fault))]
     return Row(
         backend=backend["backend"],
         builder=backend["builder"],
@@ -304,7 +310,6 @@ def _row(backend: Mapping[str, Any]) -> Row:
         passed=backend["passed"],
         ran=len(ran),
         batches=len(backend["cases"]),
-        sites=list(dict.fromkeys(found))[:_SHOWN_SITES],
         faults=faults,
         at_capture=_grouped((fault, case["case"]) for case in ran if case["capture"] for fault in case["faults"]),
         not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
