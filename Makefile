@@ -16,7 +16,7 @@ WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
-.PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel lint clean
+.PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel publish lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -79,8 +79,12 @@ test-upstream: $(VENV)/.ready  ## vLLM's own tests that need no GPU, with the pl
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(VENV)/.ready  ## build it, install it in an empty environment, and ask it for its status
+wheel: $(VENV)/.ready  ## build wheel, source and release notes into dist/, check them, and try the wheel in an empty environment
 	./tests/check_wheel.sh $(BIN)/uv "$(FIND_LINKS)"
+
+publish: wheel  ## upload to PyPI what `make wheel` made, once the changelog has a date; needs an account's token
+	! grep '(unreleased)' dist/release-notes.md || { echo "CHANGELOG.md calls this version unreleased; write its date" >&2; exit 1; }
+	$(BIN)/uv tool run --from 'twine==6.*' twine upload dist/vllm_async_spec-*
 
 # With a GPU: vLLM itself. Without: vLLM's CPU build, and PyTorch's from the local wheels or else from PyTorch's CPU index.
 $(VENV)/.ready: pyproject.toml Makefile
