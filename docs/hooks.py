@@ -80,7 +80,8 @@ def _compat(what: str, machine: str) -> str:
             else:
                 target = f"#{name.lower()}" if _has_details(row) else ""
                 right = ["attention right"] if row.get("attention", "").startswith("right") else []
-                cells.append(f"[{', '.join([row['verdict'], *row.get('limits', []), *right])}](compat/{stem}.md{target})")
+                said = ", ".join([row["verdict"], *row.get("limits", []), *right])
+                cells.append(f"[{said}](compat/{stem}.md{target})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 

@@ -47,6 +47,24 @@ def test_off_touches_nothing():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_release_decides_also_where_vllm_is_imported_later():
+    code = """
+        import sys
+        from vllm_async_spec.vllm_plugin.plugin import load
+        ledger = load().ledger
+        assert "vllm" not in sys.modules
+        before = {name for name, outcome in ledger.outcomes.items() if outcome.state.value == "not needed"}
+        import vllm
+        from vllm_async_spec.vllm_plugin.plugin import _release
+        assert vllm.__version__.startswith(_release())
+        print(*sorted(before))
+    """
+    pytest.importorskip("vllm", reason="its version is read")
+    done = in_a_process(code)
+    assert done.returncode == 0, done.stderr
+    assert "metadata-optional-host-lengths" in done.stdout.split()  # which 0.12 alone needs
+
+
 @pytest.mark.parametrize("mode", ["auto", "off"])
 def test_without_an_audit_nothing_of_it_is_there(mode):
     code = (

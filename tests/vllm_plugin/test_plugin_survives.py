@@ -184,6 +184,7 @@ COPIES = """
         target = ledger.Target("upstream.first", "f", {"1.0": found})
         plugin.IMPLEMENTATIONS.clear()
         plugin.IMPLEMENTATIONS["p"] = ledger.Implementation(double)
+        plugin._release = lambda: "1.0"
         plugin.read_ledger = lambda: ((ledger.PatchSpec("p", "s", "w", "u", "r", (target,)),), {})
         plugin.load()
 

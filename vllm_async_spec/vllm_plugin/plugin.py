@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -110,8 +112,13 @@ def _allowed(settings: Settings) -> dict[str, Implementation]:
 
 
 def _release() -> str | None:
-    """The release of the vLLM that loads the plugin, without its local part; None if vLLM has no version."""
-    version = getattr(sys.modules.get("vllm"), "__version__", None)
+    """The release of this process's vLLM, imported yet or not, without its local part; None if it has no version."""
+    if "vllm" in sys.modules:
+        version = getattr(sys.modules["vllm"], "__version__", None)
+    else:
+        found = importlib.util.find_spec("vllm")
+        file = Path(found.origin).with_name("_version.py") if found and found.origin else None
+        version = runpy.run_path(str(file)).get("__version__") if file and file.is_file() else None
     return version.partition("+")[0] if isinstance(version, str) else None
 
 
