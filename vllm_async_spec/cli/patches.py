@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_async_spec.cli.common import AsJson, fail
 from vllm_async_spec.vllm_plugin.ledger.entries import (
     LOCK,
     PatchError,
@@ -25,8 +26,6 @@ from vllm_async_spec.vllm_plugin.ledger.readme import readme
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict, source_release, updated_lock, verify
 
 patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
 _STYLE = {Match.SAME: "green", Match.CHANGED: "bold red", Match.NOT_NEEDED: "dim"}
 
@@ -78,8 +77,7 @@ def verify_patches(
         if update:
             _update(specs, vllm_source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
     except PatchError as error:
-        typer.echo(f"vllm-async-spec: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     raise typer.Exit(1 if not update and any(v.match is Match.CHANGED for v in verdicts) else 0)
 
 

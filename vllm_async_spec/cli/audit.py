@@ -1,0 +1,84 @@
+"""`vllm-async-spec audit`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_async_spec.cli.common import fail
+
+
+def audit(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Start an engine with this model; every argument of `vllm serve` may follow.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Audit a running server, which was started with VLLM_ASYNC_SPEC_AUDIT=1.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="VLLM_API_KEY", metavar="KEY", help="An API key of the server at --url.")
+    ] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(help="decode, mixed, or a file of JSON lines; default: decode, or the server's traffic."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
+    steps: Annotated[int, typer.Option(min=3, max=2048, help="Steps to record.")] = 64,
+    seconds: Annotated[float, typer.Option(min=1, max=600, help="Time limit of each of a server's recordings.")] = 120,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report to this HTML file.")] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="off: audit stock vLLM too, and show both.", metavar="off")
+    ] = None,
+    log: Annotated[Path, typer.Option(help="File for the engine's log.")] = Path("vllm-async-spec-audit.log"),
+) -> None:
+    """Find what makes the host wait for the GPU in a running engine: each line of code, how often, and for how long.
+
+    Exit code 0: the audit was made; 1: the audit failed.
+    """
+    from vllm_async_spec.audit.engine import AuditError
+    from vllm_async_spec.audit.html import render_html
+    from vllm_async_spec.audit.launch import audit_model, audit_server
+    from vllm_async_spec.audit.loads import LoadError
+    from vllm_async_spec.audit.terminal import print_report
+
+    if (model is None) == (url is None):
+        fail("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
+    if compare not in (None, "off"):
+        fail(f"--compare is {compare!r}; it must be off")
+    if url is not None and (compare is not None or context.args):
+        unused = " ".join(context.args) or "--compare"
+        fail(f"{unused} has no effect on a running server; leave out {unused}, or use --model")
+    source = context.get_parameter_source("api_key")
+    if model is not None and source is not None and source.name == "COMMANDLINE":
+        fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
+    for option, path in (("--json", json_file), ("--html", html_file), ("--log", log)):
+        if path is not None and not path.absolute().parent.is_dir():
+            fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
+    errors = Console(stderr=True)
+    before = None
+    try:
+        with errors.status("auditing the server") as status:
+            if url is not None:
+                found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds, api_key=api_key)
+            else:
+                arguments = ["--model", str(model), *context.args]
+                options: dict[str, Any] = {"load": load or "decode", "batch": batch, "steps": steps}
+                if compare == "off":
+                    before = audit_model(
+                        arguments, **options, plugin=False, log=log, stage=lambda s: status.update(f"stock vLLM: {s}")
+                    )
+                found = audit_model(arguments, **options, plugin=True, log=log, stage=status.update)
+    except (AuditError, LoadError) as error:
+        fail(str(error))
+    if json_file is not None:
+        data = {"report": found.to_dict(), "before": None if before is None else before.to_dict()}
+        json_file.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    if html_file is not None:
+        html_file.write_text(render_html(found, before), encoding="utf-8")
+    print_report(found, Console(), before)

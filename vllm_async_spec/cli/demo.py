@@ -1,0 +1,66 @@
+"""`vllm-async-spec demo`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from vllm_async_spec.cli.common import AsJson, fail
+
+
+def demo(
+    as_json: AsJson = False,
+    draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens a step.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens generated for each prompt.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine.")] = 4,
+    cache: Annotated[
+        Path | None, typer.Option(help="Directory for models and logs; default: ~/.cache/vllm-async-spec.")
+    ] = None,
+    target: Annotated[Path | None, typer.Option(help="Your own target model; needs --draft.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Your own draft model, with the target's vocabulary.")] = None,
+) -> None:
+    """Serve one batch of prompts with vLLM in four ways, and check that all tokens are identical.
+
+    The first run trains two small byte-level models. Exit code 0: all tokens are identical and the acceptance length
+    does not fall; 1: otherwise, or the demo can't run.
+    """
+    from rich.progress import Progress
+
+    from vllm_async_spec.demo.compare import DemoError, compare
+    from vllm_async_spec.demo.terminal import print_comparison
+    from vllm_async_spec.demo.train import DemoModels, prepare_models
+
+    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm-async-spec"
+    if (target is None) != (draft is None):
+        fail("--target and --draft go together; give both, or neither for the demo's own models")
+    for option, path in (("--target", target), ("--draft", draft)):
+        if path is not None and not (path / "config.json").is_file():
+            fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        try:
+            models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
+            found = compare(
+                models,
+                draft_tokens=draft_tokens,
+                max_tokens=max_tokens,
+                rounds=rounds,
+                log_dir=folder / "logs",
+                progress=progress,
+            )
+        except (DemoError, OSError) as error:
+            fail(str(error))
+        except ImportError as error:
+            fail(f"{error}; install vLLM, which includes this module, as the documentation's page on installing says")
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        print_comparison(found, Console())
+    for failure in found.failures:
+        typer.echo(f"vllm-async-spec: {failure}", err=True)
+    raise typer.Exit(1 if found.failures else 0)
