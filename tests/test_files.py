@@ -16,6 +16,7 @@ from run_servers import listing, written
 from typer.testing import CliRunner
 
 from benchmarks.cli import app as benchmarks
+from benchmarks.results import RESULTS
 from vllm_async_spec.cli import app
 from vllm_async_spec.demo import train
 
@@ -107,8 +108,8 @@ def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turn = {"pass": 0, "arm": "stock", "error": "made up"}
-    path = written(tmp_path / "mine.json", json.dumps({"schema": 1, "plan": {"name": "another"}, "turns": [1, 2]}))
-    before = path.read_text()
+    before = (RESULTS / "overhead-1b.json").read_text()
+    path = written(tmp_path / "mine.json", before)
     command = ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"]
     monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: True)
     assert CliRunner().invoke(benchmarks, command).exit_code == 0

@@ -12,7 +12,8 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from vllm_async_spec.cli import app
-from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, cli, load_ledger, verify
+from vllm_async_spec.cli import patches as cli
+from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, verify
 
 
 def test_verify_compares_source_without_importing_it(tmp_path):
