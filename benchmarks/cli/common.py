@@ -37,12 +37,12 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 @contextlib.contextmanager
-def failing(*errors: type[Exception]) -> Iterator[None]:
-    """End with the message of any of `errors`, which is one sentence for the user."""
+def failing(*errors: type[Exception], code: int = 1) -> Iterator[None]:
+    """End with the message of any of `errors`, which is one sentence for the user, and the exit code `code`."""
     try:
         yield
     except errors as error:
-        fail(str(error))
+        fail(str(error), code)
 
 
 def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:

@@ -59,7 +59,7 @@ def held(
     """Measure how long single calls of a step hold the host while the device is busy."""
     from benchmarks.held import HeldError, measure, table
 
-    with failing(HeldError):
+    with failing(HeldError, code=2):
         found = measure(times)
     tell(found, table(found), json_file=json_file)
 
@@ -73,7 +73,7 @@ def kernels(
     """Measure how long kernels take to verify drafts, each alone and in a layer, on a Hopper GPU."""
     from benchmarks.kernels import KernelError, measure, table
 
-    with failing(KernelError):
+    with failing(KernelError, code=2):
         found = measure(tokens, kv_heads)
     tell(found, table(found), json_file=json_file)
 
@@ -88,7 +88,7 @@ def plan_time(
     from vllm_async_spec.compat.suite import prepare
 
     prepare(None)
-    with failing(PlanTimeError):
+    with failing(PlanTimeError, code=2):
         found = measure(rounds)
     tell(found, table(found), json_file=json_file)
 
@@ -102,7 +102,7 @@ def step_time(
     """Measure the host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and saves."""
     from benchmarks.step_time import StepTimeError, measure, table
 
-    with failing(StepTimeError):
+    with failing(StepTimeError, code=2):
         found = measure(batch, rounds)
     tell(found, table(found), json_file=json_file)
 
