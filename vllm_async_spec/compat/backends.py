@@ -31,6 +31,7 @@ from vllm_async_spec.compat.backend_builders import (
     triton_backend,
 )
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
+from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
@@ -377,7 +378,7 @@ def _find(backend: Backend, release: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
+            if not is_absent(error, module):
                 raise SubjectError(f"{backend.name} can't be imported here: {failure_sentence(error)}") from error
         except AttributeError:
             continue

@@ -22,6 +22,7 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, con
 from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, MetadataFactory
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
+from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
@@ -107,7 +108,12 @@ def check(
 
 
 def failure_sentence(error: BaseException) -> str:
-    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite."""
+    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite.
+
+    If an unpacked release needs what the stubs lack, the line says what instead.
+    """
+    if (lacks := lacking(error)) is not None:
+        return lacks
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
