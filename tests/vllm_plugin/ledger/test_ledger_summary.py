@@ -34,7 +34,7 @@ LEDGER = (
     entry("changed", "vllm.changed"),
     entry("gone", "vllm.gone"),
     entry("fixed", "vllm.same", ">=1.0,<2.0"),
-    entry("older", "vllm.same", "<1.0", known=("0.9",)),
+    entry("older", "vllm.same", "<1.0", needs=("changed",), known=("0.9",)),
     entry("leans", "vllm.same", needs=("changed",)),
     entry("leans-on-it", "vllm.same", needs=("leans",)),
 )
@@ -53,7 +53,7 @@ def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path) 
     assert summary(LEDGER, verify(LEDGER, source), "2.0") == [
         "vLLM 2.0; the ledger ends with 1.0.",
         "Still apply: 3 (applies, leans, leans-on-it)",
-        "No longer needed, but by 1.0: 1 (fixed)",
+        "No longer needed, unlike in 1.0: 1 (fixed)",
         "For other releases only: 1",
         "Changed, so refused: 2 (changed, gone)",
         "  changed: vllm.changed:Runner.step differs",
@@ -68,7 +68,7 @@ def test_for_a_known_release_nothing_is_left_to_do(source: Path) -> None:
     assert summary(known, verify(known, source), "2.0") == [
         "vLLM 2.0; the ledger has it.",
         "Still apply: 1 (applies)",
-        "No longer needed, but by 1.0: 0",
+        "No longer needed, unlike in 1.0: 0",
         "For other releases only: 0",
         "Changed, so refused: 0",
         "Every patch for this release finds its target.",

@@ -19,7 +19,7 @@ def summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: st
         release: of the source that was compared; None if it is unknown.
     """
     by_match = {match: [each for each in verdicts if each.match is match] for match in Match}
-    changed = by_match[Match.CHANGED]
+    applying, changed = by_match[Match.SAME], by_match[Match.CHANGED]
     known = known_releases(specs)
     before = [each for each in known if release is not None and release_order(each) < release_order(release)]
     needed_before = {spec.name for spec in specs if before and before[-1] in spec.releases}
@@ -28,12 +28,12 @@ def summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: st
     state = "has it" if release in known else f"ends with {known[-1]}" if known else "has no release"
     return [
         f"vLLM {release or 'of an unknown release'}; the ledger {state}.",
-        _named("Still apply", (each.patch for each in by_match[Match.SAME])),
-        _named(f"No longer needed, but by {before[-1]}" if before else "No longer needed", dropped),
+        _named("Still apply", (each.patch for each in applying)),
+        _named(f"No longer needed, unlike in {before[-1]}" if before else "No longer needed", dropped),
         f"For other releases only: {others}",
         _named("Changed, so refused", (each.patch for each in changed)),
         *_changes(specs, changed),
-        *_dependants(specs, changed),
+        *_dependants([spec for spec, each in zip(specs, verdicts, strict=True) if each in applying], changed),
         f"Next: {_GUIDE}." if changed or release not in known else "Every patch for this release finds its target.",
     ]
 
@@ -60,7 +60,7 @@ def _changes(specs: Sequence[PatchSpec], changed: Sequence[Verdict]) -> Iterator
 
 
 def _dependants(specs: Sequence[PatchSpec], changed: Sequence[Verdict]) -> Iterator[str]:
-    """A line with the patches that need a changed one, directly or not, and so are refused too."""
+    """A line with those of `specs` that need a changed patch, directly or not, and so are refused too."""
     refused = {verdict.patch for verdict in changed}
     more: set[str] = set()
     while new := {spec.name for spec in specs if (refused | more).intersection(spec.needs)} - refused - more:
