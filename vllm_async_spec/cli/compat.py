@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -80,23 +82,56 @@ def _try(
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """Run the suite in this process, which has imported no vLLM yet."""
+    """Run the suite in this process, which has imported no vLLM yet, and where it must in a second one."""
+    from vllm_async_spec.compat.installed import divide, joined
     from vllm_async_spec.compat.suite import open_device, prepare, run
 
-    source = prepare(vllm_source, plugin=plugin)
-    opened = open_device(device, source)
-    patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(_try_elsewhere, plugin=plugin)
-    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere)
+    division = divide(names, device, vllm_source)
+    with _second_process() as second:
+        # Started first, since this process sets variables that are not meant for the other.
+        beside = second.submit(_try, division.beside, plugin, device) if division.beside else None
+        source = prepare(division.source or vllm_source, plugin=plugin)
+        opened = open_device(device, source)
+        patches = _load_plugin() if plugin else None
+        elsewhere = functools.partial(_try_elsewhere, plugin=plugin)
+        found = run(
+            names,
+            opened,
+            source=source,
+            patches=patches,
+            progress=progress,
+            elsewhere=elsewhere,
+            left_out=division.beside,
+        )
+        if beside is None:
+            return found
+        progress(", ".join(division.beside))
+        return joined(found, beside.result(), names)
+
+
+def try_in_new_process(name: str, device: str) -> BackendResult:
+    """Try one builder in a new process, for a caller that has imported vLLM or is about to.
+
+    Args:
+        name: As `--backend` takes it.
+        device: As `--device` takes it.
+
+    Raises:
+        SubjectError: The name can't be checked.
+    """
+    with _second_process() as process:
+        return process.submit(_try, [name], False, device).result().results[0]
 
 
 def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    with _second_process() as process:
         return process.submit(_try, names, plugin).result().results
+
+
+def _second_process() -> ProcessPoolExecutor:
+    """A pool of one process, which starts with the first job and imports everything anew."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

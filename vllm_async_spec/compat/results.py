@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_async_spec.audit.remedies import remedy
+from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
@@ -257,7 +259,7 @@ class BackendResult:
         if not self.steps:
             reasons = (case.not_run for case in self.cases if case.not_run)
             return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
-        lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
+        lines = [f"{case}: {advised(fault)}" for case, faults in self.faults.items() for fault in faults]
         return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
 
     def to_dict(self) -> dict[str, Any]:
@@ -325,6 +327,7 @@ def _waits(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
         {
             "kind": wait.kind.value,
             "what": wait.what,
+            "instead": remedy(wait.kind, wait.what),
             "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
         }
         for wait in waits

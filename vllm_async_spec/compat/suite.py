@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,8 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     """Choose the vLLM that this process imports, and silence its log. Call this before vLLM is imported.
 
     Args:
-        source: The directory that contains an unpacked release's `vllm/`; None for the vLLM that is installed.
+        source: The directory that contains the `vllm/` to load as on a machine with a GPU, which is then simulated:
+            an unpacked release's, or the installed one's. None for the vLLM that is installed, as it is.
         plugin: Whether the caller will apply the plugin's patches.
 
     Returns:
@@ -43,7 +45,9 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     Raises:
         VllmSourceError: `source` holds no vLLM, or this process has one already.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = logging.getLevelName(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper())
+    if isinstance(level, int):  # vLLM complains of any other
+        logging.getLogger("vllm").setLevel(level)  # some modules warn before vLLM sets up its log
     if source is None:
         if not plugin:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
@@ -90,6 +94,7 @@ def run(
     patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
     elsewhere: Callable[[Sequence[str]], Sequence[BackendResult]] | None = None,
+    left_out: Collection[str] = (),
 ) -> Report:
     """Check builders one after another.
 
@@ -101,6 +106,7 @@ def run(
         progress: Called with each name before it is tried.
         elsewhere: Runs builders in another process: those left after a failed kernel made the GPU unusable here. If
             None, their attention is reported as not run.
+        left_out: Names that the caller tries elsewhere.
 
     Returns:
         The report. If `names` is empty, the report lists vLLM builders that this release lacks as absent.
@@ -114,6 +120,8 @@ def run(
     subjects: dict[str, Subject] = {}
     absent: dict[str, str] = {}
     for name in names or BACKENDS:
+        if name in left_out:
+            continue
         progress(name)
         try:
             subjects[name] = subject = _subject(name, device, source)
