@@ -11,7 +11,7 @@ from compat_checked import checked
 
 from vllm_async_spec.audit.remedies import BY_CALL, BY_KIND, remedy
 from vllm_async_spec.audit.report import WaitKind
-from vllm_async_spec.compat.advice import IN_PLACE, WRONG, advised, instead
+from vllm_async_spec.compat.advice import IN_PLACE, IN_TURN, WITHOUT_TRITON, WRONG, advised, instead
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 FAULTY = [kind for kind in planted.PLANTED if kind.fault is not None and kind is not planted.OnlyCapture]
@@ -51,6 +51,21 @@ def test_a_failure_has_no_advice():
     fault = "told upper bound, it fails: ValueError: no heads at my_backend.py:3"
     assert instead(fault) is None
     assert advised(fault) == fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "advice"),
+    [
+        ("after other batches, told upper bound, seq_lens is [4], not [3] (wrong)", IN_TURN),
+        (
+            "told no lengths, it fails: TypeError: 'NoneType' object is not subscriptable at it.py:3",
+            BY_KIND[WaitKind.READ],
+        ),
+        ("fails with exact lengths too: TypeError: 'function' object is not subscriptable at it.py:3", WITHOUT_TRITON),
+    ],
+)
+def test_advice_beyond_waits(fault: str, advice: str):
+    assert instead(fault) == advice
 
 
 def test_the_page_has_the_same_table():

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
+from vllm_async_spec.cli.compat import _second_process
+from vllm_async_spec.compat.vllm_source import installed_vllm
 
 SUPPORT = Path(__file__).parents[1] / "support"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -158,6 +164,33 @@ def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path
         assert {run["right"] for case in on_host["cases"] for run in case["attended"] if run["not_run"] is None} == {
             True
         }
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
+    """As on a GPU, where vLLM keeps Triton: launches are recorded while it builds, and stop it from attending."""
+    file = tmp_path / "found.json"
+    done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (found,) = json.loads(file.read_text())["backends"]
+    assert (found["verdict"], found["not_validated"]) == ("none", ["secret"])
+    assert found["not_attended"] == "its forward launches fill_ones, and no kernel runs on a simulated device"
+
+
+def interrupted() -> Future[None]:
+    """A job that its caller stopped waiting for."""
+    with contextlib.suppress(KeyboardInterrupt), _second_process() as pool:
+        job = pool.submit(time.sleep, 60)
+        while not job.running():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+    return job
+
+
+def test_a_second_process_ends_with_its_callers_failure():
+    assert isinstance(interrupted().exception(), BrokenExecutor)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,9 +130,17 @@ def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendRes
         return process.submit(_try, names, plugin).result().results
 
 
-def _second_process() -> ProcessPoolExecutor:
-    """A pool of one process, which starts with the first job and imports everything anew."""
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+@contextlib.contextmanager
+def _second_process() -> Iterator[ProcessPoolExecutor]:
+    """A pool of one process, which starts with the first job and imports everything anew; it ends with the context."""
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield pool
+        except BaseException:  # nobody waits for the result any more
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()
+            raise
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

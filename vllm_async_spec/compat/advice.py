@@ -11,10 +11,13 @@ import re
 from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.audit.report import WaitKind
 
-__all__ = ["IN_PLACE", "WRONG", "advised", "instead"]
+__all__ = ["IN_PLACE", "IN_TURN", "WITHOUT_TRITON", "WRONG", "advised", "instead"]
 
 WRONG = "use the bound for sizes only, and let kernels mask by device seq_lens"
 IN_PLACE = "write to a copy, or to a buffer of the builder's own"
+IN_TURN = "keep nothing of a batch in the builder, but buffers that each build fills anew"
+WITHOUT_TRITON = "for a Triton kernel give --vllm-source, with the directory that contains the installed vllm/"
+"""Without a GPU, vLLM puts a plain function where a Triton kernel was."""
 _WAIT = re.compile(r" it waits: (?P<kind>[a-z ]+) \((?P<what>.+?)\) at ")
 
 
@@ -26,6 +29,10 @@ def instead(fault: str) -> str | None:
     """
     if (wait := _WAIT.search(fault)) is not None:
         return remedy(WaitKind(wait["kind"]), wait["what"])
+    if "TypeError: 'function' object is not subscriptable" in fault:
+        return WITHOUT_TRITON
+    if fault.startswith("after other batches"):
+        return IN_TURN
     if " it fails: " in fault and "'NoneType'" in fault:  # it takes lengths for granted that the host does not have
         return remedy(WaitKind.READ)
     if fault.endswith(" (wrong)"):

@@ -258,7 +258,7 @@ class BackendResult:
             return f"{self.backend}: {self.failure}"
         if not self.steps:
             reasons = (case.not_run for case in self.cases if case.not_run)
-            return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
+            return f"{self.backend}: no batch ran; {advised(next(reasons, 'there are no batches'))}"
         lines = [f"{case}: {advised(fault)}" for case, faults in self.faults.items() for fault in faults]
         return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
 
