@@ -11,9 +11,10 @@ import re
 from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.audit.report import WaitKind
 
-__all__ = ["IN_PLACE", "IN_TURN", "WITHOUT_TRITON", "WRONG", "advised", "instead"]
+__all__ = ["AGAINST", "IN_PLACE", "IN_TURN", "WITHOUT_TRITON", "WRONG", "advised", "instead"]
 
 WRONG = "use the bound for sizes only, and let kernels mask by device seq_lens"
+AGAINST = "take the field from the common metadata, or give a field of another meaning another name"
 IN_PLACE = "write to a copy, or to a buffer of the builder's own"
 IN_TURN = "keep nothing of a batch in the builder, but buffers that each build fills anew"
 WITHOUT_TRITON = "for a Triton kernel give --vllm-source, with the directory that contains the installed vllm/"
@@ -35,6 +36,8 @@ def instead(fault: str) -> str | None:
         return IN_TURN
     if " it fails: " in fault and "'NoneType'" in fault:  # it takes lengths for granted that the host does not have
         return remedy(WaitKind.READ)
+    if fault.endswith(" (wrong) against the batch in plain Python"):
+        return AGAINST
     if fault.endswith(" (wrong)"):
         return WRONG
     return IN_PLACE if fault.endswith(" of the common metadata in place") else None
