@@ -72,7 +72,7 @@ def test_status_as_data(statuses):
 @needs_vllm
 def test_status_says_that_the_user_decided(statuses):
     found = json.loads(statuses["user decided"].stdout)
-    assert found["scheduling"] == "asynchronous scheduling is off, decided by user: async_scheduling=False"
+    assert found["scheduling"] == "asynchronous scheduling is off, decided by user: --no-async-scheduling was given"
     assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "strict", "from": "environment"}
 
 
@@ -100,7 +100,7 @@ def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["status", "--speculative-config", "{}"], "have no effect without --model; add --model"),
+        (["status", "--speculative-config", "{}"], "--speculative-config has no effect without a model; give"),
         (["status", "--model", "m", "--speculative-config", "{"], "--speculative-config is '{', which is not JSON"),
         (["status", "--model", "m", "--speculative-config", "[]"], "is '[]'; it must be a JSON object"),
         (["demo", "--target", "/nowhere"], "--target and --draft go together"),

@@ -122,6 +122,8 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
 """Whether a release has the fault that a patch mends, told by the first target that exists."""
 NOT_TOLD_BY_CODE = {
     "async-scheduling-cpu": "its entry names the CPU builds that were tried",
+    "async-scheduling-decision": "no vLLM tells who decided",
+    "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
 }
 
