@@ -241,7 +241,7 @@ def main() -> None:
     """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
     job = json.load(sys.stdin)
     try:
-        facts = engine_facts(job["facts"], "as the server was started")
+        facts = engine_facts(job["facts"], "decided as the server was started")
         report = make_report(facts, job["saved"], Load("live traffic", 0, None, None))
     except AuditError as error:
         raise SystemExit(str(error)) from None
