@@ -105,20 +105,19 @@ def accepts(method: str | None) -> str:
 
 
 def explain(
-    engine_args: EngineArgs, *, create: Create | None = None, stock: Stock | None = None, said_no: bool = False
+    engine_args: EngineArgs, *, stock: Stock | None = None, said_no: bool = False
 ) -> tuple[VllmConfig, Decision]:
     """The configuration that vLLM makes of these arguments in this process, who decided its scheduling, and why.
 
     Args:
         engine_args: vLLM's `EngineArgs`. Not changed.
-        create: makes the configuration; default: `create_engine_config`, with whatever patches this process has.
         stock: why the plugin leaves vLLM as stock, or None if it acts.
         said_no: whether the user gave `--no-async-scheduling`. Stock 0.12 and 0.13 do not tell it from no choice.
 
     Raises:
         Exception: vLLM refuses the arguments; the message is vLLM's.
     """
-    ask = Inquiry(engine_args, create or type(engine_args).create_engine_config)
+    ask = Inquiry(engine_args, type(engine_args).create_engine_config)
     config = ask.config(engine_args.async_scheduling)
     choice = False if said_no else choice_of(engine_args)
     decision = noted(config) or concluded(choice, config)
@@ -150,7 +149,7 @@ class Inquiry:
 
     Args:
         engine_args: vLLM's `EngineArgs`. Not changed.
-        create: makes the configuration.
+        create: makes the configuration, with whatever patches this process has.
     """
 
     def __init__(self, engine_args: EngineArgs, create: Create) -> None:

@@ -78,7 +78,7 @@ def _parsed(url: str, text: str) -> ServerStatus:
             elif family.name == "vllm:async_spec_patches":
                 found.patches[sample.labels["state"]] = int(sample.value)
             elif family.name == "vllm:async_spec_async_scheduling":
-                found.async_scheduling = sample.value == 1
+                found.async_scheduling = sample.value == 1 and found.async_scheduling is not False
                 found.decided_by = sample.labels["decided_by"]
                 found.runner, found.backend = sample.labels["runner"], sample.labels["backend"]
             elif family.name == "vllm:async_spec_refused_patch":

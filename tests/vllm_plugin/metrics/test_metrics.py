@@ -308,6 +308,13 @@ def test_together_takes_the_workers_word_on_the_engine_before_the_front_ends() -
         assert total.engines == first.engines
 
 
+def test_engines_with_the_same_labels_are_one_sample() -> None:
+    found = snapshot()
+    found.engines = [Engine(on, "vLLM", "V1", "FLASHINFER") for on in (True, False, True)]
+    samples = scraped(Collector(lambda: found, Settings.read({})))
+    assert samples['vllm:async_spec_async_scheduling{backend="FLASHINFER",decided_by="vLLM",runner="V1"}'] == 0
+
+
 def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Callable[..., list[object]]) -> None:
     lines = """
         load()

@@ -61,8 +61,12 @@ class Collector:
             "Whether scheduling is asynchronous (1) or not (0), and who decided.",
             labels=["decided_by", "runner", "backend"],
         )
-        for engine in snapshot.engines:
-            scheduling.add_metric([engine.decided_by, engine.runner, engine.backend], engine.asynchronous)
+        engines: dict[tuple[str, str, str], bool] = {}
+        for engine in snapshot.engines:  # an earlier engine of this server may have the same labels
+            labels = (engine.decided_by, engine.runner, engine.backend)
+            engines[labels] = engine.asynchronous and engines.get(labels, True)
+        for labels, asynchronous in engines.items():
+            scheduling.add_metric(labels, asynchronous)
         yield scheduling
         refused = GaugeMetricFamily(
             "vllm:async_spec_refused_patch",
