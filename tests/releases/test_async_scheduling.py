@@ -45,13 +45,26 @@ def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(ledger, ti
     assert "\n" not in str(decision)
 
 
+_ANOTHER = "choose a speculative method that vLLM schedules asynchronously, such as eagle"
 CAUSES = {
-    "disable_padded_drafter_batch": ("eagle", {"drafts": {"disable_padded_drafter_batch": True}}),
-    "the executor ThirdParty": ("eagle", {"distributed_executor_backend": "third party"}),
-    "pipeline parallelism": (None, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}),
-    "pooling models": (None, {"runner": "pooling"}),
-    "the method ngram": ("ngram", {}),
-    "the method medusa": ("medusa", {}),
+    "disable_padded_drafter_batch": (
+        "eagle",
+        {"drafts": {"disable_padded_drafter_batch": True}},
+        "leave out disable_padded_drafter_batch",
+    ),
+    "the executor ThirdParty": (
+        "eagle",
+        {"distributed_executor_backend": "third party"},
+        "give --distributed-executor-backend mp",
+    ),
+    "pipeline parallelism": (
+        None,
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "leave out --pipeline-parallel-size",
+    ),
+    "pooling models": (None, {"runner": "pooling"}, "give --async-scheduling"),
+    "the method ngram": ("ngram", {}, _ANOTHER),
+    "the method medusa": ("medusa", {}, _ANOTHER),
 }
 ON_BY_DEFAULT = {"pipeline parallelism": ("0.18.1", "0.26.0", "0.32.0", "0.33.0"), "pooling models": ("0.18.1",)}
 """Releases that run these asynchronously unless the user says no."""
@@ -61,7 +74,7 @@ ON_BY_DEFAULT = {"pipeline parallelism": ("0.18.1", "0.26.0", "0.32.0", "0.33.0"
 def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
     ledger, release, cause, tiny_model_dir, tmp_path
 ):
-    method, given = CAUSES[cause]
+    method, given, remedy = CAUSES[cause]
     args = _engine_args(method, None, tiny_model_dir, tmp_path, **given)
     config, decision = explain(args)
     assert decision.enabled is bool(config.scheduler_config.async_scheduling)
@@ -72,7 +85,8 @@ def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
     if cause == "pooling models" and type(args).async_scheduling is False:
         assert decision.why == "vLLM's default is off unless the user asks for it"
     else:
-        assert cause in decision.why
+        assert f"with {cause}" in decision.why
+    assert decision.remedy.split(" and ")[0] == remedy
     assert _follow(args, decision.remedy, tmp_path).enabled
 
 
@@ -132,7 +146,7 @@ def _follow(args, remedy, tmp_path):
         elif step == "give --async-scheduling":
             changed.async_scheduling = True
         else:
-            assert step == "choose a speculative method that vLLM schedules asynchronously, such as eagle"
+            assert step == _ANOTHER
             changed.speculative_config = _drafts("eagle", tmp_path / "other")
     return explain(changed)[1]
 
