@@ -126,6 +126,8 @@ NOT_TOLD_BY_CODE = {
     "async-scheduling-cpu": "its entry names the CPU builds that were tried",
     "cpu-sampling": "its entry names the CPU builds that were tried",
     "cpu-sampling-top-k": "its entry names the CPU builds that were tried",
+    "async-scheduling-decision": "no vLLM tells who decided",
+    "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
 }
 

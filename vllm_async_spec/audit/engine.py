@@ -131,9 +131,14 @@ def most_seconds(seconds: float) -> float:
 
 
 def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
-    """The facts of a report."""
+    """The facts of a report.
+
+    Args:
+        facts: what the worker answered.
+        decided_by: why asynchronous scheduling is as it is, if the worker does not know.
+    """
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
-    return EngineFacts(decided_by=decided_by, **values)
+    return EngineFacts(**({"decided_by": decided_by} | values))
 
 
 def recordings(facts: dict[str, Any]) -> tuple[How, ...]:
@@ -236,7 +241,7 @@ def main() -> None:
     """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
     job = json.load(sys.stdin)
     try:
-        facts = engine_facts(job["facts"], "as the server was started")
+        facts = engine_facts(job["facts"], "decided as the server was started")
         report = make_report(facts, job["saved"], Load("live traffic", 0, None, None))
     except AuditError as error:
         raise SystemExit(str(error)) from None

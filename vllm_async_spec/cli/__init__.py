@@ -20,8 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-app.command()(status)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(audit)
+_WITH_SERVE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=_WITH_SERVE_ARGUMENTS)(status)
+app.command(context_settings=_WITH_SERVE_ARGUMENTS)(audit)
 app.command()(compat)
 app.add_typer(patches_app, name="patches")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
@@ -25,3 +28,29 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         fail(f'{option} is {text!r}; it must be a JSON object such as \'{{"method": "eagle"}}\'')
     return value
+
+
+@contextlib.contextmanager
+def progress_on_stderr(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that the command is at work.
+
+    Args:
+        what: one line for where there is no terminal, shown once the work begins.
+
+    Yields:
+        Called with each stage of the work: a terminal shows the stage.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as shown:
+            yield lambda stage: shown.update(f"{stage} ...")
+        return
+    said = False
+
+    def say(stage: str) -> None:
+        nonlocal said
+        if not said:
+            typer.echo(what, err=True)
+        said = True
+
+    yield say
