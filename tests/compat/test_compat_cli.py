@@ -178,6 +178,17 @@ def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(
     assert found["not_attended"] == "its forward launches fill_ones, and no kernel runs on a simulated device"
 
 
+@pytest.mark.slow
+@needs_vllm
+def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path):
+    """Also those for FlashAttention 2 with drafts, for which the plugin reads FlashInfer's plan."""
+    file = tmp_path / "found.json"
+    done = installed("--backend=FLASHINFER", "--plugin", f"--json={file}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (found,) = json.loads(file.read_text())["backends"]
+    assert [case["not_run"] for case in found["cases"]] == [None] * len(found["cases"])
+
+
 def interrupted() -> Future[None]:
     """A job that its caller stopped waiting for."""
     with contextlib.suppress(KeyboardInterrupt), _second_process() as pool:

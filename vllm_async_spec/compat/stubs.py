@@ -242,7 +242,9 @@ class _Decode(_Wrapper):
 
 
 class _Prefill(_Wrapper):
-    """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
+    """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`; its plan never splits the keys of a request."""
+
+    _plan_info = (0,) * 15
 
 
 class _Ragged:
