@@ -239,8 +239,8 @@ def _claim_one_h200(cuda: Any, handle: VllmSource) -> None:
         "num_compute_units": 132,  # sizes the tables of several MLA builders
         "is_pin_memory_available": False,  # a CPU build of torch refuses pin_memory=True
     }.items():
-        getattr(platform, question)
-        setattr(platform, question, _always(answer))
+        if hasattr(platform, question):  # 0.12 asks for no number of units
+            setattr(platform, question, _always(answer))
     cuda.CudaPlatform = platform
 
 
