@@ -27,7 +27,14 @@ REMOVALS = {
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
     "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
-    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # likewise
+    "vllm_async_spec/demo/checkpoint.py": [
+        "fresh.replace",  # a checkpoint of this training by the next
+        "fresh.unlink",  # a temporary file that we made
+    ],
+    "vllm_async_spec/demo/train.py": [
+        "checkpoint.unlink",  # of the training that has just ended
+        "fresh.rename",  # to where nothing is
+    ],
     "vllm_async_spec/cli/patches.py": ["os.replace"],  # the lock file and README by newer ones, when asked
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
         "fresh.rename",  # to where nothing is

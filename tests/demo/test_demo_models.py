@@ -164,8 +164,8 @@ def test_interrupted_training_goes_on_and_ends_with_the_same_weights(
 ) -> None:
     training = replace(BRIEF, steps=9)
     expected = prepare(tmp_path / "at once", training)
-    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY", 2)
-    for left in (0, 5, 4, 1, 8):  # at the first step; in the target, twice; in the draft, at its first step and later
+    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
+    for left in (0, 5, 3, 1, 8):  # at the first step; in the target, twice; in the draft, at its first step and later
         with monkeypatch.context() as patch:
             patch.setattr(demo, "_batch", InterruptAfter(left))
             with pytest.raises(KeyboardInterrupt):
@@ -197,7 +197,7 @@ def test_interrupted_training_or_saving_leaves_no_model(
 
 
 def test_an_interrupted_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
     save, calls = torch.save, []
 
     def half(state: Any, file: Any) -> None:

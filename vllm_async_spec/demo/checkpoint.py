@@ -52,13 +52,14 @@ class Checkpoint:
             "optimizers": [each.state_dict() for each in self._optimizers],
             "generator": self._generator.get_state(),
         }
-        descriptor, fresh = tempfile.mkstemp(dir=self._path.parent, prefix=".unfinished-")
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".unfinished-")
+        fresh = Path(name)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 torch.save(state, file)
-            Path(fresh).replace(self._path)
+            fresh.replace(self._path)
         except BaseException:
-            Path(fresh).unlink(missing_ok=True)
+            fresh.unlink(missing_ok=True)
             raise
 
     def restore(self) -> int:

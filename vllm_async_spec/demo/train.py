@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ CHAT_TEMPLATE = (
 
 _WARMUP_STEPS = 20
 _MAX_THREADS = 4  # more of them spend their time waiting for each other on matrices this small
-_CHECKPOINT_EVERY = 50  # steps, a few seconds
+_CHECKPOINT_EVERY_S = 5.0  # a step takes 50 ms, or seconds on a busy machine
 _FILES_VERSION = 1  # raise it when the same weights would be trained or saved differently
 
 
@@ -200,7 +201,12 @@ def train(
         optimizers = _optimizers(model)
         kept = None if checkpoint is None else Checkpoint(checkpoint, model, optimizers, generator)
         first = 0 if kept is None else kept.restore()
-        bar = None if progress is None else progress.add_task(description, total=training.steps, completed=first)
+        saved_at = time.monotonic()
+        bar = (
+            None
+            if progress is None
+            else progress.add_task(description, total=training.steps, completed=first, unit="steps")
+        )
         for step in range(first, training.steps):
             inputs, positions, labels = (t.to(device) for t in _batch(tokens, training, generator))
             F.cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten()).backward()
@@ -209,8 +215,9 @@ def train(
                     group["lr"] = training.lr * min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
                 optimizer.step()
                 optimizer.zero_grad()
-            if kept is not None and (step + 1) % _CHECKPOINT_EVERY == 0:
+            if kept is not None and time.monotonic() - saved_at >= _CHECKPOINT_EVERY_S:
                 kept.save(step + 1)
+                saved_at = time.monotonic()
             if progress is not None and bar is not None:
                 progress.advance(bar)
     return model.requires_grad_(False).eval()
