@@ -112,3 +112,23 @@ def test_a_machine_that_never_settles_is_told(monkeypatch: pytest.MonkeyPatch):
     found, _, _ = compared(monkeypatch, {"synchronous": [1.0, 5.0] * 9}, rounds=2)
     assert (found.warm_up, found.rounds, found.steady) == (8, 2, False)
     assert found.to_dict()["steady"] is False
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("2", "2")])
+def test_an_engine_on_a_cpu_has_one_thread_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+):
+    environments: list[dict[str, str]] = []
+
+    @contextlib.contextmanager
+    def start(*_: object, env: dict[str, str], **__: object) -> Iterator[None]:
+        environments.append(env)
+        yield
+
+    monkeypatch.setattr(demo.json_child, "start", start)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    demo._engine(WAYS[0], DemoModels(Path("target"), Path("draft")), 3, 128, Path("logs")).__enter__()
+    assert environments[0]["OMP_NUM_THREADS"] == found
