@@ -32,7 +32,14 @@ REMOVALS = {
         "self._path.parent.rmdir",  # a directory that it has made, which is empty
         "self._path.unlink",  # its own file there
     ],
-    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # from a TemporaryDirectory to where nothing is
+    "vllm_async_spec/demo/checkpoint.py": [
+        "fresh.replace",  # a checkpoint of this training by the next
+        "fresh.unlink",  # a temporary file that we made
+    ],
+    "vllm_async_spec/demo/train.py": [
+        "checkpoint.unlink",  # of the training that has just ended
+        "fresh.rename",  # to where nothing is
+    ],
     "vllm_async_spec/cli/patches.py": ["os.replace"],  # the lock file and README by newer ones, when asked
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
         "fresh.rename",  # to where nothing is

@@ -242,9 +242,7 @@ class _Decode(_Wrapper):
 
 
 class _Prefill(_Wrapper):
-    """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`; its plan never splits the keys of a request."""
-
-    _plan_info = (0,) * 15
+    """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
 
 class _Ragged:
