@@ -55,6 +55,7 @@ def test_an_error_that_refers_to_another_is_none(error: str) -> None:
         ("Killed\nbye\n", "Killed"),
         ("RuntimeError: real\nException ignored in: <f>\nTraceback\nAttributeError: noise\n", "RuntimeError: real"),
         ("RuntimeError: real\nKeyboardInterrupt: \nBrokenPipeError: [Errno 32]\n", "RuntimeError: real"),
+        ("ValueError: real\nRuntimeError: See root cause above.\nOSError: later\n", "ValueError: real"),
         ("RuntimeError: See root cause above.\nValueError: printed late\n", "ValueError: printed late"),
         ("ValueError: " + "x" * 5000, "ValueError: " + "x" * 588),
     ],

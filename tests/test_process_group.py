@@ -16,7 +16,7 @@ from vllm_async_spec.process_group import end_group
 
 CALLER = f"""{BARE}
 import os, subprocess, time
-from vllm_async_spec.process_group import call_in_new_process
+from vllm_async_spec.process_group import NewProcess
 
 def print_and_wait():
     other = subprocess.Popen(["sleep", "600"])
@@ -25,13 +25,15 @@ def print_and_wait():
 
 def told(function, *arguments):
     try:
-        return call_in_new_process(function, *arguments)
+        with NewProcess() as process:
+            return process.submit(function, *arguments).result()
     except Exception as error:
         return f"{{type(error).__name__}}: {{error}}"
 
 if __name__ == "__main__":
     if sys.argv[1] == "wait":
-        call_in_new_process(print_and_wait)
+        with NewProcess() as process:
+            process.submit(print_and_wait).result()
     print(told(divmod, 7, 3), told(divmod, 7, 0), told(os._exit, 7), sep="\\n")
 """
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -51,36 +51,61 @@ def end_with_parent() -> None:
         _start_watching(lambda: os.read(int(descriptor), 1))  # returns at the pipe's end, with its last writer
 
 
-def call_in_new_process(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a call in a spawned process, which ends with this process and takes its own children along.
+class NewProcess:
+    """Calls in spawned processes, which end with the context and with this process, and take their children along."""
 
-    Args:
-        function: a function that can be pickled.
-        arguments: its arguments, which can be pickled.
+    def __init__(self) -> None:
+        self._calls: list[_Call[Any]] = []
 
-    Raises:
-        BrokenExecutor: the process ended without a result.
-        Exception: what the function raised.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sending, function, arguments))
-    with _without_interrupts():
-        process.start()
-    sending.close()
-    try:
-        failed, result = receiving.recv()
-    except EOFError:
-        process.join()
-        raise BrokenExecutor(f"the process ended with exit code {process.exitcode} and gave no result") from None
-    finally:
-        assert process.pid is not None
-        end_group(process.pid)
-        process.kill()  # had it no group of its own yet
-        process.join()
-    if failed:
-        raise result
-    return result  # type: ignore[no-any-return]
+    def __enter__(self) -> NewProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for call in self._calls:
+            call.end()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> _Call[T]:
+        """Start a call of a function that can be pickled, with arguments that can, in a process of its own."""
+        call = _Call(function, arguments)
+        self._calls.append(call)
+        return call
+
+
+class _Call(Generic[T]):
+    """A call in a spawned process."""
+
+    def __init__(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._receiving, sending = context.Pipe(duplex=False)
+        self._process = context.Process(target=_answer, args=(sending, function, arguments))
+        with _without_interrupts():
+            self._process.start()
+        sending.close()
+
+    def result(self) -> T:
+        """Wait for the result; can be asked for once.
+
+        Raises:
+            BrokenExecutor: the process ended without a result.
+            Exception: what the function raised.
+        """
+        try:
+            failed, result = self._receiving.recv()
+        except EOFError:
+            self._process.join()
+            raise BrokenExecutor(
+                f"the process ended with exit code {self._process.exitcode} and gave no result"
+            ) from None
+        if failed:
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """End the process and its children."""
+        assert self._process.pid is not None
+        end_group(self._process.pid)
+        self._process.kill()  # had it no group of its own yet
+        self._process.join()
 
 
 def _answer(sending: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

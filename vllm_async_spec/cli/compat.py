@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail
+from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
     from vllm_async_spec.compat.report import Report
@@ -32,20 +33,27 @@ def compat(
         Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence to this JSON file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write all evidence to this JSON file.")
+    ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
     ] = None,
     junit_file: Annotated[
-        Path | None, typer.Option("--junit", help="Write a test for each batch to this JUnit file, for CI.")
+        Path | None,
+        typer.Option("--junit", callback=output_file, help="Write a test for each batch to this JUnit file, for CI."),
     ] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table to this HTML file.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line to this SVG badge.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", callback=output_file, help="Write the table to this HTML file.")
+    ] = None,
+    badge_file: Annotated[
+        Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
+    ] = None,
 ) -> None:
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits or
-    builds wrong metadata; 2: a builder could not be tried.
+    builds wrong metadata; 2: a builder could not be tried, or a file could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
@@ -58,19 +66,14 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
-    for option, (path, _) in written.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     try:
         with Console(stderr=True).status("") as status:
             found = _try(backends or [], plugin, device, vllm_source, status.update)
     except (SubjectError, VllmSourceError) as error:
         fail(str(error), 2)
-    for path, make in written.values():
-        if path is not None:
-            path.write_text(make(found), encoding="utf-8")
+    failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     print_report(found, Console())
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(found.exit_code or (2 if failed else 0))
 
 
 def _try(
@@ -92,11 +95,13 @@ def _try(
 
 def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    with _second_process() as process:
         return process.submit(_try, names, plugin).result().results
+
+
+def _second_process() -> NewProcess:
+    """Runs what is submitted in a process that imports everything anew, and ends with this process."""
+    return NewProcess()
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

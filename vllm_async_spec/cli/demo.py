@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.cli.outputs import OutputError, check_folder
 
 
 def demo(
@@ -41,6 +42,10 @@ def demo(
     for option, path in (("--target", target), ("--draft", draft)):
         if path is not None and not (path / "config.json").is_file():
             fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
+    try:
+        check_folder("--cache", folder)
+    except OutputError as error:
+        fail(str(error))
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         try:
