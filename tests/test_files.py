@@ -28,6 +28,7 @@ REMOVALS = {
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
     "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
     "vllm_async_spec/demo/train.py": ["fresh.rename"],  # likewise
+    "vllm_async_spec/cli/outputs.py": ["path.unlink"],  # a part of a file that the same call has created
     "vllm_async_spec/cli/patches.py": ["os.replace"],  # the lock file and README by newer ones, when asked
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
         "fresh.rename",  # to where nothing is

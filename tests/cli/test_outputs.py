@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import resource
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,8 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import cli as benchmarks
+from benchmarks.arms import PlanError
+from benchmarks.plans import find_plan
+from benchmarks.results import ResultFile
 from vllm_async_spec.audit.report import Report
 from vllm_async_spec.cli import app
+from vllm_async_spec.cli.interrupts import Interrupted
 from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
 
 READ_ONLY = Path("/proc/sys/kernel/osrelease")
@@ -72,6 +79,23 @@ def test_what_can_not_be_written_is_kept_elsewhere(lost: str, tmp_path: Path, mo
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("existed", [False, True])
+def test_no_part_of_a_new_file_is_left(existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "found.json"
+    if existed:
+        path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        said = write_output("--json", path, "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said is not None
+    assert "which can't be written (File too large)" in said
+    assert path.exists() == existed
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -123,3 +147,28 @@ def test_an_audit_that_fills_the_disk_is_shown_and_kept(tmp_path: Path, monkeypa
     kept = Path(line.rpartition(" is kept in ")[2])
     assert found.command in kept.read_text().replace('\\"', '"')
     assert (tmp_path / "page.html").is_file()
+
+
+def test_turns_that_can_not_be_written_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    result = ResultFile(Path("/proc/new/plan.json"), find_plan("overhead-tiny"))
+    turn = {"pass": 0, "arm": result.document["plan"]["arms"][0]["name"], "error": "too early"}
+    with pytest.raises(
+        PlanError, match=r"^/proc/new/plan.json can't be written \(.*\); this output is kept in "
+    ) as lost:
+        result.add(turn, "the command")
+    kept = json.loads(Path(str(lost.value).rpartition(" is kept in ")[2]).read_text())
+    assert kept["turns"] == [turn]
+
+
+def test_an_interrupted_run_says_that_it_keeps_its_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object, **more: object) -> bool:
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("benchmarks.runner.Runner.run", interrupted)
+    monkeypatch.setattr("benchmarks.runner.Runner.lacks", lambda *arguments: None)
+    done = CliRunner().invoke(benchmarks.app, ["run", "overhead-tiny", "--out", str(tmp_path)])
+    assert done.exit_code == 143
+    assert done.stderr == (
+        "benchmarks: interrupted by SIGTERM; finished turns are kept, and the same command runs the rest\n"
+    )

@@ -68,3 +68,17 @@ def _runs(identifier: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
+
+
+def of_session(parent: int) -> list[int]:
+    """The processes of the sessions that the children of `parent` lead."""
+    stats = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent_of, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if state not in "ZX":
+            stats[int(stat.parent.name)] = (int(parent_of), int(session))
+    leaders = [identifier for identifier, (of, session) in stats.items() if of == parent and session == identifier]
+    return [identifier for identifier, (_, session) in stats.items() if session in leaders]

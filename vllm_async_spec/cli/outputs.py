@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -58,12 +59,15 @@ def write_output(option: str, path: Path, text: str) -> str | None:
     Returns:
         None, or a sentence that says why the file was not written, and where the text is.
     """
-    existed = os.path.lexists(path)
+    created = False
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open("w" if os.path.lexists(path) else "x", encoding="utf-8") as file:
+            created = file.mode == "x"
+            file.write(text)
     except OSError as error:
-        if not existed and os.path.isfile(path):
-            path.unlink()  # a part of the report would pass for the whole
+        if created:  # a part of the output would pass for the whole
+            with contextlib.suppress(OSError):
+                path.unlink()
         return f"{option} is {str(path)!r}, which can't be written ({error.strerror}); {keep_elsewhere(path, text)}"
     return None
 
