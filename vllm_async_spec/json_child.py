@@ -50,6 +50,7 @@ class Child:
         """The next answer; kills the process after `seconds` without an answer. Raises what `ask` raises."""
         assert self.process.stdout is not None
         late = threading.Timer(seconds or 0, self.process.kill)
+        late.daemon = True  # or the end of an interrupted process would wait for its thread
         if seconds is not None:
             late.start()
         line = self.process.stdout.readline()

@@ -26,7 +26,7 @@ from vllm_async_spec.json_child import start
 with start([sys.executable, "-c", sys.argv[1]], log=Path(sys.argv[2]), env=os.environ,
            fail=RuntimeError) as child:
     print(child.process.pid, child.answer()["pid"], flush=True)
-    child.answer()
+    child.answer(600)  # whose limit must not hold up the end
 """
 """Code of a parent: waits for a second answer of the child that runs the code `sys.argv[1]`."""
 CHILD = f"""{BARE}
