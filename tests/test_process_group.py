@@ -23,10 +23,10 @@ def print_and_wait():
     print(os.getpid(), other.pid, flush=True)
     time.sleep(600)
 
-def told(function, *arguments):
+def told(function, *arguments, **named):
     try:
         with NewProcess() as process:
-            return process.submit(function, *arguments).result()
+            return process.submit(function, *arguments, **named).result()
     except Exception as error:
         return f"{{type(error).__name__}}: {{error}}"
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "wait":
         with NewProcess() as process:
             process.submit(print_and_wait).result()
-    print(told(divmod, 7, 3), told(divmod, 7, 0), told(os._exit, 7), sep="\\n")
+    print(told(divmod, 7, 3), told(divmod, 7, 0), told(os._exit, status=7), sep="\\n")
 """
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 

@@ -8,6 +8,7 @@ parent that is killed can't do so. Then a thread of the child sees that the pare
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -64,9 +65,9 @@ class NewProcess:
         for call in self._calls:
             call.end()
 
-    def submit(self, function: Callable[..., T], *arguments: Any) -> _Call[T]:
+    def submit(self, function: Callable[..., T], *arguments: Any, **named: Any) -> _Call[T]:
         """Start a call of a function that can be pickled, with arguments that can, in a process of its own."""
-        call = _Call(function, arguments)
+        call = _Call(functools.partial(function, *arguments, **named))
         self._calls.append(call)
         return call
 
@@ -74,10 +75,10 @@ class NewProcess:
 class _Call(Generic[T]):
     """A call in a spawned process."""
 
-    def __init__(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
         context = multiprocessing.get_context("spawn")
         self._receiving, sending = context.Pipe(duplex=False)
-        self._process = context.Process(target=_answer, args=(sending, function, arguments))
+        self._process = context.Process(target=_answer, args=(sending, call))
         with _without_interrupts():
             self._process.start()
         sending.close()
@@ -108,14 +109,14 @@ class _Call(Generic[T]):
         self._process.join()
 
 
-def _answer(sending: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _answer(sending: Connection, call: Callable[[], Any]) -> None:
     """What a spawned process does: call, and send (whether the call failed, result or exception)."""
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
     _start_watching(lambda: wait([parent.sentinel]))
     try:
-        sending.send((False, function(*arguments)))
+        sending.send((False, call()))
     except Exception as error:
         sending.send((True, error))
 
