@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.loads import Load
-from benchmarks.shapes import Method
+from benchmarks.shapes import Method, find_shape
 
 
 class Plugin(str, enum.Enum):
@@ -71,6 +71,15 @@ class Arm:
         """Whether a CPU would take hours, or run out of memory: for all shapes but the tiny ones."""
         return not self.shape.startswith("tiny")
 
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the target's weights in bfloat16; the drafter's and the KV cache come on top.
+
+        Raises:
+            ShapeError: no shape has this arm's name.
+        """
+        return 2 * find_shape(self.shape).parameters
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
@@ -106,6 +115,10 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make the stock arms noop"
             )
+
+    def named(self, only: str) -> list[Arm]:
+        """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""
+        return [arm for arm in self.arms if any(part in arm.name for part in only.split(","))]
 
     def order(self) -> list[tuple[int, Arm]]:
         """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ...

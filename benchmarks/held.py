@@ -16,16 +16,13 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.machine import MachineError
 from benchmarks.statistics import summary
 
 DRAFTS = 4 * 32
 """Rows of logits in a step of 32 requests with three drafts each."""
 VOCABULARY = 32_000
 _CYCLES = 200_000_000
-
-
-class HeldError(RuntimeError):
-    """There is no CUDA device."""
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -52,10 +49,10 @@ def measure(times: int) -> dict[str, Any]:
     """The result file: milliseconds that the host is held by each call.
 
     Raises:
-        HeldError: there is no CUDA device.
+        MachineError: there is no CUDA device.
     """
     if not torch.cuda.is_available():
-        raise HeldError(
+        raise MachineError(
             "PyTorch finds no CUDA device, and a CPU run measures nothing; run this on a machine with a GPU"
         )
     busy = _milliseconds(lambda: torch.cuda.synchronize())

@@ -23,6 +23,7 @@ import torch
 from rich.table import Table
 from torch.nn.functional import linear, silu
 
+from benchmarks.machine import MachineError
 from benchmarks.shapes import find_shape
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
@@ -38,7 +39,7 @@ _NEAR = 2e-2
 
 
 class KernelError(RuntimeError):
-    """There is nothing to measure on, or a kernel is wrong; the message says which."""
+    """The number of heads is wrong, or a kernel is; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,9 @@ def measure(tokens: int, kv_heads: int) -> dict[str, Any]:
     if HEADS % kv_heads:
         raise KernelError(f"{HEADS} query heads can't be grouped over {kv_heads} KV heads; give a divisor of {HEADS}")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        raise KernelError("PyTorch finds no GPU of compute capability 9.0, and no other GPU has all of these kernels")
+        raise MachineError("PyTorch finds no GPU of compute capability 9.0, and no other GPU has all of these kernels")
     if missing := [name for name in ("flashinfer", "vllm") if find_spec(name) is None]:
-        raise KernelError(
+        raise MachineError(
             f"{' and '.join(missing)} can't be imported, and the benchmark needs both flashinfer and vllm; install both"
         )
     batches = [Batch(requests, keys, tokens, kv_heads) for requests in REQUESTS for keys in KEYS]

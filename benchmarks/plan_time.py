@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.kernels import HEAD_SIZE, HEADS, KV_HEADS, PAGE
+from benchmarks.machine import MachineError
 from benchmarks.statistics import by_turns, summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.compat.backend_builders import Way, flashinfer_builder
@@ -32,10 +33,6 @@ _SHORT, _LONG = 300, 900  # tokens; a plan for one length does not serve the oth
 _IN_EACH_STEP = "plugin, planned in each step"
 
 Step = Callable[[], Any]
-
-
-class PlanTimeError(RuntimeError):
-    """There is nothing to measure here; the message says why."""
 
 
 class _Heads(BuilderInputs):
@@ -55,16 +52,16 @@ def measure(rounds: int) -> dict[str, Any]:
     """The result file: microseconds a step, by requests and kind of builder, over `rounds` rounds.
 
     Raises:
-        PlanTimeError: there is no CUDA device, or vLLM or FlashInfer is not there.
+        MachineError: there is no CUDA device, or vLLM or FlashInfer is not there.
     """
     if not torch.cuda.is_available():
-        raise PlanTimeError("PyTorch finds no CUDA device; run this on a machine with a GPU")
+        raise MachineError("PyTorch finds no CUDA device; run this on a machine with a GPU")
     try:
         import vllm
 
         module = importlib.import_module("vllm.v1.attention.backends.flashinfer")
     except ImportError as error:
-        raise PlanTimeError(f"vLLM's FlashInfer backend can't be imported here ({error}); install vllm") from error
+        raise MachineError(f"vLLM's FlashInfer backend can't be imported here ({error}); install vllm") from error
     device, found = torch.device("cuda"), {}
     builders = builders_of(module, device)
     for requests in REQUESTS:

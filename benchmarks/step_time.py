@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
+from benchmarks.machine import MachineError
 from benchmarks.statistics import summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.patching import temporarily
@@ -27,24 +28,20 @@ DRAFTS = 3
 _ALL = "all that differs"
 
 
-class StepTimeError(RuntimeError):
-    """There is nothing to measure here; the message says why."""
-
-
 def measure(batch: int, rounds: int) -> dict[str, Any]:
     """The result file: microseconds a step, of each part, over `rounds` rounds.
 
     Raises:
-        StepTimeError: there is no CUDA device, or this vLLM's runner does not need the patch.
+        MachineError: there is no CUDA device, or this vLLM's runner does not need the patch.
     """
     if not torch.cuda.is_available():
-        raise StepTimeError("PyTorch finds no CUDA device; run this on a machine with a GPU")
+        raise MachineError("PyTorch finds no CUDA device; run this on a machine with a GPU")
     import vllm
 
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     patch = IMPLEMENTATIONS["optimistic-runner"]
     if not find_patch("optimistic-runner").covers(vllm.__version__):
-        raise StepTimeError(f"vLLM {vllm.__version__} does not need the patch optimistic-runner; take 0.14 to 0.18")
+        raise MachineError(f"vLLM {vllm.__version__} does not need the patch optimistic-runner; take 0.14 to 0.18")
     stock = _Step(module.GPUModelRunner, batch)
     with temporarily() as transaction:
         patch.apply(transaction, module)

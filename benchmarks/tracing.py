@@ -24,6 +24,7 @@ import torch
 from benchmarks.arms import expected_length
 from benchmarks.batching_arms import Arms, make_arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model
+from benchmarks.machine import MachineError
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
 from benchmarks.shapes import SHAPES
 from vllm_async_spec.audit.device_trace import DeviceTrace, cupti_thread
@@ -88,7 +89,7 @@ def record(
             f"drafts are {drafts} and the technique is {technique}; only batching uses drafts; leave out --drafts"
         )
     if not torch.cuda.is_available():
-        raise TraceError(
+        raise MachineError(
             "a trace needs a GPU, and PyTorch finds no CUDA device; record on a machine with a GPU, and plot here"
         )
     with contextlib.ExitStack() as stack:

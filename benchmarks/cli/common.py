@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.runner import installed_vllm
+from benchmarks.machine import MachineError, installed_vllm
 from vllm_async_spec.cli.interrupts import InterruptibleGroup
 from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
 
@@ -64,9 +64,11 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 @contextlib.contextmanager
 def failing(*errors: type[Exception]) -> Iterator[None]:
-    """End with the message of any of `errors`, which is one sentence for the user."""
+    """End with the message of any of `errors`, one sentence for the user: exit code 1, or 2 for a MachineError."""
     try:
         yield
+    except MachineError as error:
+        fail(str(error), code=2)
     except errors as error:
         fail(str(error))
 
@@ -82,7 +84,7 @@ def find_environments(given: list[str] | None, needed: str | None = None) -> dic
             fail(f"--env {release} is {file!r}, which is no file; give a shell file to source, or a Python executable")
         environments[release] = Path(file).absolute()
     if needed not in (None, installed_vllm(), *environments):
-        fail(f"no environment has vLLM {needed}; give --env {needed}=FILE")
+        fail(f"no environment has vLLM {needed}; give --env {needed}=FILE", code=2)
     return environments
 
 

@@ -58,6 +58,12 @@ def run(
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = Runner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        if why := runner.lacks(chosen.named(only)):
+            fail(
+                f"the plan {plan} can't run here: {why}"
+                + (f"; `python -m benchmarks show {path}` prints what was measured before" if path.is_file() else ""),
+                code=2,
+            )
         missing = runner.missing(only=only, retry=retry)
         if not missing:
             typer.echo(
@@ -65,8 +71,6 @@ def run(
                 "them, and --fresh measures them again"
             )
             raise typer.Exit(1 if any("error" in turn for turn in result.turns) else 0)
-        if why := runner.lacks(arm for _, arm in missing):
-            fail(f"the plan {plan} can't run here: {why}", code=2)
         done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
     except (PlanError, LoadError, ShapeError) as error:
         fail(str(error))

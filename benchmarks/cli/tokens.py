@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import runner
+from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, write
@@ -56,7 +56,7 @@ def soak(
         if control:
             _check_shown(control, chosen)
         envs = find_environments(env, chosen.subject.release)
-        if chosen.subject.needs_gpu and not runner.has_gpu():
+        if chosen.subject.needs_gpu and not machine.has_gpu():
             fail(f"the soak {name} needs a GPU, and this machine has none; run it where there is one, or take tiny", 2)
         for found in run_soak(
             chosen,
@@ -117,7 +117,7 @@ def features(
     envs = find_environments(env, release or None)
     with failing(FeatureError):
         chosen = [find_feature(name) for name in names or FEATURES]
-    if not cpu and not runner.has_gpu():
+    if not cpu and not machine.has_gpu():
         fail("the cases need a GPU, and this machine has none; run them where there is one, or give --cpu", 2)
     for feature in chosen:
         if cpu and feature.no_cpu:

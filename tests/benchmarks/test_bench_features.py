@@ -282,12 +282,12 @@ def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: P
 )
 def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
     result = CliRunner().invoke(app, ["features", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == (2 if "no environment" in sentence else 1)
     assert result.stderr.startswith(sentence)
 
 
 def test_cases_for_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.runner.has_gpu", lambda: False)
+    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
     result = CliRunner().invoke(app, ["features", "eagle"])
     assert (result.exit_code, result.output) == (
         2,
@@ -301,7 +301,7 @@ def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest
         yield features[0], found | {"plugin": plugin.value, "control": control}
 
     monkeypatch.setattr("benchmarks.cli.tokens.run_features", run_features)
-    monkeypatch.setattr("benchmarks.runner.has_gpu", lambda: True)
+    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: True)
     env = tmp_path / "env.sh"
     env.touch()
     control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,19 +245,20 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     there = tmp_path / "flashinfer-8b.json"
     there.write_text((RESULTS / "flashinfer-8b.json").read_text())
     before = there.read_text()
-    # One arm that the file has no turn of, so that without --fresh something is missing too.
-    plan = ["run", "flashinfer-8b", "--turns", "6", "--out", str(tmp_path), *fresh]
-    done = CliRunner().invoke(app, plan)
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
     assert done.output == (
         "benchmarks: the plan flashinfer-8b can't run here: its engines need a GPU, and this machine has none; run it "
-        "where there is one, or take overhead-tiny\n"
+        f"where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was measured "
+        "before\n"
     )
     assert there.read_text() == before
 
 
 def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
     (tmp_path / "flashinfer-8b.json").write_text((RESULTS / "flashinfer-8b.json").read_text())
     done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
     assert done.exit_code == 0
@@ -269,3 +271,23 @@ def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch)
     done = CliRunner().invoke(app, ["run", "optimistic-audit-1b", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
+
+
+@pytest.mark.parametrize(("gigabytes", "code"), [(8, 2), (None, 0), (80, 0)])
+def test_a_plan_whose_weights_do_not_fit_is_refused(tmp_path, monkeypatch, gigabytes, code):
+    monkeypatch.setattr(runner, "has_gpu", lambda: True)
+    monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(runner, "gpu_bytes", lambda: gigabytes and gigabytes * 1e9)
+    monkeypatch.setattr(Runner, "run", lambda self, **_: True)
+    done = CliRunner().invoke(app, ["run", "overhead-8b", "--out", str(tmp_path)])
+    assert done.exit_code == code, done.output
+    refused = "can't run here: its engine has 16.1 GB of weights, and the GPU has 8.0 GB; run it on a larger GPU"
+    assert (refused in done.output) is (code == 2)
+
+
+def test_the_memory_is_that_of_the_largest_gpu(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 24576\necho 81559\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert runner.gpu_bytes() == 81559 * 2**20

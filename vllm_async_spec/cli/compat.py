@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +15,7 @@ from vllm_async_spec.cli.common import fail, output_file, write_outputs
 from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
+    from vllm_async_spec.compat.keep import KeptResults, Stopped
     from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
 
@@ -34,7 +35,10 @@ def compat(
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", callback=output_file, help="Write all evidence to this JSON file.")
+        Path | None,
+        typer.Option(
+            "--json", callback=output_file, help="Write all evidence to this JSON file, while the suite runs."
+        ),
     ] = None,
     markdown_file: Annotated[
         Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
@@ -49,13 +53,17 @@ def compat(
     badge_file: Annotated[
         Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
     ] = None,
+    forward_seconds: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
+    ] = 600.0,
 ) -> None:
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
-    Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits or
-    builds wrong metadata; 2: a builder could not be tried, or a file could not be written.
+    Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
+    fails, or builds wrong metadata; 2: a builder could not be tried, or a file could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
+    from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
@@ -66,14 +74,36 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
+    console = Console(stderr=True)
+    kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
-        with Console(stderr=True).status("") as status:
-            found = _try(backends or [], plugin, device, vllm_source, status.update)
+        with stopped_by_signals(), console.status("") as status:
+            found = _try(
+                backends or [], plugin, device, vllm_source, status.update, keep=kept, forward_seconds=forward_seconds
+            )
     except (SubjectError, VllmSourceError) as error:
+        kept.discard()
         fail(str(error), 2)
+    except Stopped as stopped:
+        _stop(stopped, kept)
     failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
+    kept.discard()
     print_report(found, Console())
     raise typer.Exit(found.exit_code or (2 if failed else 0))
+
+
+def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:
+    """Print what was found until the signal, say where it is kept, and exit as a shell expects."""
+    from vllm_async_spec.compat.render import print_report
+
+    left = kept.stop()
+    if left is None:
+        fail(f"{stopped}; no batch was built", 128 + stopped.signal)
+    report, path = left
+    print_report(report, Console())
+    names = {*report.not_tried, *(each.backend for each in report.results)}
+    tried = f"{len(names) - len(report.not_tried)} of {len(names)} builders to the end"
+    fail(f"{stopped}; the results so far, of {tried}, are in {path}", 128 + stopped.signal)
 
 
 def _try(
@@ -82,6 +112,7 @@ def _try(
     device: str = "cuda",
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
+    **how: Any,
 ) -> Report:
     """Run the suite in this process, which has imported no vLLM yet."""
     from vllm_async_spec.compat.suite import open_device, prepare, run
@@ -89,14 +120,14 @@ def _try(
     source = prepare(vllm_source, plugin=plugin)
     opened = open_device(device, source)
     patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(_try_elsewhere, plugin=plugin)
-    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere)
+    elsewhere = functools.partial(_try_elsewhere, plugin=plugin, forward_seconds=how.get("forward_seconds", 600.0))
+    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere, **how)
 
 
-def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
+def _try_elsewhere(names: Sequence[str], *, plugin: bool, forward_seconds: float) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
     with _second_process() as process:
-        return process.submit(_try, names, plugin).result().results
+        return process.submit(_try, names, plugin, forward_seconds=forward_seconds).result().results
 
 
 def _second_process() -> NewProcess:

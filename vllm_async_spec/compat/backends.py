@@ -31,11 +31,13 @@ from vllm_async_spec.compat.backend_builders import (
     triton_backend,
 )
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
+from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.model import FIELDS
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
@@ -82,6 +84,8 @@ class Backend:
         arguments: As `Subject.arguments`.
         layout: As `Subject.layout`.
         not_for: As `Subject.not_for`.
+        may_refuse: As `Subject.may_refuse`.
+        remakes: As `Subject.remakes`.
         common_prefix: As `Subject.common_prefix`.
         capability: The GPU's compute capability that the builder needs; None for an H200's, or any.
         on_host: Whether the builder's device is the host.
@@ -96,6 +100,8 @@ class Backend:
     arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     layout: tuple[str, ...] = ()
     not_for: Callable[[Case], str | None] = lambda case: None
+    may_refuse: Callable[[Case], str | None] = lambda case: None
+    remakes: tuple[str, ...] = ()
     common_prefix: Callable[[Case], int] = lambda case: 0
     capability: tuple[int, int] | None = None
     on_host: bool = False
@@ -137,6 +143,10 @@ def _shares_nothing(case: Case) -> str | None:
     if case.call is not Call.BUILD:
         return "only a step of the target model is told of a common prefix"
     return None if _shared_prefix(case) else "its requests share no full block"
+
+
+def _no_drafting(case: Case) -> str | None:
+    return "no draft model has layers of state space" if case.call is Call.DRAFTING else None
 
 
 def _no_encoder_batch(case: Case) -> str | None:
@@ -182,7 +192,11 @@ _TILES = (".scheduler_metadata",)
 """FlashAttention's work split, which its planner sizes by the longest request. Other fields hold the lengths."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
-_STATES = "a layer of state space attends to nothing"
+_STATE_SPACE: dict[str, Any] = {
+    "arguments": _accepted,
+    "may_refuse": _no_drafting,
+    "layer": "a layer of state space attends to nothing",
+}
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -251,27 +265,21 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=_PAGE_TABLE, layer=_TWO_RANKS
         ),
-        Backend(
-            "MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
-        Backend(
-            "MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
-        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES),
-        Backend(
-            "LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
+        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), mamba_builder, **_STATE_SPACE),
         Backend(
             "SHORT_CONV",
             (f"{_IN}short_conv_attn:ShortConvAttentionBackend",),
             mamba_builder,
-            arguments=_accepted,
-            layer=_STATES,
+            **_STATE_SPACE,
         ),
         Backend(
             "CHUNKED_LOCAL",
             tuple(f"{layers}chunked_local_attention:create_chunked_local_attention_backend" for layers in _LAYERS),
             _chunked_local,
+            remakes=FIELDS,
             layer=_triton_layer(chunk=_LOCAL_CHUNK),
         ),
         Backend(
@@ -279,6 +287,7 @@ BACKENDS: dict[str, Backend] = {
             (f"{_IN}utils:create_fast_prefill_custom_backend",),
             fast_prefill_builder,
             fields=_logits,
+            remakes=("query_start_loc", "query_start_loc_cpu", "max_query_len", "num_actual_tokens"),
             layer=_triton_layer(last_only=True),
         ),
         Backend(
@@ -286,6 +295,7 @@ BACKENDS: dict[str, Backend] = {
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
             cross_attention_builder,
             fields=_encoder,
+            remakes=("seq_lens", "max_seq_len", "slot_mapping"),
             layer="it attends to what an encoder made, and the suite has no encoder",
         ),
         Backend(
@@ -353,6 +363,9 @@ def backend_subject(name: str, device: Device) -> Subject:
         backend.fields,
         backend.arguments,
         not_for=backend.not_for,
+        may_refuse=backend.may_refuse,
+        remakes=backend.remakes,
+        backend=found,
         layout=backend.layout,
         common_prefix=backend.common_prefix,
         device=HostDevice() if backend.on_host else None,
@@ -377,7 +390,7 @@ def _find(backend: Backend, release: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
+            if not is_absent(error, module):
                 raise SubjectError(f"{backend.name} can't be imported here: {failure_sentence(error)}") from error
         except AttributeError:
             continue

@@ -53,7 +53,7 @@ def third_party_subject(name: str, device: Device) -> Subject:
     target = named.get_builder_cls() if hasattr(named, "get_builder_cls") else named
     make = _maker(name, target)
     metadata, source = _metadata_for(target if inspect.isclass(target) else type(make(device)))
-    return Subject(name, make, metadata, source, layer=_layer(named))
+    return Subject(name, make, metadata, source, backend=named, layer=_layer(named))
 
 
 def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:

@@ -175,7 +175,15 @@ class _PatchedLoader(Loader):
 
 def _patch(module: ModuleType, handle: VllmSource) -> None:
     attribute, patch = _PATCHES[module.__name__]
-    patch(module, handle)
+    try:
+        getattr(module, attribute)
+        patch(module, handle)
+    except AttributeError as error:
+        # Setting what a release no longer reads would stub nothing, and say nothing.
+        raise VllmSourceError(
+            f"vLLM {handle.version} no longer has what the stub of {module.__name__}:{attribute} replaces ({error}); "
+            "change the stub in vllm_async_spec/compat/vllm_source.py"
+        ) from error
     handle._used.add(f"{module.__name__}:{attribute}")
 
 
@@ -202,6 +210,7 @@ def _claim_one_h200(cuda: Any, handle: VllmSource) -> None:
         "num_compute_units": 132,  # sizes the tables of several MLA builders
         "is_pin_memory_available": False,  # a CPU build of torch refuses pin_memory=True
     }.items():
+        getattr(platform, question)
         setattr(platform, question, _always(answer))
     cuda.CudaPlatform = platform
 

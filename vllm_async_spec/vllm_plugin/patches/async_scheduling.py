@@ -168,7 +168,8 @@ _KEPT = "_async_spec_kept"
 """Marks a SchedulerConfig whose asynchronous scheduling was kept on, also in the other processes."""
 
 
-def _unneeded_cpu() -> str | None:
+def unneeded_off_cpu() -> str | None:
+    """Why this process does not need a patch of vLLM's CPU platform, or None."""
     from vllm.platforms import current_platform
 
     return None if current_platform.is_cpu() else "the platform is not the CPU"
@@ -203,7 +204,7 @@ def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
 
 
 IMPLEMENTATIONS = {
-    "async-scheduling-cpu": Implementation(_apply_cpu, _unneeded_cpu),
+    "async-scheduling-cpu": Implementation(_apply_cpu, unneeded_off_cpu),
     "async-scheduling-default": Implementation(_apply_default),
     "async-scheduling-unset": Implementation(_apply_unset),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches import (
     async_scheduling,
+    cpu_sampling,
     draft_graphs,
     draft_lengths,
     fast_prefill,
@@ -24,6 +25,7 @@ PATCHES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         async_scheduling,
+        cpu_sampling,
         draft_graphs,
         draft_lengths,
         fast_prefill,

