@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_async_spec.audit.analysis import Findings
-from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place, WaitKind
+from vllm_async_spec.audit.remedies import remedy
+from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place
 
 NOTHING_TO_WIN = 0.01
 """Share of host-caused idle below which removing waits is not worth the work."""
@@ -47,22 +48,12 @@ def _advice(engine: EngineFacts, found: Findings) -> str:
     if critical:
         lost = sum(cause.ms_per_step for cause in critical)
         beside = "" if slowest is None or slowest.ms_per_step < 5 * lost else _beside(slowest)
-        return _remedy(critical[0]) + beside
+        return f"to change: {remedy(critical[0].kind)}{beside}"
     if found.gpu is None:
         return "there is nothing to change"
     if found.gpu.host_idle < NOTHING_TO_WIN or slowest is None:
         return "there is nothing to win by removing waits"
     return f"the idle time is host work, not waits: {slowest.phase.value} takes most of it"
-
-
-def _remedy(cause: Cause) -> str:
-    if cause.kind is WaitKind.PAGEABLE:
-        return "to change: copy from pinned memory"
-    if cause.kind is WaitKind.COPY_TO_DEVICE:
-        return "to change: stage the data in pinned memory and copy without blocking"
-    if cause.kind in (WaitKind.COPY_TO_HOST, WaitKind.READ):
-        return "to change: build from device seq_lens or seq_lens_cpu_upper_bound"
-    return "to change: have the device carry the value to the next step, or wait for it a step later"
 
 
 def _beside(slowest: PhaseTime) -> str:

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from vllm_async_spec.compat.keep import KeptResults, Stopped
     from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
+
+_FORWARD_SECONDS = 600.0
 
 
 def compat(
@@ -55,7 +57,7 @@ def compat(
     ] = None,
     forward_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
-    ] = 600.0,
+    ] = _FORWARD_SECONDS,
 ) -> None:
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
@@ -112,16 +114,50 @@ def _try(
     device: str = "cuda",
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
-    **how: Any,
+    *,
+    keep: Callable[[Callable[[], Report]], None] = lambda so_far: None,
+    forward_seconds: float = _FORWARD_SECONDS,
 ) -> Report:
-    """Run the suite in this process, which has imported no vLLM yet."""
+    """Run the suite in this process, which has imported no vLLM yet, and where it must in a second one."""
+    from vllm_async_spec.compat.installed import divide, joined
     from vllm_async_spec.compat.suite import open_device, prepare, run
 
-    source = prepare(vllm_source, plugin=plugin)
-    opened = open_device(device, source)
-    patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(_try_elsewhere, plugin=plugin, forward_seconds=how.get("forward_seconds", 600.0))
-    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere, **how)
+    division = divide(names, device, vllm_source)
+    with _second_process() as second:
+        # Started first, since this process sets variables that are not meant for the other.
+        there = functools.partial(_try, forward_seconds=forward_seconds)
+        beside = second.submit(there, division.beside, plugin, device) if division.beside else None
+        source = prepare(division.source or vllm_source, plugin=plugin)
+        opened = open_device(device, source)
+        found = run(
+            names,
+            opened,
+            source=source,
+            patches=_load_plugin() if plugin else None,
+            progress=progress,
+            elsewhere=functools.partial(_try_elsewhere, plugin=plugin, forward_seconds=forward_seconds),
+            left_out=division.beside,
+            keep=keep,
+            forward_seconds=forward_seconds,
+        )
+        if beside is None:
+            return found
+        progress(", ".join(division.beside))
+        return joined(found, beside.result(), names)
+
+
+def try_in_new_process(name: str, device: str) -> BackendResult:
+    """Try one builder in a new process, for a caller that has imported vLLM or is about to.
+
+    Args:
+        name: As `--backend` takes it.
+        device: As `--device` takes it.
+
+    Raises:
+        SubjectError: The name can't be checked.
+    """
+    with _second_process() as process:
+        return process.submit(_try, [name], False, device).result().results[0]
 
 
 def _try_elsewhere(names: Sequence[str], *, plugin: bool, forward_seconds: float) -> Sequence[BackendResult]:

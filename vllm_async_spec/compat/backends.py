@@ -35,7 +35,7 @@ from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.model import FIELDS
 from vllm_async_spec.compat.simulated_device import HostDevice
@@ -377,10 +377,11 @@ def _layer_of(backend: Backend, found: Any, device: Device) -> Callable[[Any, De
     make = backend.layer
     if isinstance(make, str):
         return make
-    if loaded_source() is not None:
-        return NOTHING_COMPILED
+    source = loaded_source()
+    if source is not None:
+        return NO_KERNEL_RUNS if source.installed else NOTHING_COMPILED
     if not device.validates_kernels and not backend.on_host:
-        return "no kernel runs on a simulated device"
+        return NO_KERNEL_RUNS
     return lambda builder, device: make(found, builder, device, backend.block_size)
 
 

@@ -179,6 +179,8 @@ def failure_sentence(error: BaseException) -> str:
     where = f" at {theirs[0].file}:{theirs[0].line}" if theirs else ""
     # PyTorch's C++ appends its own stack to a message.
     said = " ".join(str(error).partition("Exception raised from")[0].split())[:300]
+    if not said and theirs:  # as from an assert without a message
+        said = theirs[0].source
     return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
 
 

@@ -26,6 +26,7 @@ from vllm_async_spec.compat.device import Device
 
 __all__ = [
     "NOTHING_COMPILED",
+    "NO_KERNEL_RUNS",
     "POISON",
     "Batch",
     "ImplLayer",
@@ -43,6 +44,9 @@ POISON = 1000.0
 
 NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
 """Why no layer of an unpacked release attends."""
+
+NO_KERNEL_RUNS = "no kernel runs on a simulated device"
+"""Why no layer of vLLM's own attends on a simulated device."""
 
 _SCALE = HEAD_SIZE**-0.5
 """Factor on the logits."""

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.compat.compare import Derived
 
-__all__ = ["STUBS", "Stub", "install_flashinfer"]
+__all__ = ["CONTENTS", "STUBS", "Stub", "install_flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Stub:
 
     Attributes:
         name: The module, or the `module:attribute`, that is replaced.
-        releases: The releases that use it, as a version range; of those in `fetch.RELEASES` and newer ones.
+        releases: The releases that unpacked use it, as a version range; of those in `fetch.RELEASES` and newer ones. No
+            release is in the range if only an installed CPU build uses it.
         why: What fails without it, and what stands there instead.
         to_build: Whether only some metadata builders or the server need it; otherwise importing and configuring the
             release does.
@@ -49,6 +50,8 @@ class Stub:
 
 
 _EVERY = ">=0.12.0"
+_INSTALLED = "<0"
+"""No unpacked release: only an installed CPU build."""
 
 
 _COMPILED = "a compiled module, which vllm.platforms.cuda always imports; replaced by an empty module"
@@ -107,6 +110,17 @@ STUBS: tuple[Stub, ...] = (
     ),
     Stub("vllm._flashmla_extension_C", _EVERY, "see vllm._flashmla_C", True),
     Stub(
+        "vllm.third_party.flashmla.flash_mla_interface",
+        _INSTALLED,
+        "FlashMLA's Python, which a build for CPUs lacks; replaced by an empty plan and by empty classes",
+        True,
+    ),
+    Stub(
+        "vllm.platforms:vllm_version_matches_substr",
+        _INSTALLED,
+        "says that the installed vLLM is a build for CPUs, which then leaves out Triton; says that it is not one",
+    ),
+    Stub(
         "torch.ops._flashmla_C:get_mla_decoding_metadata",
         "<=0.12.0",
         "FlashMLA's tile scheduler; records its arguments and returns zeros",
@@ -148,6 +162,19 @@ STUBS: tuple[Stub, ...] = (
         " without a device, vLLM keeps Triton",
     ),
 )
+
+
+class _FlashMlaPlan:
+    """Stub of `FlashMLASchedMeta`: the plan that the first kernel of a step fills."""
+
+
+CONTENTS: dict[str, dict[str, Any]] = {
+    "vllm.third_party.flashmla.flash_mla_interface": {
+        "FlashMLASchedMeta": _FlashMlaPlan,
+        "get_mla_metadata": lambda *arguments, **keywords: (_FlashMlaPlan(), None),
+    },
+}
+"""What stand-ins for modules contain; a module of `STUBS` without an entry is empty."""
 
 
 _WORKSPACE_BYTES = 8 << 20
