@@ -24,6 +24,8 @@ LAYERS = [
         "metadata",
         "streams",
         "patching",
+        "process_group",
+        "engine_log",
         "json_child",
     },
     {"kernels"},

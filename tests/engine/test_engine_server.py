@@ -202,7 +202,7 @@ def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server
     # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
     waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
     assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
-    assert "nothing waits on the critical path" in report.headline
+    assert report.headline == "Nothing waits on the critical path"
     assert Place.HIDDEN in {cause.place for cause in report.causes}
 
 

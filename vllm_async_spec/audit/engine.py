@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.folder import make_folder
-from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.headline import headline, sentence
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
 from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
@@ -173,6 +173,7 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
     overhead = None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms)
     report = Report(
         headline=headline(facts, found),
+        sentence=sentence(facts, found),
         engine=facts,
         load=given,
         steps=found.steps,

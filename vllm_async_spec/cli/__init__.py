@@ -10,10 +10,12 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.cli.audit import audit
 from vllm_async_spec.cli.compat import compat
 from vllm_async_spec.cli.demo import demo
+from vllm_async_spec.cli.interrupts import InterruptibleGroup
 from vllm_async_spec.cli.patches import patches_app
 from vllm_async_spec.cli.status import status
 
 app = typer.Typer(
+    cls=InterruptibleGroup,
     help="Speculative decoding in vLLM with no host-device synchronisation on the critical path.",
     no_args_is_help=True,
     add_completion=False,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail
+from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
     from vllm_async_spec.compat.keep import KeptResults, Stopped
@@ -39,16 +37,24 @@ def compat(
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all evidence to this JSON file, while the suite runs.")
+        Path | None,
+        typer.Option(
+            "--json", callback=output_file, help="Write all evidence to this JSON file, while the suite runs."
+        ),
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
     ] = None,
     junit_file: Annotated[
-        Path | None, typer.Option("--junit", help="Write a test for each batch to this JUnit file, for CI.")
+        Path | None,
+        typer.Option("--junit", callback=output_file, help="Write a test for each batch to this JUnit file, for CI."),
     ] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table to this HTML file.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line to this SVG badge.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", callback=output_file, help="Write the table to this HTML file.")
+    ] = None,
+    badge_file: Annotated[
+        Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
+    ] = None,
     forward_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
     ] = _FORWARD_SECONDS,
@@ -56,7 +62,7 @@ def compat(
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
-    fails, or builds wrong metadata; 2: a builder could not be tried.
+    fails, or builds wrong metadata; 2: a builder could not be tried, or a file could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
@@ -70,9 +76,6 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
-    for option, (path, _) in written.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     console = Console(stderr=True)
     kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
@@ -85,12 +88,10 @@ def compat(
         fail(str(error), 2)
     except Stopped as stopped:
         _stop(stopped, kept)
-    for path, make in written.values():
-        if path is not None:
-            path.write_text(make(found), encoding="utf-8")
+    failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     kept.discard()
     print_report(found, Console())
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(found.exit_code or (2 if failed else 0))
 
 
 def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:
@@ -162,20 +163,12 @@ def try_in_new_process(name: str, device: str) -> BackendResult:
 def _try_elsewhere(names: Sequence[str], *, plugin: bool, forward_seconds: float) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
     with _second_process() as process:
-        return process.submit(functools.partial(_try, forward_seconds=forward_seconds), names, plugin).result().results
+        return process.submit(_try, names, plugin, forward_seconds=forward_seconds).result().results
 
 
-@contextlib.contextmanager
-def _second_process() -> Iterator[ProcessPoolExecutor]:
-    """A pool of one process, which starts with the first job and imports everything anew; it ends with the context."""
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            yield pool
-        except BaseException:  # nobody waits for the result any more
-            for child in set(multiprocessing.active_children()) - others:
-                child.terminate()
-            raise
+def _second_process() -> NewProcess:
+    """Runs what is submitted in a process that imports everything anew, and ends with this process."""
+    return NewProcess()
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

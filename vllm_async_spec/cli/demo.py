@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.cli.interrupts import exit_code
+from vllm_async_spec.cli.outputs import OutputError, check_folder
 
 
 def demo(
@@ -42,13 +44,17 @@ def demo(
     for option, path in (("--target", target), ("--draft", draft)):
         if path is not None and not (path / "config.json").is_file():
             fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
+    try:
+        check_folder("--cache", folder)
+    except OutputError as error:
+        fail(str(error))
     with shown_progress(Console(stderr=True)) as progress:
         try:
             models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
         except (OSError, ImportError) as error:
             fail(_why_no_models(error))
-        except KeyboardInterrupt:
-            fail(f"interrupted; the same command goes on from the last checkpoint in {folder}", 130)
+        except KeyboardInterrupt as interrupt:
+            fail(f"interrupted; the same command goes on from the last checkpoint in {folder}", exit_code(interrupt))
         try:
             found = compare(
                 models,
