@@ -51,11 +51,20 @@ def statuses(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, subproces
         wanted = {
             "data": pool.submit(status, CLI, *model),
             "user decided": pool.submit(status, CLI, *model, "--no-async-scheduling", VLLM_ASYNC_SPEC="strict"),
+            "sample": pool.submit(status, CLI, llama, "--speculative-config", drafts, COLUMNS="100"),
             "changed release": pool.submit(status, CHANGED_RELEASE),
             "wrong path": pool.submit(status, CLI, "--model", "/nowhere/model"),
             "wrong setting": pool.submit(status, CLI, VLLM_ASYNC_SPEC="on"),
         }
         return {name: done.result() for name, done in wanted.items()}
+
+
+@needs_vllm
+def test_the_documentation_shows_what_status_prints(statuses):
+    page = (Path(__file__).parents[1] / "docs" / "index.md").read_text(encoding="utf-8")
+    sample = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    printed = [line.rstrip() for line in statuses["sample"].stdout.splitlines()]
+    assert printed[: len(sample)] == sample, "docs/index.md: the sample of `status` is another"
 
 
 @needs_vllm

@@ -26,7 +26,7 @@ from vllm_async_spec.vllm_plugin.ledger.entries import (
     release_runs,
 )
 from vllm_async_spec.vllm_plugin.ledger.readme import readme
-from vllm_async_spec.vllm_plugin.ledger.summary import summary
+from vllm_async_spec.vllm_plugin.ledger.release_summary import release_summary
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict, source_release, updated_lock, verify
 
 patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
@@ -95,7 +95,7 @@ def verify_patches(
             verdicts = verify(specs, source)
             release = source_release(source)
             if pip is not None and not as_json:
-                typer.echo("\n".join(summary(specs, verdicts, release)))
+                typer.echo("\n".join(release_summary(specs, verdicts, release)))
             else:
                 _print(verdicts, release, as_json)
             if update:

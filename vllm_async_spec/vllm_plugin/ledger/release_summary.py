@@ -10,7 +10,7 @@ from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict
 _GUIDE = "CONTRIBUTING.md, 'Adding a release of vLLM to the ledger'"
 
 
-def summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: str | None) -> list[str]:
+def release_summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: str | None) -> list[str]:
     """The lines.
 
     Args:

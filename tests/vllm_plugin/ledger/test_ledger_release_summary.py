@@ -15,7 +15,7 @@ from vllm_async_spec.cli import app
 from vllm_async_spec.cli import patches as cli
 from vllm_async_spec.compat.fetch import FetchError
 from vllm_async_spec.vllm_plugin.ledger import PatchSpec, load_ledger, verify
-from vllm_async_spec.vllm_plugin.ledger.summary import summary
+from vllm_async_spec.vllm_plugin.ledger.release_summary import release_summary
 
 CHANGED = SOURCE.replace("tokens + 1", "tokens + 2")
 
@@ -50,7 +50,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path) -> None:
-    assert summary(LEDGER, verify(LEDGER, source), "2.0") == [
+    assert release_summary(LEDGER, verify(LEDGER, source), "2.0") == [
         "vLLM 2.0; the ledger ends with 1.0.",
         "Still apply: 3 (applies, leans, leans-on-it)",
         "No longer needed, unlike in 1.0: 1 (fixed)",
@@ -65,7 +65,7 @@ def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path) 
 
 def test_for_a_known_release_nothing_is_left_to_do(source: Path) -> None:
     known = (entry("applies", "vllm.same", known=("1.0", "2.0")),)
-    assert summary(known, verify(known, source), "2.0") == [
+    assert release_summary(known, verify(known, source), "2.0") == [
         "vLLM 2.0; the ledger has it.",
         "Still apply: 1 (applies)",
         "No longer needed, unlike in 1.0: 0",
