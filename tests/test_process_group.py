@@ -80,7 +80,10 @@ from vllm_async_spec.process_group import LIFELINE, end_with_parent
 os.environ[LIFELINE] = "{reading}"
 end_with_parent()
 """
-    done = subprocess.run([sys.executable, "-c", code], pass_fds=[reading], capture_output=True, text=True)
+    # A group that does not end with the process, in whatever group the tests are themselves.
+    done = subprocess.run(
+        [sys.executable, "-c", code], pass_fds=[reading], capture_output=True, text=True, preexec_fn=os.setpgrp
+    )
     os.close(reading)
     os.close(writing)
     assert done.stderr.endswith(

@@ -77,7 +77,7 @@ def waits_in_a_step(kind: str, attention: str, cache: str, *, padded: bool, ours
     counts = []
     for steps in (few, many):
         with attending(kind, attention) as model:
-            device = Device()
+            device = Device(each_wait=True)
             for tensor in (*model.parameters(), *model.buffers()):
                 device.place(tensor.data)
             prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")

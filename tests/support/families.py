@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,15 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
     """A Python process with these arguments."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=heed_signals
+    )
+
+
+def heed_signals() -> None:
+    """Undo what a caller in the background, or under nohup, makes its children ignore."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def family(process: subprocess.Popen[str]) -> list[int]:

@@ -35,11 +35,16 @@ _DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
 
 
 class SimulatedDevice(CpuProbe):
-    """Host memory treated as a device; see the module."""
+    """Host memory treated as a device; see the module.
+
+    Args:
+        each_wait: Record a wait as often as it happens, and not once for the same lines.
+    """
 
     validates_kernels = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, each_wait: bool = False) -> None:
+        self._each_wait = each_wait
         # PyTorch makes tensors on it, and it is not equal to torch.device("cpu").
         self.device = torch.device("cpu", 0)
         self.found: list[Wait] = []
@@ -131,12 +136,12 @@ class SimulatedDevice(CpuProbe):
         self.waited(WaitKind.COPY_TO_HOST if what in ("cpu", "to") else WaitKind.READ, what)
 
     def waited(self, kind: WaitKind, what: str) -> None:
-        """Record a wait with its call stack; the same wait from the same lines is recorded once.
+        """Record a wait with its call stack; the same wait from the same lines once, unless each is wanted.
 
         So a loop that waits for each token keeps one wait, and not one with a stack for each token.
         """
         stack = take(_DEPTH)
-        if (kind, what, stack) not in self._known:
+        if self._each_wait or (kind, what, stack) not in self._known:
             self._known.add((kind, what, stack))
             self.found.append(Wait(kind, what, readable_wait(stack)))
 
