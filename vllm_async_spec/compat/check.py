@@ -23,6 +23,7 @@ from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, Me
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.layer import Layer
+from vllm_async_spec.compat.reached import Trace
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 
 __all__ = [
@@ -102,8 +103,10 @@ def check(
     except Exception as error:
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
-    results = tuple(_check_case(subject, case, device) for case in cases)
-    return replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}", cases=results)
+    trace = Trace(builder)
+    results = tuple(_check_case(subject, case, device, trace) for case in cases)
+    name = f"{type(builder).__module__}:{type(builder).__qualname__}"
+    return replace(found, builder=name, cases=results, reached=trace.result())
 
 
 def failure_sentence(error: BaseException) -> str:
@@ -125,7 +128,7 @@ def _make(subject: Subject, device: Device) -> Any:
         return subject.make(device)
 
 
-def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
+def _check_case(subject: Subject, case: Case, device: Device, trace: Trace) -> CaseResult:
     result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
     reason = subject.not_for(case)
     if reason is None:
@@ -137,14 +140,14 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
             reason = f"the check for CUDA graph support fails: {failure_sentence(error)}"
     if reason is not None:
         return replace(result, not_run=reason)
-    exact, reference = _build(subject, case, Host.EXACT, device)
+    exact, reference = _build(subject, case, Host.EXACT, device, trace)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
-    _, again = _build(subject, case, Host.EXACT, device)
+    _, again = _build(subject, case, Host.EXACT, device, trace)
     unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
     builds = {Host.EXACT: exact}
     for host in subject.metadata.hosts[1:]:
-        build, snapshot = _build(subject, case, host, device)
+        build, snapshot = _build(subject, case, host, device, trace)
         if snapshot is not None:
             build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
         builds[host] = build
@@ -175,12 +178,14 @@ def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
     return Need.EXACT
 
 
-def _build(subject: Subject, case: Case, host: Host, device: Device) -> tuple[Build, Snapshot | None]:
+def _build(
+    subject: Subject, case: Case, host: Host, device: Device, trace: Trace
+) -> tuple[Build, Snapshot | None]:
     """Build once, where kernels run after a warm-up build; the snapshot is None if the build failed."""
     if device.validates_kernels:
         # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
         build_batch(subject, case, host, device, watched=False)
-    made = build_batch(subject, case, host, device)
+    made = build_batch(subject, case, host, device, trace=trace)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None
     snapshot = compare.take({"": made.metadata, **device.kernel_calls()}, device, made.builder)
@@ -207,7 +212,9 @@ class Built:
     changed: tuple[str, ...]
 
 
-def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Built:
+def build_batch(
+    subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True, trace: Trace | None = None
+) -> Built:
     """Build a batch with a new builder, since a used one may remember other host lengths.
 
     Args:
@@ -216,6 +223,7 @@ def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, wat
         host: What the host is told.
         device: Where the builder is made and run; the device is cleared before.
         watched: Whether to look for waits, which may disturb compilers.
+        trace: Records the lines that run.
 
     Returns:
         The build. It records what `build` raises.
@@ -228,7 +236,8 @@ def build_batch(subject: Subject, case: Case, host: Host, device: Device, *, wat
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
+    recording = trace.recording(calls=not device.validates_kernels) if trace is not None else contextlib.nullcontext()
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:

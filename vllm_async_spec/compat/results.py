@@ -9,6 +9,7 @@ from typing import Any
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
+from vllm_async_spec.compat.reached import Reached
 
 __all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
 
@@ -190,6 +191,7 @@ class BackendResult:
         failure: Why there is no builder; None if there is one.
         cases: All batches, in the order of `cases.CASES`.
         not_attended: Why attention ran with none of its builds; None if it ran.
+        reached: Lines and branches that the batches reached; None if there is no builder.
     """
 
     backend: str
@@ -200,6 +202,7 @@ class BackendResult:
     failure: str | None = None
     cases: tuple[CaseResult, ...] = ()
     not_attended: str | None = "attention was not tried"
+    reached: Reached | None = None
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
