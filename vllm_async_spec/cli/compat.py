@@ -12,10 +12,16 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import fail
+from vllm_async_spec.compat.models import MODELS
 
 if TYPE_CHECKING:
     from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
+
+_MODELS = (
+    f"A model whose heads, sizes and windows the builders get; may be repeated. Default: the models that use a builder."
+    f" There are {', '.join(MODELS)}."
+)
 
 
 def compat(
@@ -30,6 +36,10 @@ def compat(
     ] = "cpu",
     vllm_source: Annotated[
         Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help=_MODELS),
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all evidence to this JSON file.")] = None,
@@ -48,6 +58,7 @@ def compat(
     builds wrong metadata; 2: a builder could not be tried.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
+    from vllm_async_spec.compat.models import UnknownModelError
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
@@ -63,8 +74,8 @@ def compat(
             fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     try:
         with Console(stderr=True).status("") as status:
-            found = _try(backends or [], plugin, device, vllm_source, status.update)
-    except (SubjectError, VllmSourceError) as error:
+            found = _try(backends or [], plugin, device, vllm_source, status.update, models or [])
+    except (SubjectError, UnknownModelError, VllmSourceError) as error:
         fail(str(error), 2)
     for path, make in written.values():
         if path is not None:
@@ -79,24 +90,27 @@ def _try(
     device: str = "cuda",
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
+    models: Sequence[str] = (),
 ) -> Report:
     """Run the suite in this process, which has imported no vLLM yet."""
+    from vllm_async_spec.compat.models import models_named
     from vllm_async_spec.compat.suite import open_device, prepare, run
 
+    models_named(models)  # a wrong name is told before vLLM is loaded
     source = prepare(vllm_source, plugin=plugin)
     opened = open_device(device, source)
     patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(_try_elsewhere, plugin=plugin)
-    return run(names, opened, source=source, patches=patches, progress=progress, elsewhere=elsewhere)
+    elsewhere = functools.partial(_try_elsewhere, plugin=plugin, models=models)
+    return run(names, opened, models=models, source=source, patches=patches, progress=progress, elsewhere=elsewhere)
 
 
-def _try_elsewhere(names: Sequence[str], *, plugin: bool) -> Sequence[BackendResult]:
+def _try_elsewhere(names: Sequence[str], *, plugin: bool, models: Sequence[str]) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        return process.submit(_try, names, plugin).result().results
+        return process.submit(_try, names, plugin, models=models).result().results
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

@@ -34,8 +34,9 @@ from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, Builde
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.models import MODELS, MODELS_OF, TINY, Model
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
@@ -308,24 +309,35 @@ BACKENDS: dict[str, Backend] = {
 """All backends, in the order of the tables."""
 
 
-def backend_subject(name: str, device: Device) -> Subject:
+def backend_subject(name: str, device: Device, model: Model | None = None) -> Subject:
     """Describe one of vLLM's own builders for `check`, from the vLLM that this process imports.
 
     Args:
         name: A key of `BACKENDS`, in any case.
         device: Where the builder will be made; some modules allocate device memory on import.
+        model: The model whose numbers it gets; None for the first that uses it.
 
     Returns:
         The subject for `check`.
 
     Raises:
         SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.
-        AbsentError: This release lacks the backend, or the backend runs on the host and `device` is a GPU.
+        AbsentError: This release lacks the backend, the backend is for another kind of model, or the backend runs on
+            the host and `device` is a GPU.
     """
     backend = BACKENDS.get(name.upper())
     if backend is None:
         known = ", ".join(BACKENDS)
         raise SubjectError(f"there is no backend {name!r}; there are {known}; name your own as module:Builder")
+    model = model or MODELS[MODELS_OF[backend.name][0]]
+    latent = [each for each in MODELS.values() if each.latent]
+    if model is not TINY and model.latent is not (MODELS_OF[backend.name][0] in {each.name for each in latent}):
+        has = "has" if model.latent else "lacks"
+        fitting = ", ".join(MODELS_OF[backend.name])
+        raise AbsentError(
+            f"{backend.name} is not for {model.name}, which {has} latent attention; try {fitting}",
+            f"not for {model.name}",
+        )
     try:
         import vllm
     except ImportError as error:
@@ -342,7 +354,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     def make(device: Device) -> Any:
         stand_on(backend.capability, backend.name)
         cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
-        return backend.make(cls, BuilderInputs(device.device))
+        return backend.make(cls, BuilderInputs(device.device, model))
 
     return Subject(
         backend.name,
@@ -356,7 +368,8 @@ def backend_subject(name: str, device: Device) -> Subject:
         layout=backend.layout,
         common_prefix=backend.common_prefix,
         device=HostDevice() if backend.on_host else None,
-        layer=_layer_of(backend, found, device),
+        layer=_layer_of(backend, found, device) if model is TINY else NOT_TINY,
+        model=model.name,
     )
 
 

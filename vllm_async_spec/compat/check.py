@@ -24,6 +24,7 @@ from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
+from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
 
 __all__ = [
     "Built",
@@ -55,6 +56,7 @@ class Subject:
             may differ and still be right.
         layer: Makes, from the builder, a layer that attends with its metadata; or a string that says why there is
             none. May raise `NoForwardError`.
+        model: The model whose numbers the builder gets; empty if the builder asks for none.
     """
 
     name: str
@@ -69,13 +71,15 @@ class Subject:
     device: Device | None = None
     layout: tuple[str, ...] = ()
     layer: Callable[[Any, Device], Layer] | str = "only the builder was given"
+    model: str = ""
 
 
 def check(
     subject: Subject,
     device: Device,
     *,
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
+    known: BackendResult | None = None,
     patched: bool = False,
     device_name: str = "cpu",
 ) -> BackendResult:
@@ -84,7 +88,9 @@ def check(
     Args:
         subject: The builder.
         device: Where it is made and run.
-        cases: The batches.
+        cases: The batches; None for `CASES` and those of the builder's own thresholds.
+        known: The result for another model. Then the builder is not given garbage that it need not know, and is not
+            built twice to find the fields that two builds disagree on.
         patched: Whether the plugin's patches are applied; for the report.
         device_name: For the report.
 
@@ -94,7 +100,7 @@ def check(
     Raises:
         AbsentError: Making the builder shows that this release lacks it.
     """
-    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name)
+    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name, model=subject.model)
     try:
         builder = _make(subject, device)
     except AbsentError:
@@ -102,7 +108,10 @@ def check(
     except Exception as error:
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
-    results = tuple(_check_case(subject, case, device) for case in cases)
+    if cases is None:
+        cases = (*CASES, *threshold_cases(builder, subject.block_size))
+    unsteady = {} if known is None else {each.case: frozenset(each.unsteady) for each in known.ran}
+    results = tuple(_check_case(subject, case, device, unsteady.get(case.name)) for case in cases)
     return replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}", cases=results)
 
 
@@ -125,9 +134,11 @@ def _make(subject: Subject, device: Device) -> Any:
         return subject.make(device)
 
 
-def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
-    result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
-    reason = subject.not_for(case)
+def _check_case(subject: Subject, case: Case, device: Device, known: frozenset[str] | None) -> CaseResult:
+    """Check one batch; with the unsteady fields `known`, build only what shows the least need."""
+    realistic = subject.metadata.realistic
+    result = CaseResult(case.name, None, realistic, case.call is Call.CAPTURE, model=subject.model)
+    reason = subject.not_for(case) or does_not_fit(case, subject.block_size)
     if reason is None:
         builder = _make(subject, device)
         try:
@@ -140,18 +151,26 @@ def _check_case(subject: Subject, case: Case, device: Device) -> CaseResult:
     exact, reference = _build(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
-    _, again = _build(subject, case, Host.EXACT, device)
-    unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
+    unsteady = known
+    if unsteady is None:
+        _, again = _build(subject, case, Host.EXACT, device)
+        unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
     builds = {Host.EXACT: exact}
-    for host in subject.metadata.hosts[1:]:
-        build, snapshot = _build(subject, case, host, device)
-        if snapshot is not None:
-            build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
-        builds[host] = build
+
+    def built(host: Host) -> Build:
+        if host not in builds:
+            build, snapshot = _build(subject, case, host, device)
+            if snapshot is not None:
+                build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
+            builds[host] = build
+        return builds[host]
+
+    for host in subject.metadata.hosts if known is None else (realistic,):
+        built(host)
     need = (
         Need.BLOCKING
         if exact.waits
-        else least_need(lambda host: builds[host].serves, has_bound=subject.metadata.has_bound)
+        else least_need(lambda host: built(host).serves, has_bound=subject.metadata.has_bound)
     )
     return replace(result, need=need, builds=tuple(builds.values()), unsteady=tuple(sorted(unsteady)))
 

@@ -62,8 +62,12 @@ def attend(
     until = None
     attended: list[CaseResult] = []
     for each in found.cases:
+        case = by_name.get(each.case)
+        if case is None or each.model != subject.model:
+            attended.append(each)  # a batch of the builder's thresholds, or another model's
+            continue
         try:
-            attended.append(_attended(subject, by_name[each.case], each, device, until))
+            attended.append(_attended(subject, case, each, device, until))
         except _LostError as error:
             return replace(found, not_attended=str(error))
         until = until or time.monotonic() + seconds

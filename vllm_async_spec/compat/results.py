@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_async_spec.compat.cases import Host
@@ -132,6 +133,7 @@ class CaseResult:
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
         capture: Whether the build records a CUDA graph at start-up rather than serves a step.
         attended: Attention with the builds, one for each `Host` that was tried; empty if attention was not tried.
+        model: The model whose numbers the builder had; empty if the builder asks for none.
     """
 
     case: str
@@ -142,6 +144,7 @@ class CaseResult:
     builds: tuple[Build, ...] = ()
     unsteady: tuple[str, ...] = ()
     attended: tuple[Attended, ...] = ()
+    model: str = ""
 
     def build(self, host: Host) -> Build | None:
         """The build under `host`, if there was one."""
@@ -188,8 +191,9 @@ class BackendResult:
         patched: Whether the plugin's patches were applied.
         device: `cpu`, where device memory is simulated, or the GPU's name.
         failure: Why there is no builder; None if there is one.
-        cases: All batches, in the order of `cases.CASES`.
+        cases: All batches with the first model, in the order of `cases.CASES`, then with the next one.
         not_attended: Why attention ran with none of its builds; None if it ran.
+        model: The first model whose numbers the builder had; empty if the builder asks for none.
     """
 
     backend: str
@@ -200,6 +204,24 @@ class BackendResult:
     failure: str | None = None
     cases: tuple[CaseResult, ...] = ()
     not_attended: str | None = "attention was not tried"
+    model: str = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models whose numbers the builder was tried with; empty if it asks for none."""
+        return tuple(dict.fromkeys(case.model for case in self.ran if case.model))
+
+    def joined(self, others: Sequence[BackendResult]) -> BackendResult:
+        """This result, with the batches of further models; a model without a builder is a batch that did not run."""
+        found = [*self.cases]
+        for other in others:
+            unmade = CaseResult("construction", other.failure, Host.EXACT, model=other.model)
+            found += other.cases if other.failure is None else (unmade,)
+        return replace(self, cases=tuple(found))
+
+    def label(self, case: CaseResult) -> str:
+        """The batch's name, with the model if the builder was tried with several."""
+        return f"{case.case}, {case.model}" if len(self.models) > 1 else case.case
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -226,12 +248,12 @@ class BackendResult:
     @property
     def faults(self) -> dict[str, tuple[str, ...]]:
         """Faults in a step of an engine with asynchronous speculative decoding, by batch."""
-        return {case.case: case.faults for case in self.steps if case.faults}
+        return {self.label(case): case.faults for case in self.steps if case.faults}
 
     @property
     def at_capture(self) -> dict[str, tuple[str, ...]]:
         """Faults while a CUDA graph is recorded, which delays no step, by batch."""
-        return {case.case: case.faults for case in self.ran if case.capture and case.faults}
+        return {self.label(case): case.faults for case in self.ran if case.capture and case.faults}
 
     @property
     def waits(self) -> tuple[Wait, ...]:
@@ -273,6 +295,7 @@ class BackendResult:
             "passed": self.passed,
             "not_validated": list(self.not_validated),
             "not_attended": self.not_attended,
+            "models": list(self.models),
             "cases": [_case(case) for case in self.cases],
         }
 
@@ -280,6 +303,7 @@ class BackendResult:
 def _case(case: CaseResult) -> dict[str, Any]:
     return {
         "case": case.case,
+        "model": case.model,
         "capture": case.capture,
         "not_run": case.not_run,
         "need": None if case.need is None else str(case.need),

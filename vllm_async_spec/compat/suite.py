@@ -18,6 +18,7 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, sta
 from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import attend
+from vllm_async_spec.compat.models import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
 from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
@@ -86,6 +87,7 @@ def run(
     names: Sequence[str],
     device: Device,
     *,
+    models: Sequence[str] = (),
     source: VllmSource | None = None,
     patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
@@ -96,6 +98,8 @@ def run(
     Args:
         names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
         device: Where they are made and run.
+        models: Names of the models whose numbers the builders get. If empty, each builder gets those of the models that
+            use it: `MODELS_OF`, or `THIRD_PARTY`.
         source: The unpacked release, if that is what is imported.
         patches: Returns the state of each of the plugin's patches; None for stock vLLM.
         progress: Called with each name before it is tried.
@@ -107,7 +111,9 @@ def run(
 
     Raises:
         SubjectError: A given name can't be checked.
+        UnknownModelError: A name of `models` is no model's.
     """
+    wanted = models_named(models)
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
     results: dict[str, BackendResult] = {}
@@ -116,8 +122,9 @@ def run(
     for name in names or BACKENDS:
         progress(name)
         try:
-            subjects[name] = subject = _subject(name, device, source)
-            results[name] = check(subject, subject.device or device, patched=patched, device_name=device_name)
+            shaped = _subjects(name, device, source, wanted)
+            subjects[name] = shaped[0]
+            results[name] = _check(shaped, device, patched, device_name)
         except AbsentError as error:
             if names:
                 raise
@@ -159,13 +166,35 @@ def run(
     )
 
 
-def _subject(name: str, device: Device, source: VllmSource | None) -> Subject:
+def _check(subjects: Sequence[Subject], device: Device, patched: bool, device_name: str) -> BackendResult:
+    """Check a builder with the numbers of each model.
+
+    Raises:
+        AbsentError: This release lacks the builder, even for the first model.
+    """
+    tried_on = subjects[0].device or device
+    found = check(subjects[0], tried_on, patched=patched, device_name=device_name)
+    more = []
+    for subject in subjects[1:]:
+        try:
+            more.append(check(subject, tried_on, known=found, patched=patched, device_name=device_name))
+        except AbsentError as error:
+            more.append(replace(found, failure=error.cell, cases=(), model=subject.model))
+    return found.joined(more)
+
+
+def _subjects(name: str, device: Device, source: VllmSource | None, models: Sequence[Model]) -> list[Subject]:
+    """The builder with the numbers of each model; the tiny model first, if a layer can attend."""
     if is_third_party(name):
         stand_on(None, name)
-        subject = third_party_subject(name, device)
+        subjects = [third_party_subject(name, device, model) for model in models or models_named(THIRD_PARTY)]
+        if subjects[0].model == "":  # all models give the same builder
+            subjects = subjects[:1]
     else:
-        subject = backend_subject(name, device)
-    tried_on = subject.device or device
+        tiny = backend_subject(name, device, TINY)
+        subjects = [] if models or isinstance(tiny.layer, str) else [tiny]
+        subjects += [backend_subject(name, device, model) for model in models or models_named(MODELS_OF[name.upper()])]
+    tried_on = subjects[0].device or device
     if source is not None and isinstance(tried_on, SimulatedDevice):
         source.on_kernel = tried_on.kernel_did_not_run
-    return subject
+    return subjects
