@@ -17,7 +17,7 @@ import torch
 
 from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, context_parallel
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS
-from vllm_async_spec.compat.models import TINY, Model
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 

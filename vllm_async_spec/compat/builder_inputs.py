@@ -21,7 +21,7 @@ import torch
 
 from vllm_async_spec.compat.builders import llama_config, ngram_drafts
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
-from vllm_async_spec.compat.models import TINY, Model
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 

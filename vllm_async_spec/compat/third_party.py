@@ -20,7 +20,7 @@ from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metada
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
-from vllm_async_spec.compat.models import TINY, Model
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["is_third_party", "third_party_subject"]
@@ -61,7 +61,7 @@ def third_party_subject(name: str, device: Device, model: Model = TINY) -> Subje
         with contextlib.suppress(SubjectError):  # `check` makes the builder again, and tells the failure
             make(device)
     layer = _layer(named) if model is TINY else NOT_TINY
-    return Subject(name, make, metadata, source, layer=layer, model=model.name if asked else "")
+    return Subject(name, make, metadata, source, backend=named, layer=layer, model=model.name if asked else "")
 
 
 def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:

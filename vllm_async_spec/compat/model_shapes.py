@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["MODELS", "MODELS_OF", "THIRD_PARTY", "TINY", "Model", "UnknownModelError", "models_named"]
+__all__ = ["MODELS", "MODELS_OF", "THIRD_PARTY", "TINY", "Model", "UnknownModelError", "models_named", "why_not_for"]
 
 
 class UnknownModelError(ValueError):
@@ -95,20 +95,19 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 """All models by name, in the order in which help texts list them."""
 
 _LLAMA = ("llama-8b", "llama-8b-tp8", "llama-70b", "llama-70b-tp8")
-_WINDOWS = ("gpt-oss-120b", "gpt-oss-120b-window", "gemma-3-27b", "gemma-3-27b-window")
-_DENSE = (*_LLAMA, "llama-70b-fp8", *_WINDOWS, "qwen3-next-80b")
-_NO_SINKS = (*_LLAMA, "llama-70b-fp8", "gemma-3-27b", "gemma-3-27b-window", "qwen3-next-80b")
+_SINKS = ("gpt-oss-120b", "gpt-oss-120b-window")
+_GEMMA = ("gemma-3-27b", "gemma-3-27b-window")
 _MLA = ("deepseek-v3", "deepseek-v3-tp8")
 _SPARSE = ("deepseek-v3.2", "deepseek-v3.2-tp8")
 
 MODELS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "FLASH_ATTN": _DENSE,
-        "FLASH_ATTN_FA2": ("llama-8b", "llama-70b-tp8", "gemma-3-27b", "gemma-3-27b-window"),
+        "FLASH_ATTN": (*_LLAMA, "llama-70b-fp8", *_SINKS, *_GEMMA, "qwen3-next-80b"),
+        "FLASH_ATTN_FA2": ("llama-8b", "llama-70b-tp8", *_GEMMA),
         "FLASH_ATTN_DCP": ("llama-70b", "llama-70b-tp8"),
         "FLASH_ATTN_CASCADE": ("llama-8b", "llama-70b-tp8"),
-        "TRITON_ATTN": _DENSE,
-        "FLEX_ATTENTION": ("llama-8b", "gemma-3-27b", "gemma-3-27b-window"),
+        "TRITON_ATTN": ("llama-8b", "llama-70b-tp8", *_SINKS),
+        "FLEX_ATTENTION": ("llama-8b", "gemma-3-27b-window"),
         "TREE_ATTN": ("llama-8b", "llama-70b-tp8"),
         "TURBOQUANT": ("llama-8b", "llama-70b-tp8"),
         "TRITON_MLA": _MLA,
@@ -123,9 +122,9 @@ MODELS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "INDEXER": _SPARSE,
         "FLASHMLA_SPARSE": _SPARSE,
         "FLASHMLA_SPARSE_FP8": _SPARSE,
-        "FLASHINFER": _NO_SINKS,
-        "FLASHINFER_XQA": _DENSE,
-        "FLASHINFER_TRTLLM": _DENSE,
+        "FLASHINFER": (*_LLAMA, "llama-70b-fp8", *_GEMMA),
+        "FLASHINFER_XQA": (*_LLAMA, "llama-70b-fp8", *_SINKS),
+        "FLASHINFER_TRTLLM": (*_LLAMA, "llama-70b-fp8", *_SINKS),
         "FLASHINFER_DCP": ("llama-70b", "llama-70b-tp8"),
         "MAMBA1": ("falcon-mamba-7b",),
         "MAMBA2": ("nemotron-h-8b",),
@@ -143,6 +142,17 @@ MODELS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 THIRD_PARTY = (TINY.name, "llama-70b", "llama-70b-tp8")
 """Names of the models for a builder that is not vLLM's."""
+
+
+def why_not_for(backend: str, model: Model) -> str | None:
+    """Why one of vLLM's backends can't have a model; None if it can.
+
+    Only the two kinds of attention exclude each other: a builder of latent attention reads numbers that others lack.
+    """
+    users = MODELS_OF[backend]
+    if model is TINY or model.latent is MODELS[users[0]].latent:
+        return None
+    return f"{'has' if model.latent else 'lacks'} latent attention; try {', '.join(users)}"
 
 
 def models_named(names: Sequence[str]) -> tuple[Model, ...]:
