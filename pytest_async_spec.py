@@ -39,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--async-spec-source", type=Path, metavar="DIR", help="an unpacked vLLM; default: the installed vLLM"
     )
+    group.addoption(
+        "--async-spec-forward-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time for a backend's forwards",
+    )
     parser.addini(
         "async_spec_backends", "backends of async_spec_backend, named as for --async-spec-backend", "linelist"
     )
@@ -77,6 +84,7 @@ def _check(config: pytest.Config, name: str) -> Any:
             source = prepare(config.getoption("--async-spec-source"))
             config.stash[_OPENED] = source, open_device(config.getoption("--async-spec-device"), source)
         source, device = config.stash[_OPENED]
-        return run([name], device, source=source).results[0]
+        seconds = config.getoption("--async-spec-forward-seconds")
+        return run([name], device, source=source, forward_seconds=seconds).results[0]
     except (SubjectError, VllmSourceError) as error:
         pytest.fail(str(error), pytrace=False)

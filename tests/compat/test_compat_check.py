@@ -182,15 +182,19 @@ def test_the_stack_of_pytorchs_own_code_is_no_part_of_what_an_exception_says():
     assert failure_sentence(raised.value).startswith("RuntimeError: no such size at ")
 
 
-def test_a_batch_that_fails_with_exact_lengths_is_not_run_and_says_why():
+def test_a_batch_that_fails_with_exact_lengths_is_a_fault_and_says_why():
     class Decodes(planted.Builder):
         def extra(self, metadata: Any) -> Any:
-            assert metadata.max_query_len == 1, "one token each"
+            if metadata.max_query_len > 1:
+                raise ValueError("one token each")
 
     found = checked(Decodes, "decode", "mixed")
     assert [case.need for case in found.cases] == [Need.NONE, None]
-    assert "fails with exact lengths too: AssertionError: one token each" in str(found.cases[1].not_run)
-    assert found.passed
+    assert found.cases[1].not_run is None
+    (fault,) = found.faults["mixed"]
+    assert fault.startswith("told exact lengths, it fails: ValueError: one token each at ")
+    assert "test_compat_check.py:" in fault
+    assert (found.passed, found.untried, found.verdict) == (False, False, "fails")
 
 
 def test_a_builder_is_told_of_the_common_prefix_of_its_batch():
@@ -202,7 +206,7 @@ def test_a_builder_is_told_of_the_common_prefix_of_its_batch():
     found = []
     for prefix in (0, 32):
         told = replace(builder, common_prefix=lambda case, prefix=prefix: prefix)
-        _, snapshot = checking._build(told, NAMED["decode"], Host.EXACT, SimulatedDevice())
+        _, snapshot = checking.build_once(told, NAMED["decode"], Host.EXACT, SimulatedDevice())
         assert snapshot is not None
         found.append(snapshot.leaves["0"].value)
     assert found == [0, 32]
@@ -222,7 +226,7 @@ def test_capture_is_asked_of_those_only_that_support_it():
         _cudagraph_support = type("Support", (), {"name": "NEVER"})()
 
     found = checked(Never, "capture, K + 1")
-    assert found.cases[0].not_run == "it is never captured"
+    assert found.cases[0].not_run == "it is never captured: get_cudagraph_support() is NEVER"
 
 
 TRTLLM_SHAPE = replace(SM100, query_tokens=1, features=OLD)

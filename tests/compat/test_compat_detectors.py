@@ -44,6 +44,11 @@ def made_anywhere(self: Any, func: Any, args: Any, kwargs: dict[str, Any], on_de
     return func(*args, **kwargs | {"device": "cpu"})
 
 
+def changes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(checking, "_changed", lambda metadata, before: ())
+    patch.setattr(checking, "against_model", lambda *arguments: ())
+
+
 def never_wrong(one: Any, other: Any) -> Judgement:
     return Judgement.BOUNDED
 
@@ -71,7 +76,7 @@ DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Bu
     "device values": (without(compare, "_judge", never_wrong), planted.BoundForTruth),
     "maxima": (without(compare, "_judge", never_wrong), planted.MaximumForTruth),
     "bounds": (without(compare, "_is_bounded", lambda exact, found: True), planted.TooSmall),
-    "changes": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheLengths),
+    "changes": (changes, planted.ChangesTheLengths),
     "changes of host lengths": (without(checking, "_changed", lambda metadata, before: ()), planted.ChangesTheBound),
 }
 

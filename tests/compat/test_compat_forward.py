@@ -118,8 +118,11 @@ def test_without_its_detector_a_fault_would_pass(name: str, monkeypatch: pytest.
     assert attended(kind, "long").passed
 
 
-def test_what_fails_is_not_run_and_says_why():
+def test_what_fails_is_a_fault_and_says_why():
     found = attended(planted.Fails, "decode", "mixed")
+    assert list(found.faults) == ["decode", "mixed"]
+    assert found.faults["decode"][0].startswith(f"told upper bound, {planted.Fails.reason}")
+    assert (found.passed, found.verdict) == (False, "fails")
     assert str(found.not_attended).startswith(str(planted.Fails.reason))
     row = report(found).published.rows[0]
     assert row.attention == f"not run: {found.not_attended}"
@@ -130,15 +133,19 @@ def test_what_fails_with_one_batch_is_told_of_that_one():
     found = attended(planted.FailsWithPrefills, "decode", "prefill")
     assert found.not_attended is None
     row = report(found).published.rows[0]
-    assert row.attention == "right, 1 of 2 batches"
-    assert list(row.not_attended.values()) == [["prefill"]]
-    assert "attention not run: its forward fails: ValueError: no prefills" in markdown(report(found).published)
+    assert row.attention == "right, 1 of 2 batches, fails with 1"
+    assert list(row.faults.values()) == [["prefill"]]
+    assert "- told upper bound, its forward fails: ValueError: no prefills" in markdown(report(found).published)
+    assert (row.verdict, report(found).exit_code) == ("fails", 1)
 
 
 def test_when_the_time_is_used_up_the_rest_is_not_run():
     found = attended(planted.Right, "decode", "mixed", "long", seconds=0.0)
     assert [case.was_attended for case in found.cases] == [True, False, False]
     assert report(found).published.rows[0].attention == "right, 1 of 3 batches"
+    assert str(found.unfinished).startswith("attention was not tried with mixed, long, because its forwards took 0 sec")
+    assert (found.passed, report(found).exit_code) == (False, 2), "nothing passes that was not tried"
+    assert 'errors="1"' in junit(report(found))
 
 
 def test_a_layer_may_refuse_with_a_reason():

@@ -40,7 +40,7 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
     names = [f"compat_attention:{name}" for name in ("Astray", "Right", "HeadsFirst")]
     lost = []
 
-    def astray(subject: Subject, device: Device, found: BackendResult) -> BackendResult:
+    def astray(subject: Subject, device: Device, found: BackendResult, **how: Any) -> BackendResult:
         lost.append(subject.name)
         return replace(found, not_attended="the GPU is unusable")
 
@@ -64,6 +64,8 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
     found = suite.run(names, SimulatedDevice(), elsewhere=dies)
     assert [each.not_attended for each in found.results[1:]] == [suite._TWICE_LOST] * 2
     assert all(each.steps for each in found.results)
+    assert [each.passed for each in found.results[1:]] == [False] * 2
+    assert found.exit_code == 2
 
 
 @pytest.mark.gpu
@@ -80,7 +82,7 @@ for each in found.results:
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, capture_output=True, text=True)
     astray, right = done.stdout.splitlines()[-2:]
     assert "the GPU is unusable" in astray, done.stderr[-2000:]
-    assert right == "True the GPU failed in an earlier builder's forward and is unusable"
+    assert right == "False the GPU failed in an earlier builder's forward and is unusable"
 
 
 @pytest.mark.gpu

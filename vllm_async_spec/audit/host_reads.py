@@ -18,9 +18,13 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+_SWEEP = 1024
+"""Entries of `CpuProbe` after which those of freed storages are dropped; later, twice as many as were alive."""
 
 
 @dataclass(slots=True)
@@ -50,8 +54,10 @@ class CpuProbe:
     def __init__(self) -> None:
         self.reads = HostReads()
         self._step = 0
-        # From a storage's address to the step that wrote it; the storage is kept alive, so its address stays unique.
-        self._written: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        # From a storage's address to the step that wrote it. A weak reference keeps the address unique and frees the
+        # data, so that a loop for each token does not keep every tensor of the loop.
+        self._written: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._sweep_at = _SWEEP
         self._modes = self.modes()
 
     def modes(self) -> tuple[Any, ...]:
@@ -75,7 +81,20 @@ class CpuProbe:
     def mark(self, tensor: torch.Tensor, step: int) -> None:
         """Note that `tensor` holds what the device computed in `step`."""
         storage = tensor.untyped_storage()
-        self._written[storage._cdata] = (step, storage)
+        known = self._written.get(storage._cdata)
+        if known is not None and known[0] == step:
+            return
+        self._written[storage._cdata] = (step, StorageWeakRef(storage))
+        if len(self._written) > self._sweep_at:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Drop the entries of storages that nothing holds any more."""
+        # Iterate over a copy, and pop with a default: other threads may change the dict meanwhile.
+        for key, (_, storage) in list(self._written.items()):
+            if storage.expired():
+                self._written.pop(key, None)
+        self._sweep_at = max(_SWEEP, 2 * len(self._written))
 
     def step_of(self, values: Any) -> int | None:
         """The newest step that any tensor among `values` depends on; None if on none."""

@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from vllm_async_spec.compat.backend_builders import (
     Way,
     before_hopper,
@@ -30,12 +27,15 @@ from vllm_async_spec.compat.backend_builders import (
     plain_builder,
     triton_backend,
 )
+from vllm_async_spec.compat.batch_fields import accepted_fields, encoder_fields, logits_fields
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
+from vllm_async_spec.compat.model import FIELDS
+from vllm_async_spec.compat.model_shapes import MODELS, MODELS_OF, TINY, Model, why_not_for
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
@@ -82,6 +82,8 @@ class Backend:
         arguments: As `Subject.arguments`.
         layout: As `Subject.layout`.
         not_for: As `Subject.not_for`.
+        may_refuse: As `Subject.may_refuse`.
+        remakes: As `Subject.remakes`.
         common_prefix: As `Subject.common_prefix`.
         capability: The GPU's compute capability that the builder needs; None for an H200's, or any.
         on_host: Whether the builder's device is the host.
@@ -96,23 +98,12 @@ class Backend:
     arguments: Callable[[Case, Device], Mapping[str, Any]] = lambda case, device: {}
     layout: tuple[str, ...] = ()
     not_for: Callable[[Case], str | None] = lambda case: None
+    may_refuse: Callable[[Case], str | None] = lambda case: None
+    remakes: tuple[str, ...] = ()
     common_prefix: Callable[[Case], int] = lambda case: 0
     capability: tuple[int, int] | None = None
     on_host: bool = False
     layer: MakeLayer | str = _LAYER
-
-
-def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
-    """What vLLM's runner gives state-space builders: accepted counts, and draft counts, -1 for none; both int32."""
-    drafts = [
-        query - 1 if query > 1 and not prefilling else -1
-        for query, prefilling in zip(case.query_lens, case.prefilling, strict=True)
-    ]
-    accepted = [max(1, query - row % 3) for row, query in enumerate(case.query_lens)]
-    return {
-        "num_accepted_tokens": device.place(torch.tensor(accepted, dtype=torch.int32)),
-        "num_decode_draft_tokens_cpu": torch.tensor(drafts, dtype=torch.int32),
-    }
 
 
 def _mla(block_size: int) -> Callable[[Any, BuilderInputs], Any]:
@@ -139,6 +130,10 @@ def _shares_nothing(case: Case) -> str | None:
     return None if _shared_prefix(case) else "its requests share no full block"
 
 
+def _no_drafting(case: Case) -> str | None:
+    return "no draft model has layers of state space" if case.call is Call.DRAFTING else None
+
+
 def _no_encoder_batch(case: Case) -> str | None:
     whole = case.query_lens == case.seq_lens and case.call is Call.BUILD
     return None if whole else "an encoder is given whole prompts only"
@@ -146,25 +141,6 @@ def _no_encoder_batch(case: Case) -> str | None:
 
 def _chunked_local(found: Any, setting: BuilderInputs) -> Any:
     return local_attention_builder(triton_backend(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
-
-
-def _logits(case: Case, device: Device) -> Mapping[str, Any]:
-    """Fields for KV-sharing fast prefill: the index of each live request's last token, int32."""
-    ends = torch.tensor(case.query_lens).cumsum(0)[: case.live] - 1
-    indices: Any = device.place(ends.to(torch.int32))
-    # The plugin's runner patches set this attribute; stock vLLM does not read it.
-    indices.tokens_per_request = np.ones(case.live, dtype=np.int32)
-    return {
-        "logits_indices_padded": indices,
-        "num_logits_indices": case.live,
-        "max_logits_per_req": 1,
-    }
-
-
-def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
-    """Encoder outputs of 40 tokens for each request."""
-    lengths = torch.tensor([40 * (length > 0) for length in case.seq_lens], dtype=torch.int32)
-    return {"encoder_seq_lens": device.place(lengths.clone()), "encoder_seq_lens_cpu": lengths.numpy()}
 
 
 def _flashinfer(way: Way) -> Callable[[Any, BuilderInputs], Any]:
@@ -182,7 +158,11 @@ _TILES = (".scheduler_metadata",)
 """FlashAttention's work split, which its planner sizes by the longest request. Other fields hold the lengths."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
-_STATES = "a layer of state space attends to nothing"
+_STATE_SPACE: dict[str, Any] = {
+    "arguments": accepted_fields,
+    "may_refuse": _no_drafting,
+    "layer": "a layer of state space attends to nothing",
+}
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -251,41 +231,37 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "FLASHINFER_DCP", (_FLASHINFER,), _flashinfer(Way.CONTEXT_PARALLEL), layout=_PAGE_TABLE, layer=_TWO_RANKS
         ),
-        Backend(
-            "MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
-        Backend(
-            "MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
-        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES),
-        Backend(
-            "LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), mamba_builder, arguments=_accepted, layer=_STATES
-        ),
+        Backend("MAMBA1", (f"{_IN}mamba1_attn:Mamba1AttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("MAMBA2", (f"{_IN}mamba2_attn:Mamba2AttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("GDN", (f"{_IN}gdn_attn:GDNAttentionBackend",), mamba_builder, **_STATE_SPACE),
+        Backend("LINEAR", (f"{_IN}linear_attn:LinearAttentionBackend",), mamba_builder, **_STATE_SPACE),
         Backend(
             "SHORT_CONV",
             (f"{_IN}short_conv_attn:ShortConvAttentionBackend",),
             mamba_builder,
-            arguments=_accepted,
-            layer=_STATES,
+            **_STATE_SPACE,
         ),
         Backend(
             "CHUNKED_LOCAL",
             tuple(f"{layers}chunked_local_attention:create_chunked_local_attention_backend" for layers in _LAYERS),
             _chunked_local,
+            remakes=FIELDS,
             layer=_triton_layer(chunk=_LOCAL_CHUNK),
         ),
         Backend(
             "FAST_PREFILL",
             (f"{_IN}utils:create_fast_prefill_custom_backend",),
             fast_prefill_builder,
-            fields=_logits,
+            fields=logits_fields,
+            remakes=("query_start_loc", "query_start_loc_cpu", "max_query_len", "num_actual_tokens"),
             layer=_triton_layer(last_only=True),
         ),
         Backend(
             "CROSS_ATTENTION",
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
             cross_attention_builder,
-            fields=_encoder,
+            fields=encoder_fields,
+            remakes=("seq_lens", "max_seq_len", "slot_mapping"),
             layer="it attends to what an encoder made, and the suite has no encoder",
         ),
         Backend(
@@ -308,24 +284,29 @@ BACKENDS: dict[str, Backend] = {
 """All backends, in the order of the tables."""
 
 
-def backend_subject(name: str, device: Device) -> Subject:
+def backend_subject(name: str, device: Device, model: Model | None = None) -> Subject:
     """Describe one of vLLM's own builders for `check`, from the vLLM that this process imports.
 
     Args:
         name: A key of `BACKENDS`, in any case.
         device: Where the builder will be made; some modules allocate device memory on import.
+        model: The model whose numbers it gets; None for the first that uses it.
 
     Returns:
         The subject for `check`.
 
     Raises:
         SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.
-        AbsentError: This release lacks the backend, or the backend runs on the host and `device` is a GPU.
+        AbsentError: This release lacks the backend, the backend is for another kind of model, or the backend runs on
+            the host and `device` is a GPU.
     """
     backend = BACKENDS.get(name.upper())
     if backend is None:
         known = ", ".join(BACKENDS)
         raise SubjectError(f"there is no backend {name!r}; there are {known}; name your own as module:Builder")
+    model = model or MODELS[MODELS_OF[backend.name][0]]
+    if (misfit := why_not_for(backend.name, model)) is not None:
+        raise AbsentError(f"{backend.name} is not for {model.name}, which {misfit}", f"not for {model.name}")
     try:
         import vllm
     except ImportError as error:
@@ -342,7 +323,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     def make(device: Device) -> Any:
         stand_on(backend.capability, backend.name)
         cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
-        return backend.make(cls, BuilderInputs(device.device))
+        return backend.make(cls, BuilderInputs(device.device, model))
 
     return Subject(
         backend.name,
@@ -353,10 +334,14 @@ def backend_subject(name: str, device: Device) -> Subject:
         backend.fields,
         backend.arguments,
         not_for=backend.not_for,
+        may_refuse=backend.may_refuse,
+        remakes=backend.remakes,
+        backend=found,
         layout=backend.layout,
         common_prefix=backend.common_prefix,
         device=HostDevice() if backend.on_host else None,
-        layer=_layer_of(backend, found, device),
+        layer=_layer_of(backend, found, device) if model is TINY else NOT_TINY,
+        model=model.name,
     )
 
 

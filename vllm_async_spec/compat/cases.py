@@ -81,7 +81,8 @@ class Case:
         prefills: Number of rows still in their prompt: the last ones before padding.
         call: The method that builds it.
         draft_index: Argument of `build_for_drafting`, for `Call.DRAFTING`.
-        token_padding: Padding query tokens after the last row, as in a CUDA graph.
+        token_padding: Padding query tokens after the last row, as in a full CUDA graph.
+        input_padding: Padding tokens of the layer's input that no metadata counts, as in a piecewise CUDA graph.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Case:
     call: Call = Call.BUILD
     draft_index: int = 0
     token_padding: int = 0
+    input_padding: int = 0
 
     @property
     def rows(self) -> int:
@@ -107,6 +109,31 @@ class Case:
         """Whether each row is still in its prompt."""
         first = self.live - self.prefills
         return tuple(first <= row < self.live for row in range(self.rows))
+
+    @property
+    def padded(self) -> bool:
+        """Whether it has padding rows or tokens, as vLLM makes them for a full CUDA graph."""
+        return self.live < self.rows or self.token_padding > 0
+
+    def without_padded_rows(self) -> Case:
+        """The batch as vLLM gives it to a builder without full CUDA graphs: only the layer's input is padded."""
+        return dataclasses.replace(
+            self,
+            query_lens=self.query_lens[: self.live],
+            seq_lens=self.seq_lens[: self.live],
+            token_padding=0,
+            input_padding=self.token_padding + self.input_padding,
+        )
+
+    def ordered(self, threshold: int) -> Case:
+        """The batch in vLLM's order for a `reorder_batch_threshold`: rows with no more query tokens come first."""
+        order = sorted(range(self.live), key=lambda row: self.query_lens[row] > threshold)
+        order += range(self.live, self.rows)
+        return dataclasses.replace(
+            self,
+            query_lens=tuple(self.query_lens[row] for row in order),
+            seq_lens=tuple(self.seq_lens[row] for row in order),
+        )
 
     def lengths(self, host: Host) -> tuple[int, ...]:
         """Lengths of all rows as the host knows them: exact, a bound, or garbage; padding rows are always 0."""
@@ -142,6 +169,7 @@ class Case:
             for at in (torch.arange(end - query, end),)
         ]
         tokens = sum(self.query_lens) + self.token_padding
+        padding = self.token_padding + self.input_padding
         return {
             "query_start_loc": starts,
             "query_start_loc_cpu": starts.clone(),
@@ -150,7 +178,7 @@ class Case:
             "num_actual_tokens": tokens,
             "max_query_len": max(self.query_lens),
             "block_table_tensor": blocks,
-            "slot_mapping": torch.nn.functional.pad(torch.cat(slots).long(), (0, self.token_padding), value=-1),
+            "slot_mapping": torch.nn.functional.pad(torch.cat(slots).long(), (0, padding), value=-1),
             "is_prefilling": torch.tensor(self.prefilling),
         }
 
@@ -185,9 +213,9 @@ CASES: tuple[Case, ...] = (
     Case("mixed", (4, 4, 9, 40), (33, 17, 30, 40), prefills=2),
     Case("long", (4, 4), (8100, 6001)),
     Case("page boundary", (4, 4, 4, 4), (16, 17, 15, 32)),
-    # A CUDA graph pads rows and tokens; padding for data parallelism adds rows without tokens.
+    # A full CUDA graph pads rows, and the tokens of those rows.
     Case("padded rows", (4, 4, 0), (33, 17, 0), token_padding=4),
-    Case("empty rows", (1, 1, 0, 0), (33, 17, 0, 0)),
+    Case("empty rows", (1, 1, 0, 0), (33, 17, 0, 0), token_padding=2),
     Case("one request", (4,), (33,)),
     Case("256 requests", *_alike(256, 1 + DRAFT_TOKENS)),
     *(

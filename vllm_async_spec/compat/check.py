@@ -11,83 +11,58 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from vllm_async_spec.audit.stack import readable
-from vllm_async_spec.compat import compare
+from vllm_async_spec.compat import compare, declared
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, configured
-from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, MetadataFactory
+from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
-from vllm_async_spec.compat.layer import Layer
-from vllm_async_spec.compat.reached import Trace
+from vllm_async_spec.compat.model import against_model
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
+from vllm_async_spec.compat.subject import Subject
+from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
 
 __all__ = [
     "Built",
     "Subject",
     "build_batch",
+    "build_once",
     "check",
+    "check_case",
     "failure_sentence",
+    "in_turn",
     "least_need",
+    "make_builder",
     "without_warnings",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A builder to be checked.
-
-    Attributes:
-        name: What the tables call it.
-        make: Makes a new builder on a device. May raise `SubjectError`.
-        metadata: Makes the common metadata.
-        source: Where the metadata's class comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
-        block_size: Tokens in a block of the KV cache.
-        fields: Further fields of the common metadata for a batch.
-        arguments: Further arguments of `build` for a batch; arguments that `build` does not take are left out.
-        not_for: Why a batch does not apply; None if it does.
-        common_prefix: Tokens of the common prefix that `build` is given for a batch.
-        device: The device that the builder needs; None for any.
-        layout: Parts of names of fields that say where data lies, not how long it is. Sized by a bound, such fields
-            may differ and still be right.
-        layer: Makes, from the builder, a layer that attends with its metadata; or a string that says why there is
-            none. May raise `NoForwardError`.
-    """
-
-    name: str
-    make: Callable[[Device], Any]
-    metadata: MetadataFactory
-    source: str
-    block_size: int = BLOCK_SIZE
-    fields: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
-    arguments: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
-    not_for: Callable[[Case], str | None] = field(default=lambda case: None)
-    common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
-    device: Device | None = None
-    layout: tuple[str, ...] = ()
-    layer: Callable[[Any, Device], Layer] | str = "only the builder was given"
 
 
 def check(
     subject: Subject,
     device: Device,
     *,
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
+    known: BackendResult | None = None,
     patched: bool = False,
     device_name: str = "cpu",
+    keep: Callable[[BackendResult], None] = lambda found: None,
 ) -> BackendResult:
     """Try a builder with every batch.
 
     Args:
         subject: The builder.
         device: Where it is made and run.
-        cases: The batches.
+        cases: The batches; None for `CASES` and those of the builder's own thresholds.
+        known: The result for another model. Then the builder is not given garbage that it need not know, is not built
+            twice to find the fields that two builds disagree on, and is not built in turn.
         patched: Whether the plugin's patches are applied; for the report.
         device_name: For the report.
+        keep: Called after each batch with the result so far.
 
     Returns:
         The result. It records what the builder raises.
@@ -95,18 +70,66 @@ def check(
     Raises:
         AbsentError: Making the builder shows that this release lacks it.
     """
-    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name)
+    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name, model=subject.model)
     try:
-        builder = _make(subject, device)
+        builder = make_builder(subject, device)
     except AbsentError:
         raise
     except Exception as error:
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
-    trace = Trace(builder)
-    results = tuple(_check_case(subject, case, device, trace) for case in cases)
-    name = f"{type(builder).__module__}:{type(builder).__qualname__}"
-    return replace(found, builder=name, cases=results, reached=trace.result())
+    if cases is None:
+        cases = (*CASES, *threshold_cases(builder, subject.block_size))
+    unsteady = {} if known is None else {each.case: frozenset(each.unsteady) for each in known.ran}
+    found = replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}")
+    snapshots: dict[str, Snapshot | None] = {}
+    for case in cases:
+        result, snapshots[case.name] = check_case(subject, case, device, unsteady.get(case.name))
+        found = replace(found, cases=(*found.cases, result))
+        keep(found)
+    if known is not None:
+        return found
+    return replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
+
+
+def in_turn(
+    subject: Subject,
+    cases: Sequence[Case],
+    results: Sequence[CaseResult],
+    snapshots: Mapping[str, Snapshot | None],
+    device: Device,
+) -> tuple[CaseResult, ...]:
+    """Build all batches of steps in turn with one builder, as an engine does, told what an engine knows.
+
+    Args:
+        subject: The builder.
+        cases: The batches.
+        results: Of each batch with builders of its own.
+        snapshots: By batch, what a new builder built with the same knowledge.
+        device: Where the builder is made and run.
+
+    Returns:
+        The results. `CaseResult.in_turn` has what the builder does only after other batches.
+    """
+    builder = make_builder(subject, device)
+    found = []
+    for case, result in zip(cases, results, strict=True):
+        fresh, alone = snapshots[case.name], result.build(result.realistic)
+        if fresh is None or alone is None or result.capture:
+            found.append(result)
+            continue
+        given = case.without_padded_rows() if result.unpadded else case
+        build, snapshot = build_once(subject, given, result.realistic, device, builder)
+        known = set(map(str, alone.waits))
+        waits = tuple(wait for wait in build.waits if str(wait) not in known)
+        changed = tuple(name for name in build.changed if name not in alone.changed)
+        build = replace(build, waits=waits, changed=changed)
+        if snapshot is not None:
+            unsteady = frozenset(result.unsteady)
+            kept = compare.kept_differences(fresh, snapshot, case.live, unsteady, subject.layout)
+            build = replace(build, differences=kept)
+        found.append(replace(result, in_turn=build))
+    return tuple(found)
 
 
 def failure_sentence(error: BaseException) -> str:
@@ -121,42 +144,85 @@ def failure_sentence(error: BaseException) -> str:
     return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
 
 
-def _make(subject: Subject, device: Device) -> Any:
+def make_builder(subject: Subject, device: Device) -> Any:
     """Clear the device and make a new builder, so that the device knows only this builder's buffers."""
     device.clear()
     with without_warnings(), device.watching():
         return subject.make(device)
 
 
-def _check_case(subject: Subject, case: Case, device: Device, trace: Trace) -> CaseResult:
-    result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
-    reason = subject.not_for(case)
-    if reason is None:
-        builder = _make(subject, device)
-        try:
-            with configured(builder):
-                reason = _has_no_such_call(builder, case)
-        except Exception as error:
-            reason = f"the check for CUDA graph support fails: {failure_sentence(error)}"
+def check_case(
+    subject: Subject, case: Case, device: Device, known: frozenset[str] | None = None
+) -> tuple[CaseResult, Snapshot | None]:
+    """Try the builder with one batch, as vLLM would give the batch to it.
+
+    Args:
+        subject: The builder.
+        case: The batch.
+        device: Where the builder is made and run.
+        known: Fields that two builds of the batch disagree on. If given, only what shows the least need is built.
+
+    Returns:
+        The result, and the snapshot of the build with the knowledge of an engine; None if that failed.
+    """
+    capture = case.call is Call.CAPTURE
+    result = CaseResult(case.name, None, subject.metadata.realistic, capture, model=subject.model)
+    reason = subject.not_for(case) or does_not_fit(case, subject.block_size)
+    builder = make_builder(subject, device)
+    case = declared.reordered(builder, case)
+    try:
+        with configured(builder):
+            reason = reason or declared.has_no_such_call(builder, case)
+            refused = declared.refusal(builder, case) or subject.may_refuse(case)
+            unpadded = declared.pads_no_rows(builder, case)
+    except Exception as error:
+        return replace(result, failure=f"get_cudagraph_support() fails: {failure_sentence(error)}"), None
     if reason is not None:
-        return replace(result, not_run=reason)
-    exact, reference = _build(subject, case, Host.EXACT, device, trace)
+        return replace(result, not_run=reason), None
+    tried = _try_case(subject, case, result, device, known)
+    if tried[0].failure is not None and refused is not None:
+        return replace(result, not_run=f"{refused}; the builder raises {tried[0].failure}"), None
+    if tried[0].failure is not None and unpadded is not None:
+        return _try_case(subject, case.without_padded_rows(), replace(result, unpadded=unpadded), device, known)
+    return tried
+
+
+def _try_case(
+    subject: Subject, case: Case, result: CaseResult, device: Device, known: frozenset[str] | None
+) -> tuple[CaseResult, Snapshot | None]:
+    exact, reference = build_once(subject, case, Host.EXACT, device)
     if reference is None:
-        return replace(result, not_run=f"fails with exact lengths too: {exact.failure}")
-    _, again = _build(subject, case, Host.EXACT, device, trace)
-    unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
-    builds = {Host.EXACT: exact}
-    for host in subject.metadata.hosts[1:]:
-        build, snapshot = _build(subject, case, host, device, trace)
-        if snapshot is not None:
-            build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
-        builds[host] = build
+        return replace(result, failure=exact.failure), None
+    unsteady = known
+    if unsteady is None:
+        _, again = build_once(subject, case, Host.EXACT, device)
+        unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
+    builds, snapshots = {Host.EXACT: exact}, {Host.EXACT: reference}
+
+    def built(host: Host) -> Build:
+        if host not in builds:
+            build, snapshot = build_once(subject, case, host, device)
+            if snapshot is not None:
+                build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
+                snapshots[host] = snapshot
+            builds[host] = build
+        return builds[host]
+
+    for host in subject.metadata.hosts if known is None else (subject.metadata.realistic,):
+        built(host)
     need = (
         Need.BLOCKING
         if exact.waits
-        else least_need(lambda host: builds[host].serves, has_bound=subject.metadata.has_bound)
+        else least_need(lambda host: built(host).serves, has_bound=subject.metadata.has_bound)
     )
-    return replace(result, need=need, builds=tuple(builds.values()), unsteady=tuple(sorted(unsteady)))
+    found = replace(
+        result,
+        need=need,
+        builds=tuple(builds.values()),
+        unsteady=tuple(sorted(unsteady)),
+        against_model=against_model(reference, case, subject.block_size, subject.remakes),
+    )
+    return found, snapshots.get(subject.metadata.realistic)
 
 
 def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
@@ -178,14 +244,22 @@ def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
     return Need.EXACT
 
 
-def _build(
-    subject: Subject, case: Case, host: Host, device: Device, trace: Trace
+def build_once(
+    subject: Subject, case: Case, host: Host, device: Device, builder: Any = None
 ) -> tuple[Build, Snapshot | None]:
-    """Build once, where kernels run after a warm-up build; the snapshot is None if the build failed."""
+    """Build once, where kernels run after a warm-up build; the snapshot is None if the build failed.
+
+    Args:
+        subject: The builder.
+        case: The batch.
+        host: What the host is told.
+        device: Where the builder is made and run.
+        builder: A builder that has built other batches; None for a new one.
+    """
     if device.validates_kernels:
         # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
-        build_batch(subject, case, host, device, watched=False)
-    made = build_batch(subject, case, host, device, trace=trace)
+        build_batch(subject, case, host, device, watched=False, builder=builder)
+    made = build_batch(subject, case, host, device, builder=builder)
     if made.failure is not None:
         return Build(host, made.failure, made.waits, made.changed), None
     snapshot = compare.take({"": made.metadata, **device.kernel_calls()}, device, made.builder)
@@ -198,6 +272,7 @@ class Built:
     """One build.
 
     Attributes:
+        case: The batch, in vLLM's order for the builder.
         builder: The builder.
         metadata: What the builder built; None if the build failed.
         failure: The exception and where it was raised; None if it finished.
@@ -205,6 +280,7 @@ class Built:
         changed: Fields of the common metadata that the builder changed.
     """
 
+    case: Case
     builder: Any
     metadata: Any
     failure: str | None
@@ -213,22 +289,25 @@ class Built:
 
 
 def build_batch(
-    subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True, trace: Trace | None = None
+    subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True, builder: Any = None
 ) -> Built:
-    """Build a batch with a new builder, since a used one may remember other host lengths.
+    """Build a batch, with a new builder unless one is given, since a used one may remember other host lengths.
 
     Args:
         subject: The builder.
         case: The batch.
         host: What the host is told.
-        device: Where the builder is made and run; the device is cleared before.
+        device: Where the builder is made and run; for a new builder the device is cleared before.
         watched: Whether to look for waits, which may disturb compilers.
-        trace: Records the lines that run.
+        builder: A builder that has built other batches; None for a new one.
 
     Returns:
         The build. It records what `build` raises.
     """
-    builder = _make(subject, device)
+    if builder is None:
+        builder = make_builder(subject, device)
+    device.begin_batch()
+    case = declared.reordered(builder, case)
     metadata = subject.metadata(
         case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
     )
@@ -236,13 +315,12 @@ def build_batch(
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    recording = trace.recording(calls=not device.validates_kernels) if trace is not None else contextlib.nullcontext()
-    with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:
             failure = failure_sentence(error)
-    return Built(builder, built, failure, tuple(waits), _changed(metadata, before))
+    return Built(case, builder, built, failure, tuple(waits), _changed(metadata, before))
 
 
 @contextlib.contextmanager
@@ -264,24 +342,6 @@ def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments
     open_ended = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     extra = {name: value for name, value in arguments.items() if open_ended or name in taken}
     return builder.build(common_prefix_len=common_prefix, common_attn_metadata=metadata, **extra)
-
-
-def _has_no_such_call(builder: Any, case: Case) -> str | None:
-    """Why the builder can't be asked for this batch; None if it can."""
-    if case.call is not Call.BUILD and not hasattr(builder, case.call.value):
-        return f"the builder has no {case.call.value}"
-    if case.call is not Call.CAPTURE:
-        return None
-    support = getattr(builder, "_cudagraph_support", None)
-    ask = getattr(builder, "get_cudagraph_support", None)
-    if ask is not None and hasattr(builder, "kv_cache_spec") and hasattr(builder, "vllm_config"):
-        support = ask(builder.vllm_config, builder.kv_cache_spec)
-    name = getattr(support, "name", "")
-    if name == "NEVER":
-        return "it is never captured"
-    if name == "UNIFORM_SINGLE_TOKEN_DECODE" and max(case.query_lens) > 1:
-        return "only one token a request is captured"
-    return None
 
 
 def _tensors(metadata: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,10 @@ import torch
 from vllm_async_spec.compat.cases import BLOCK_SIZE
 from vllm_async_spec.compat.device import Device
 
-__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "take"]
+__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "kept_differences", "take"]
 
 _DEPTH = 8
-_SCRATCH = 16 << 20
+_SCRATCH = 4 << 20
 """Bytes. Lengths and tables of the suite's batches need less, so a larger tensor is scratch memory of kernels."""
 
 
@@ -29,11 +29,13 @@ class Leaf:
         value: A copied tensor on the CPU, or a plain value.
         on_device: Whether kernels would read it, rather than the host.
         validated: Whether it is independent of kernels that did not run.
+        own: Whether it is a whole buffer of the builder, which beyond the batch may hold data of other batches.
     """
 
     value: Any
     on_device: bool = False
     validated: bool = True
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def take(built: object, device: Device, builder: object = None) -> Snapshot:
     leaves: dict[str, Leaf] = {}
     skipped: dict[str, str] = {}
     values = [(path or "it", value) for path, value in _walk("", built, _DEPTH, set())]
-    used = _parts_in_use(values, builder)
+    used, own = _parts_in_use(values, builder), _own(builder)
     for path, value in values:
         if isinstance(value, torch.Tensor) and value.nbytes > _SCRATCH:
             skipped[path] = f"scratch of {value.nbytes >> 20} MiB"
@@ -112,7 +114,8 @@ def take(built: object, device: Device, builder: object = None) -> Snapshot:
         elif isinstance(value, torch.Tensor) and _is_whole(value) and _storage(value) in used:
             skipped[path] = f"a buffer of which only {used[_storage(value)]} is used"
         else:
-            leaves[path] = leaf
+            kept = isinstance(value, torch.Tensor) and _is_whole(value) and _storage(value) in own
+            leaves[path] = replace(leaf, own=kept)
     return Snapshot(leaves, skipped)
 
 
@@ -135,6 +138,33 @@ def differences(
         judgement = Judgement.NOT_VALIDATED if any(part in f".{path}" for part in layout) else _judge(one, other)
         result.append(Difference(path, judgement, _show(one), _show(other)))
     return tuple(result)
+
+
+def kept_differences(
+    alone: Snapshot, found: Snapshot, live: int, unsteady: frozenset[str] = frozenset(), layout: tuple[str, ...] = ()
+) -> tuple[Difference, ...]:
+    """Where `found`, built after other batches, is not `alone`, built by a new builder with the same knowledge.
+
+    Only fields that both have are compared: a builder may plan again in a shorter way. Of a whole buffer of the
+    builder only the entries of live requests are compared.
+
+    Args:
+        alone: Built by a new builder.
+        found: Built by a builder that has built other batches.
+        live: Requests of the batch without padding.
+        unsteady: As for `differences`.
+        layout: As for `differences`.
+    """
+    both = [path for path in alone.leaves if path in found.leaves]
+
+    def part(snapshot: Snapshot) -> Snapshot:
+        return Snapshot({path: _used(snapshot.leaves[path], live) for path in both}, {})
+
+    return differences(part(alone), part(found), unsteady, layout)
+
+
+def _used(leaf: Leaf, live: int) -> Leaf:
+    return replace(leaf, value=leaf.value[:live]) if leaf.own and leaf.value.ndim > 0 else leaf
 
 
 def _walk(path: str, value: object, depth: int, above: set[int]) -> Iterator[tuple[str, object]]:
@@ -193,10 +223,16 @@ def _parts_in_use(values: list[tuple[str, object]], builder: object) -> dict[int
 
     Beyond that part a buffer holds data of other batches.
     """
-    own = {_storage(each) for each in vars(builder).values() if isinstance(each, torch.Tensor)} if builder else set()
+    own = _own(builder)
     tensors = [(path, value) for path, value in values if isinstance(value, torch.Tensor) and value.numel() > 0]
     whole = {_storage(value) for _, value in tensors if _is_whole(value)} & own
     return {_storage(value): path for path, value in tensors if not _is_whole(value) and _storage(value) in whole}
+
+
+def _own(builder: object) -> set[int]:
+    """Storage addresses of the builder's buffers."""
+    held = vars(builder).values() if builder is not None and hasattr(builder, "__dict__") else ()
+    return {_storage(each) for each in held if isinstance(each, torch.Tensor)}
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -77,6 +77,9 @@ class Device(Protocol):
     def clear(self) -> None:
         """Forget all tensors and kernel calls."""
 
+    def begin_batch(self) -> None:
+        """Forget kernel calls and what was placed, but keep a builder's own tensors."""
+
 
 class CudaDevice:
     """A CUDA device."""
@@ -108,7 +111,9 @@ class CudaDevice:
             recorder.stop()
             kinds = {"warning": WaitKind.STREAM, "event": WaitKind.EVENT, "device": WaitKind.DEVICE}
             # The recorder also notes copies: a blocking one warns too, and a non-blocking one does not wait.
-            found += [Wait(kinds[c.what], c.what, readable_wait(c.stack)) for c in recorder.calls if c.what in kinds]
+            # Each kind of wait of the same lines once; a loop may have thousands.
+            calls = dict.fromkeys((c.what, c.stack) for c in recorder.calls if c.what in kinds)
+            found += [Wait(kinds[what], what, readable_wait(stack)) for what, stack in calls]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on a GPU."""
@@ -124,6 +129,9 @@ class CudaDevice:
 
     def clear(self) -> None:
         """Do nothing: PyTorch knows where each tensor is."""
+
+    def begin_batch(self) -> None:
+        """Do nothing, as for `clear`."""
 
 
 def is_lost(device: Device) -> bool:

@@ -19,16 +19,25 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.compat import declared
 from vllm_async_spec.compat.builder_inputs import LAYER, configured
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
-from vllm_async_spec.compat.check import Subject, build_batch, failure_sentence, least_need, without_warnings
+from vllm_async_spec.compat.check import (
+    Subject,
+    build_batch,
+    check_case,
+    failure_sentence,
+    least_need,
+    make_builder,
+    without_warnings,
+)
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
 
-__all__ = ["attend"]
+__all__ = ["FORWARD_SECONDS", "attend"]
 
-_SECONDS = 90.0
+FORWARD_SECONDS = 600.0
 """Time for all batches of one builder after the first, for which kernels may compile for minutes."""
 
 
@@ -38,7 +47,8 @@ def attend(
     found: BackendResult,
     *,
     cases: Sequence[Case] = CASES,
-    seconds: float = _SECONDS,
+    seconds: float = FORWARD_SECONDS,
+    keep: Callable[[BackendResult], None] = lambda found: None,
 ) -> BackendResult:
     """Attend over all batches that were built.
 
@@ -48,6 +58,7 @@ def attend(
         found: What `check` found.
         cases: The batches that `check` was given.
         seconds: Seconds after the first batch during which further batches may start.
+        keep: Called after each batch with the result so far.
 
     Returns:
         `found`, with the results of attention and the need that they show. It records what a layer raises.
@@ -57,24 +68,68 @@ def attend(
     if not found.steps:
         return replace(found, not_attended="no batch of a step was built")
     if is_lost(device):
-        return replace(found, not_attended="the GPU failed in an earlier builder's forward and is unusable")
+        lost = "the GPU failed in an earlier builder's forward and is unusable"
+        return replace(found, not_attended=lost, unfinished=f"attention was not tried: {lost}")
     by_name = {case.name: case for case in cases}
     until = None
     attended: list[CaseResult] = []
-    for each in found.cases:
+    for number, each in enumerate(found.cases):
+        case = by_name.get(each.case)
+        if case is None or each.model != subject.model:
+            attended.append(each)  # a batch of the builder's thresholds, or another model's
+            continue
         try:
-            attended.append(_attended(subject, by_name[each.case], each, device, until))
+            attended.append(_attended_as_given(subject, case, each, device, until))
         except _LostError as error:
-            return replace(found, not_attended=str(error))
+            failed = replace(each, attended=(Attended(error.host, failure=str(error)),))
+            return replace(found, cases=(*attended, failed, *found.cases[number + 1 :]), not_attended=str(error))
         until = until or time.monotonic() + seconds
+        keep(replace(found, cases=(*attended, *found.cases[number + 1 :])))
     results = tuple(attended)
+    found = replace(found, unfinished=_left_out(results, seconds))
     if any(each.was_attended for each in results):
         return replace(found, cases=results, not_attended=None)
-    reasons = Counter(each.not_run for case in results if not case.capture for each in case.attended if each.not_run)
+    reasons = Counter(
+        each.not_run or f"its forward fails: {each.failure}"
+        for case in results
+        if not case.capture
+        for each in case.attended
+        if each.not_run or each.failure
+    )
     return replace(found, cases=results, not_attended=reasons.most_common(1)[0][0] if reasons else "no batch was built")
 
 
 _CAPTURE = "this batch only records a CUDA graph, which other batches replay"
+
+
+def _left_out(results: Sequence[CaseResult], seconds: float) -> str | None:
+    """The batches for which there was no time, in a sentence with the remedy; None if there are none."""
+    names = [case.case for case in results if any(each.out_of_time for each in case.attended)]
+    if not names:
+        return None
+    return (
+        f"attention was not tried with {', '.join(names)}, because its forwards took {seconds:.0f} seconds; "
+        "give --forward-seconds, or pytest's --async-spec-forward-seconds, a larger number"
+    )
+
+
+def _attended_as_given(
+    subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None
+) -> CaseResult:
+    """Attend one batch; if its padding rows make the forward fail and vLLM would not make them, without these."""
+    if found.unpadded is not None:
+        return _attended(subject, case.without_padded_rows(), found, device, until)
+    tried = _attended(subject, case, found, device, until)
+    if not tried.failed or not case.padded:
+        return tried
+    builder = build_batch(subject, case, Host.EXACT, device).builder
+    with configured(builder):
+        unpadded = declared.pads_no_rows(builder, case)
+    if unpadded is None:
+        return tried
+    case = case.without_padded_rows()
+    again, _ = check_case(subject, case, device)
+    return _attended(subject, case, replace(again, unpadded=unpadded, in_turn=found.in_turn), device, until)
 
 
 def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, until: float | None) -> CaseResult:
@@ -88,22 +143,23 @@ def _attended(subject: Subject, case: Case, found: CaseResult, device: Device, u
             if case.call is Call.CAPTURE:
                 done[host] = Attended(host, _CAPTURE)
             elif until is not None and time.monotonic() > until:
-                done[host] = Attended(host, "the time limit for this builder's forwards was reached")
+                done[host] = Attended(host, "the time limit for this builder's forwards was reached", out_of_time=True)
             else:
                 done[host] = _attend(subject, case, host, device)
         return done[host]
 
     def serves(host: Host) -> bool:
         build = found.build(host)
-        return build is not None and build.serves and told(host).right is not False
+        return build is not None and build.serves and told(host).right is not False and told(host).failure is None
 
     built = {each.host for each in found.builds if each.failure is None}
     for host in dict.fromkeys([Host.EXACT, found.realistic]):
         if host in built:
             told(host)
     need = found.need
-    # If attention is wrong even with exact lengths, wrong output says nothing of what the host must know.
-    if need is not Need.BLOCKING and told(Host.EXACT).right is not False:
+    # If attention is wrong or fails even with exact lengths, that says nothing of what the host must know.
+    exact = told(Host.EXACT)
+    if need is not Need.BLOCKING and exact.right is not False and exact.failure is None:
         need = max(need, least_need(serves, has_bound=found.realistic is Host.BOUND))
     garbage = {Need.NONE: Host.GARBAGE, Need.PREFILL_ROWS: Host.STALE, Need.UPPER_BOUND: Host.STALE}.get(need)
     if garbage is not None:
@@ -120,14 +176,26 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
     except NoForwardError as error:
         return Attended(host, str(error))
     except Exception as error:
-        failure = f"its forward fails: {failure_sentence(error)}"
+        failure = failure_sentence(error)
         if is_lost(device):
-            raise _LostError(f"{failure}; batch {case.name!r}, told {host.value}; the GPU is unusable") from error
-        return Attended(host, failure)
+            told = f"batch {case.name!r}, told {host.value}"
+            raise _LostError(f"its forward fails: {failure}; {told}; the GPU is unusable", host) from error
+        allowed = declared.unsupported(subject.backend, make_builder(subject, device), subject.block_size)
+        if allowed is not None:
+            return Attended(host, f"{allowed}; the forward raises {failure}")
+        return Attended(host, failure=failure)
 
 
 class _LostError(RuntimeError):
-    """A kernel failed, after which every CUDA call of this process fails."""
+    """A kernel failed, after which every CUDA call of this process fails.
+
+    Attributes:
+        host: What the host was told.
+    """
+
+    def __init__(self, message: str, host: Host) -> None:
+        super().__init__(message)
+        self.host = host
 
 
 def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True) -> Attended:
@@ -138,7 +206,7 @@ def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: b
     prefix = subject.common_prefix(case)
     context = _forward_context(built.builder, built.metadata)
     with torch.no_grad(), without_warnings(), configured(built.builder), context:
-        batch = Batch.of(case, device, block_size=subject.block_size, common_prefix=prefix)
+        batch = Batch.of(built.case, device, block_size=subject.block_size, common_prefix=prefix)
         layer = subject.layer(built.builder, device)
         layer.fill(batch)
         with device.watching() if watched else contextlib.nullcontext(()) as waits:

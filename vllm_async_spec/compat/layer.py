@@ -26,6 +26,7 @@ from vllm_async_spec.compat.device import Device
 
 __all__ = [
     "NOTHING_COMPILED",
+    "NOT_TINY",
     "POISON",
     "Batch",
     "ImplLayer",
@@ -43,6 +44,9 @@ POISON = 1000.0
 
 NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
 """Why no layer of an unpacked release attends."""
+
+NOT_TINY = "attention runs with the tiny model only"
+"""Why no layer of another model attends."""
 
 _SCALE = HEAD_SIZE**-0.5
 """Factor on the logits."""

@@ -14,6 +14,7 @@ from rich.table import Table
 from vllm_async_spec.audit.pages import page_environment
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import Host
+from vllm_async_spec.compat.legend import EXCLUDED, LEGEND, excluded
 from vllm_async_spec.compat.report import CLASSES, NOT_RUN, Report, Row, Run
 from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
 
@@ -34,6 +35,7 @@ _MEANINGS = {
     "upper bound": "needs an upper bound of each length",
     "exact": "needs exact lengths of decodes, so the host must wait for the device",
     "blocks": "waits for the device even if the host knows all lengths",
+    "fails": "raises, or its forward raises, with a batch that vLLM's engine makes",
     NOT_RUN: "no batch of a step ran, so there is no result",
     "not constructed": "the suite could not construct the builder",
     "wrong with slack": "built with an upper bound instead of exact lengths, the metadata has wrong values",
@@ -41,6 +43,8 @@ _MEANINGS = {
     "kernels not validated": "some fields depend on kernels that did not run",
     "attention wrong": "with metadata built with an upper bound, attention differs from the reference",
     "waits in forward": "the layer's forward waits for the device",
+    "wrong fields": "fields of vLLM's names differ from the batch even with exact lengths",
+    "keeps other batches": "after other batches, the same builder builds something else",
 }
 _MARKS = {
     "wrong with slack": "\u2260",
@@ -48,6 +52,8 @@ _MARKS = {
     "kernels not validated": "\u2020",
     "attention wrong": "\u2717",
     "waits in forward": "\u2021",
+    "wrong fields": "\u00a7",
+    "keeps other batches": "\u21ba",
 }
 """Marks for the limits of a verdict, in narrow columns."""
 
@@ -75,6 +81,9 @@ def print_report(report: Report, console: Console) -> None:
     for name, why in run.absent.items():
         table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "", *(("-", "-") if attended else ()))
     console.print(table)
+    left_out = excluded(run)
+    for line in (LEGEND, *([EXCLUDED] if left_out else []), *left_out):
+        console.print(line, markup=False, highlight=False, soft_wrap=True, style="dim")
     for result in report.results:
         for line in _first_faults(result):
             console.print(f"{result.backend}: {line}", markup=False, highlight=False, soft_wrap=True)
@@ -93,7 +102,7 @@ def print_report(report: Report, console: Console) -> None:
 
 def _first_faults(result: BackendResult) -> list[str]:
     """Each kind of fault once, with the first batch that has it; or the reason why nothing ran."""
-    if not result.steps:
+    if result.untried:
         return [result.explain().removeprefix(f"{result.backend}: ")]
     found: dict[str, str] = {}
     for case, faults in result.faults.items():
@@ -111,7 +120,7 @@ def junit(report: Report) -> str:
         counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
         for case in cases:
             test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
-            faults = () if case.capture else case.faults
+            faults = () if case.capture and not case.failed else case.faults
             if result.failure is not None:
                 counts["errors"] += 1
                 ET.SubElement(test, "error", message=result.failure)
@@ -121,6 +130,10 @@ def junit(report: Report) -> str:
             elif faults:
                 counts["failures"] += 1
                 ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(faults)
+        if result.unfinished is not None:
+            counts |= {"tests": counts["tests"] + 1, "errors": counts["errors"] + 1}
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name="left out")
+            ET.SubElement(test, "error", message=result.unfinished)
         for name, count in counts.items():
             suite.set(name, str(count))
     ET.indent(root)

@@ -23,7 +23,7 @@ __all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "comm
 SCHEMA = 1
 """Schema of both kinds of files. Increase it whenever a reader of older files would misunderstand a newer one."""
 
-CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "not run", "not constructed")
+CLASSES = ("none", "prefill rows", "upper bound", "exact", "blocks", "fails", "not run", "not constructed")
 """The verdicts, better ones first."""
 
 NOT_RUN = "not run"
@@ -31,7 +31,7 @@ NOT_RUN = "not run"
 
 _SHOWN_SITES = 3
 _WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
-_FAILS = re.compile(r" it fails: .+ at (\S+)$")
+_FAILS = re.compile(r" (?:it|its forward) fails: .+ at (\S+)$")
 _Grouped = dict[str, list[str]]
 
 
@@ -47,8 +47,8 @@ class Row:
         backend: Its name.
         builder: `module:class`.
         verdict: One of `CLASSES`.
-        passed: Whether some batch of a step ran, and none has a fault.
-        ran: Number of batches that ran.
+        passed: Whether some batch of a step ran, none has a fault, and nothing was left out.
+        ran: Number of batches that were built.
         batches: Number of all batches.
         limits: Limits of the verdict, such as `kernels not validated`.
         faults: Faults in a step, a sentence each, with the batches that have them.
@@ -60,6 +60,8 @@ class Row:
         attention: `right`, or `wrong` and how far off, with the number of batches; or `not run` and why.
         forward_waits: Number of places that wait in the layer's forward, or `none`; or `not run`.
         not_attended: Why some batches ran without attention, and which.
+        unpadded: The declaration by which batches were given without padding rows, and which.
+        unfinished: What was left out though it could have run, and why; None if nothing was.
     """
 
     backend: str
@@ -78,6 +80,8 @@ class Row:
     attention: str = NOT_RUN
     forward_waits: str = NOT_RUN
     not_attended: _Grouped = field(default_factory=dict)
+    unpadded: _Grouped = field(default_factory=dict)
+    unfinished: str | None = None
 
     @property
     def cell(self) -> str:
@@ -96,7 +100,9 @@ class Row:
         found: list[tuple[str, list[str]]] = [] if self.failure is None else [(self.failure, [])]
         found += self.faults.items()
         found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
+        found += [] if self.unfinished is None else [(self.unfinished, [])]
         found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]
+        found += [(f"without padding rows: {reason}", cases) for reason, cases in self.unpadded.items()]
         found += [(note, []) for note in self.notes]
         if self.not_validated:
             found.append((f"not validated, because no kernel ran: {', '.join(self.not_validated)}", []))
@@ -200,6 +206,7 @@ class Report:
         stubs: Stubs used for parts of vLLM or of its machine, each with the reason.
         results: One for each builder.
         absent: Builders that this release lacks or that need another machine, each with a short reason.
+        not_tried: Builders that were not tried to the end when the run was stopped; none of a finished run.
     """
 
     version: str
@@ -212,6 +219,7 @@ class Report:
     stubs: tuple[tuple[str, str], ...]
     results: tuple[BackendResult, ...]
     absent: Mapping[str, str] = field(default_factory=dict)
+    not_tried: tuple[str, ...] = ()
 
     @property
     def patched(self) -> bool:
@@ -220,8 +228,8 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: no builder waits in a step; 1: a builder waits or builds something wrong; 2: a builder can't be tried."""
-        if any(not result.steps for result in self.results):
+        """0: no builder waits in a step; 1: one waits, fails, or builds something wrong; 2: one can't be tried."""
+        if self.not_tried or any(result.untried for result in self.results):
             return 2
         return 0 if all(result.passed for result in self.results) else 1
 
@@ -234,8 +242,12 @@ class Report:
     def summary(self) -> str:
         """The run in one line."""
         clean = sum(result.passed for result in self.results)
-        untried = sum(not result.steps for result in self.results)
-        tail = f", {untried} could not be tried" if untried else ""
+        counts = {
+            "fail": sum(bool(result.failed) for result in self.results),
+            "could not be tried": sum(result.untried for result in self.results),
+            "not tried, because the run was stopped": len(self.not_tried),
+        }
+        tail = "".join(f", {count} {what}" for what, count in counts.items() if count)
         return f"{clean} of {len(self.results)} builders run without a wait{tail}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -252,6 +264,7 @@ class Report:
             "summary": self.summary,
             "stubs": [{"name": name, "why": why} for name, why in self.stubs],
             "absent": dict(self.absent),
+            "not_tried": list(self.not_tried),
             "backends": [result.to_dict() for result in self.results],
         }
 
@@ -278,6 +291,8 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     for path in paths:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(data, dict) and data.get("not_tried"):
+                raise ValueError(f"the run was stopped in {data['not_tried'][0]}; run the suite again to the end")
             runs.append(Run.read(data if isinstance(data, dict) else {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PublishedError(f"{path} can't be read: {error}") from error
@@ -292,7 +307,10 @@ def _order(run: Run) -> tuple[list[int], bool, bool, str]:
 def _row(backend: Mapping[str, Any]) -> Row:
     ran = [case for case in backend["cases"] if case["need"] is not None]
     steps = [case for case in ran if not case["capture"]]
-    faults = _grouped((fault, case["case"]) for case in steps for fault in case["faults"])
+    # A batch that raises is a fault at capture too: the server does not start.
+    failed = [case for case in backend["cases"] if case.get("failed")]
+    faulty = [case for case in backend["cases"] if case in steps or case in failed]
+    faults = _grouped((fault, case["case"]) for case in faulty for fault in case["faults"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
     attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
     limits = {
@@ -301,6 +319,8 @@ def _row(backend: Mapping[str, Any]) -> Row:
         "kernels not validated": bool(backend["not_validated"]),
         "attention wrong": any(each["right"] is False for each in attended),
         "waits in forward": any(each["waits"] for each in attended),
+        "wrong fields": any(case.get("against_model") for case in steps),
+        "keeps other batches": any(case.get("wrong_in_turn") for case in steps),
     }
     return Row(
         backend=backend["backend"],
@@ -311,8 +331,12 @@ def _row(backend: Mapping[str, Any]) -> Row:
         ran=len(ran),
         batches=len(backend["cases"]),
         faults=faults,
-        at_capture=_grouped((fault, case["case"]) for case in ran if case["capture"] for fault in case["faults"]),
+        at_capture=_grouped(
+            (fault, case["case"]) for case in ran if case["capture"] and case not in failed for fault in case["faults"]
+        ),
         not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
+        unpadded=_grouped((case["unpadded"], case["case"]) for case in backend["cases"] if case.get("unpadded")),
+        unfinished=backend.get("unfinished"),
         notes=sorted({note for case in steps for note in case["notes"]}),
         not_validated=backend["not_validated"],
         failure=backend["failure"],
@@ -326,7 +350,7 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     if reason is not None:
         return {"attention": f"{NOT_RUN}: {reason}"}
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]
-    ran = [(case, attended) for case, attended in each if attended["not_run"] is None]
+    ran = [(case, attended) for case, attended in each if attended["difference"] is not None]
     batches = {case for case, attended in ran if attended["realistic"]}
     # Attention with other host lengths only helped to find the class of need, which is published separately.
     told = [attended for _, attended in ran if attended["realistic"] or attended["host"] == Host.EXACT.value]
@@ -335,8 +359,10 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     worst = max(wrong, key=lambda a: (a["realistic"], float(a["difference"])), default=None)
     said = "right" if worst is None else f"wrong by {float(worst['difference']):.2g} told {worst['host']}"
     sites = {tuple(wait["stack"][:2]) or wait["what"] for _, attended in ran for wait in attended["waits"]}
+    failing = {case["case"] for case in steps if case.get("failed") and case["attended"]}
+    fails = f", fails with {len(failing)}" if failing else ""
     return {
-        "attention": f"{said}, {len(batches)} of {len(steps)} batches",
+        "attention": f"{said}, {len(batches)} of {len(steps)} batches{fails}",
         "forward_waits": f"{len(sites)} {'place' if len(sites) == 1 else 'places'}" if sites else "none",
         "not_attended": {
             sentence: list(dict.fromkeys(cases))

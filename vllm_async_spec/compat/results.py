@@ -1,15 +1,15 @@
-"""What a check found, as plain data: the source of the table, the JSON and the JUnit file."""
+"""What a check found: the source of the table, the JSON and the JUnit file."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_async_spec.compat.build_result import Build, differences_data, waits_data
 from vllm_async_spec.compat.cases import Host
-from vllm_async_spec.compat.compare import Difference, Judgement
+from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
-from vllm_async_spec.compat.reached import Reached
 
 __all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
 
@@ -40,61 +40,14 @@ class Need(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """One build of one batch.
-
-    Attributes:
-        host: What the host was told.
-        failure: The exception and where it was raised; None if the build finished.
-        waits: Where the host would wait, in the order of time.
-        changed: Fields of the common metadata that the builder changed in place.
-        differences: Fields that differ from the build with exact host lengths.
-        not_validated: Fields that depend on kernels that did not run; they have not been judged.
-        skipped: Fields that can't be compared, such as functions.
-    """
-
-    host: Host
-    failure: str | None = None
-    waits: tuple[Wait, ...] = ()
-    changed: tuple[str, ...] = ()
-    differences: tuple[Difference, ...] = ()
-    not_validated: tuple[str, ...] = ()
-    skipped: tuple[str, ...] = ()
-
-    @property
-    def wrong(self) -> tuple[Difference, ...]:
-        """Differences judged wrong."""
-        return tuple(each for each in self.differences if each.judgement is Judgement.WRONG)
-
-    @property
-    def serves(self) -> bool:
-        """Whether it finished without a wait, and nothing in the result is wrong."""
-        return self.failure is None and not self.waits and not self.wrong
-
-    @property
-    def equal(self) -> bool:
-        """Whether it finished, and the result equals the exact one in all fields compared."""
-        return self.failure is None and not self.differences
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Everything wrong with the build, in a sentence each."""
-        told = f"told {self.host.value}"
-        found = [f"{told}, it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
-        if self.failure is not None:
-            found.append(f"{told}, it fails: {self.failure}")
-        found += [f"{told}, {difference}" for difference in self.wrong]
-        found += [f"{told}, it changes {name} of the common metadata in place" for name in self.changed]
-        return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
 class Attended:
     """Attention over one batch, with metadata that was built for it.
 
     Attributes:
         host: What the host was told for the build.
         not_run: Why attention did not run; None if it ran.
+        failure: What the forward raises and where; None if it finished or did not run.
+        out_of_time: Whether it did not run because the time for this builder's forwards was over.
         waits: Where the host would wait in the layer's forward, in the order of time.
         difference: Greatest |output - reference| / (1 + |reference|) over all real tokens; NaN if an output is NaN.
             None if attention did not run.
@@ -104,6 +57,8 @@ class Attended:
     not_run: str | None = None
     waits: tuple[Wait, ...] = ()
     difference: float | None = None
+    failure: str | None = None
+    out_of_time: bool = False
 
     @property
     def right(self) -> bool | None:
@@ -115,6 +70,8 @@ class Attended:
         """Everything wrong with the attention, in a sentence each."""
         told = f"told {self.host.value}"
         found = [f"{told}, in its forward it waits: {wait}" for wait in dict.fromkeys(map(str, self.waits))]
+        if self.failure is not None:
+            found.append(f"{told}, its forward fails: {self.failure}")
         if self.right is False:
             found.append(f"{told}, attention is wrong: it differs by up to {self.difference:.2g}")
         return tuple(found)
@@ -126,13 +83,18 @@ class CaseResult:
 
     Attributes:
         case: The batch's name.
-        not_run: Why the batch was not judged: it does not apply to the builder, or fails even with exact lengths.
+        not_run: Why the batch was not judged: a declaration of the builder excludes the batch, or it does not apply.
         realistic: What the host knows without waiting, in an engine with asynchronous speculative decoding.
         need: Class of need, from the builds and, where attention ran, from attention. None if the batch did not run.
         builds: One for each `Host` that was tried.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
         capture: Whether the build records a CUDA graph at start-up rather than serves a step.
         attended: Attention with the builds, one for each `Host` that was tried; empty if attention was not tried.
+        failure: What the builder raises even with exact lengths, and where; None if it builds the batch.
+        unpadded: The declaration by which the batch was given without padding rows, because with them it fails.
+        against_model: Fields of vLLM's names that are wrong even with exact lengths.
+        in_turn: The build after other batches by one builder, with what it does only then.
+        model: The model whose numbers the builder had; empty if the builder asks for none.
     """
 
     case: str
@@ -143,6 +105,11 @@ class CaseResult:
     builds: tuple[Build, ...] = ()
     unsteady: tuple[str, ...] = ()
     attended: tuple[Attended, ...] = ()
+    failure: str | None = None
+    unpadded: str | None = None
+    against_model: tuple[Difference, ...] = ()
+    in_turn: Build | None = None
+    model: str = ""
 
     def build(self, host: Host) -> Build | None:
         """The build under `host`, if there was one."""
@@ -151,9 +118,31 @@ class CaseResult:
     @property
     def faults(self) -> tuple[str, ...]:
         """Faults in an engine with asynchronous speculative decoding."""
+        if self.failure is not None:
+            return (f"told {Host.EXACT.value}, it fails: {self.failure}",)
         build = self.build(self.realistic)
-        attended = [fault for each in self.attended if each.host is self.realistic for fault in each.faults]
-        return () if build is None else (*build.faults, *attended)
+        if build is None:
+            return ()
+        realistic = [each for each in self.attended if each.host is self.realistic]
+        found = [*build.faults, *(fault for each in realistic for fault in each.faults)]
+        if not self.attended_right:
+            found += [f"told {Host.EXACT.value}, {d} against the batch in plain Python" for d in self.against_model]
+        found += [] if self.in_turn is None else [f"after other batches, {fault}" for fault in self.in_turn.faults]
+        if not any(each.failure for each in realistic):
+            exact = (each for each in self.attended if each.host is Host.EXACT and each.failure)
+            found += [fault for each in exact for fault in each.faults]
+        return tuple(found)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the builder or the forward raises in an engine, with this batch."""
+        told = (Host.EXACT, self.realistic)
+        return self.failure is not None or any(each.failure and each.host in told for each in self.attended)
+
+    @property
+    def attended_right(self) -> bool:
+        """Whether attention with exact lengths is right, so that no field of the metadata can be wrong."""
+        return any(each.host is Host.EXACT and each.right for each in self.attended)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -163,7 +152,8 @@ class CaseResult:
             found.append("needs no host lengths, but uses them where they are given")
         elif self.need in (Need.PREFILL_ROWS, Need.UPPER_BOUND) and self._goes_by(Host.STALE):
             found.append("needs the upper bound only, but uses host lengths where they are given")
-        found += [fault for each in self.attended if each.host is not self.realistic for fault in each.faults]
+        others = [each for each in self.attended if each.host is not self.realistic]
+        found += [fault for each in others for fault in each.faults if fault not in self.faults]
         return tuple(found)
 
     def _goes_by(self, garbage: Host) -> bool:
@@ -175,7 +165,7 @@ class CaseResult:
     @property
     def was_attended(self) -> bool:
         """Whether attention ran with what an engine with asynchronous speculative decoding knows."""
-        return any(each.host is self.realistic and each.not_run is None for each in self.attended)
+        return any(each.host is self.realistic and each.difference is not None for each in self.attended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +179,10 @@ class BackendResult:
         patched: Whether the plugin's patches were applied.
         device: `cpu`, where device memory is simulated, or the GPU's name.
         failure: Why there is no builder; None if there is one.
-        cases: All batches, in the order of `cases.CASES`.
+        cases: All batches with the first model, in the order of `cases.CASES`, then with the next one.
         not_attended: Why attention ran with none of its builds; None if it ran.
-        reached: Lines and branches that the batches reached; None if there is no builder.
+        unfinished: What was left out though it could have run, and why; None if nothing was.
+        model: The first model whose numbers the builder had; empty if the builder asks for none.
     """
 
     backend: str
@@ -202,7 +193,22 @@ class BackendResult:
     failure: str | None = None
     cases: tuple[CaseResult, ...] = ()
     not_attended: str | None = "attention was not tried"
-    reached: Reached | None = None
+    unfinished: str | None = None
+    model: str = ""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models whose numbers the builder was tried with; empty if it asks for none."""
+        return tuple(dict.fromkeys(case.model for case in self.cases if case.model and case.not_run is None))
+
+    def joined(self, other: BackendResult) -> BackendResult:
+        """This result, with the batches of another model; a model without a builder is a batch that did not run."""
+        unmade = CaseResult("construction", other.failure, Host.EXACT, model=other.model)
+        return replace(self, cases=self.cases + (other.cases if other.failure is None else (unmade,)))
+
+    def label(self, case: CaseResult) -> str:
+        """The batch's name, with the model if the builder was tried with several."""
+        return f"{case.case}, {case.model}" if len(self.models) > 1 else case.case
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -220,21 +226,30 @@ class BackendResult:
         return max((case.need for case in self.steps if case.need is not None), default=None)
 
     @property
+    def failed(self) -> tuple[CaseResult, ...]:
+        """The batches with which the builder or the forward raises in an engine, those for CUDA graphs included."""
+        return tuple(case for case in self.cases if case.failed)
+
+    @property
     def verdict(self) -> str:
-        """The need in a word or two, or `not constructed`, or `not run`."""
+        """The need in a word or two, or `fails`, `not constructed`, or `not run`."""
         if self.failure is not None:
             return "not constructed"
+        if self.failed:
+            return "fails"
         return "not run" if self.need is None else str(self.need)
 
     @property
     def faults(self) -> dict[str, tuple[str, ...]]:
-        """Faults in a step of an engine with asynchronous speculative decoding, by batch."""
-        return {case.case: case.faults for case in self.steps if case.faults}
+        """Faults in a step of an engine with asynchronous speculative decoding, by batch; and all that raises."""
+        told = (case for case in self.cases if case.faults and (case.failed or not case.capture))
+        return {self.label(case): case.faults for case in told}
 
     @property
     def at_capture(self) -> dict[str, tuple[str, ...]]:
         """Faults while a CUDA graph is recorded, which delays no step, by batch."""
-        return {case.case: case.faults for case in self.ran if case.capture and case.faults}
+        told = (case for case in self.ran if case.capture and case.faults and not case.failed)
+        return {self.label(case): case.faults for case in told}
 
     @property
     def waits(self) -> tuple[Wait, ...]:
@@ -250,17 +265,23 @@ class BackendResult:
 
     @property
     def passed(self) -> bool:
-        """Whether some batch of a step ran, and none has a fault in such an engine."""
-        return bool(self.steps) and not self.faults
+        """Whether some batch of a step ran, none has a fault in such an engine, and nothing was left out."""
+        return bool(self.steps) and not self.faults and self.unfinished is None
+
+    @property
+    def untried(self) -> bool:
+        """Whether the builder can't be judged: it was not made, no batch ran, or something was left out."""
+        return not self.faults and (not self.steps or self.unfinished is not None)
 
     def explain(self) -> str:
         """The faults, a line each; or why there are none."""
         if self.failure is not None:
             return f"{self.backend}: {self.failure}"
-        if not self.steps:
+        if not self.steps and not self.faults:
             reasons = (case.not_run for case in self.cases if case.not_run)
             return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
         lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
+        lines += [] if self.unfinished is None else [f"{self.backend}: {self.unfinished}"]
         return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
 
     def to_dict(self) -> dict[str, Any]:
@@ -276,6 +297,8 @@ class BackendResult:
             "passed": self.passed,
             "not_validated": list(self.not_validated),
             "not_attended": self.not_attended,
+            "models": list(self.models),
+            "unfinished": self.unfinished,
             "cases": [_case(case) for case in self.cases],
         }
 
@@ -283,14 +306,21 @@ class BackendResult:
 def _case(case: CaseResult) -> dict[str, Any]:
     return {
         "case": case.case,
+        "model": case.model,
         "capture": case.capture,
         "not_run": case.not_run,
+        "failure": case.failure,
+        "failed": case.failed,
+        "unpadded": case.unpadded,
         "need": None if case.need is None else str(case.need),
         "faults": list(case.faults),
         "notes": list(case.notes),
         "unsteady": list(case.unsteady),
-        "builds": [_build(build, build.host is case.realistic) for build in case.builds],
+        "builds": [build.to_dict(build.host is case.realistic) for build in case.builds],
         "attended": [_attended(each, each.host is case.realistic) for each in case.attended],
+        "against_model": [] if case.attended_right else differences_data(case.against_model),
+        "in_turn": None if case.in_turn is None else case.in_turn.to_dict(True),
+        "wrong_in_turn": case.in_turn is not None and bool(case.in_turn.faults),
     }
 
 
@@ -299,36 +329,9 @@ def _attended(attended: Attended, realistic: bool) -> dict[str, Any]:
         "host": attended.host.value,
         "realistic": realistic,
         "not_run": attended.not_run,
-        "waits": _waits(attended.waits),
+        "failure": attended.failure,
+        "waits": waits_data(attended.waits),
         # JSON has no NaN.
         "difference": None if attended.difference is None else str(attended.difference),
         "right": attended.right,
     }
-
-
-def _build(build: Build, realistic: bool) -> dict[str, Any]:
-    return {
-        "host": build.host.value,
-        "realistic": realistic,
-        "failure": build.failure,
-        "waits": _waits(build.waits),
-        "changed": list(build.changed),
-        "differences": [
-            {"field": d.field, "judgement": d.judgement.value, "exact": d.exact, "found": d.found}
-            for d in build.differences
-        ],
-        "equal": build.equal,
-        "not_validated": list(build.not_validated),
-        "skipped": list(build.skipped),
-    }
-
-
-def _waits(waits: tuple[Wait, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": wait.kind.value,
-            "what": wait.what,
-            "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
-        }
-        for wait in waits
-    ]

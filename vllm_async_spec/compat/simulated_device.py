@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import WaitKind
-from vllm_async_spec.audit.stack import take
+from vllm_async_spec.audit.stack import RawStack, take
 from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, readable_wait
 from vllm_async_spec.patching import temporarily
 
@@ -43,6 +43,7 @@ class SimulatedDevice(CpuProbe):
         # PyTorch makes tensors on it, and it is not equal to torch.device("cpu").
         self.device = torch.device("cpu", 0)
         self.found: list[Wait] = []
+        self._known: set[tuple[WaitKind, str, RawStack]] = set()
         self._inputs: set[int] = set()
         self._calls: dict[str, Mapping[str, object]] = {}
         super().__init__()
@@ -61,7 +62,7 @@ class SimulatedDevice(CpuProbe):
     def watching(self) -> Iterator[list[Wait]]:
         """Collect the calls that would wait on a GPU."""
         found: list[Wait] = []
-        self.found = found
+        self.found, self._known = found, set()
         # No gradients, as in vLLM's runner; PyTorch would keep extra copies for them.
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing has been compiled
@@ -109,6 +110,10 @@ class SimulatedDevice(CpuProbe):
     def clear(self) -> None:
         """Forget all tensors and kernel calls."""
         self._written = {}
+        self.begin_batch()
+
+    def begin_batch(self) -> None:
+        """Forget kernel calls and what was placed, but not which tensors are the device's."""
         self._inputs.clear()
         self._calls.clear()
 
@@ -126,8 +131,14 @@ class SimulatedDevice(CpuProbe):
         self.waited(WaitKind.COPY_TO_HOST if what in ("cpu", "to") else WaitKind.READ, what)
 
     def waited(self, kind: WaitKind, what: str) -> None:
-        """Record a wait with its call stack."""
-        self.found.append(Wait(kind, what, readable_wait(take(_DEPTH))))
+        """Record a wait with its call stack; the same wait from the same lines is recorded once.
+
+        So a loop that waits for each token keeps one wait, and not one with a stack for each token.
+        """
+        stack = take(_DEPTH)
+        if (kind, what, stack) not in self._known:
+            self._known.add((kind, what, stack))
+            self.found.append(Wait(kind, what, readable_wait(stack)))
 
     def to_host(self, tensor: torch.Tensor) -> None:
         """Make the tensor's memory the host's from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, stand_on
 from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
-from vllm_async_spec.compat.forward import attend
+from vllm_async_spec.compat.forward import FORWARD_SECONDS, attend
+from vllm_async_spec.compat.model_shapes import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
 from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
@@ -86,38 +88,71 @@ def run(
     names: Sequence[str],
     device: Device,
     *,
+    models: Sequence[str] = (),
     source: VllmSource | None = None,
     patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
     elsewhere: Callable[[Sequence[str]], Sequence[BackendResult]] | None = None,
+    keep: Callable[[Callable[[], Report]], None] = lambda so_far: None,
+    forward_seconds: float = FORWARD_SECONDS,
 ) -> Report:
     """Check builders one after another.
 
     Args:
         names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
         device: Where they are made and run.
+        models: Names of the models whose numbers the builders get. If empty, each builder gets those of the models that
+            use it: `MODELS_OF`, or `THIRD_PARTY`.
         source: The unpacked release, if that is what is imported.
         patches: Returns the state of each of the plugin's patches; None for stock vLLM.
         progress: Called with each name before it is tried.
         elsewhere: Runs builders in another process: those left after a failed kernel made the GPU unusable here. If
             None, their attention is reported as not run.
+        keep: Called after each batch with a function that makes the report of what was found so far.
+        forward_seconds: Time for the forwards of each builder.
 
     Returns:
         The report. If `names` is empty, the report lists vLLM builders that this release lacks as absent.
 
     Raises:
         SubjectError: A given name can't be checked.
+        UnknownModelError: A name of `models` is no model's.
     """
+    wanted = models_named(models)
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
     results: dict[str, BackendResult] = {}
     subjects: dict[str, Subject] = {}
     absent: dict[str, str] = {}
-    for name in names or BACKENDS:
+    pending = list(names or BACKENDS)
+
+    def so_far() -> Report:
+        vllm = sys.modules.get("vllm")
+        return Report(
+            version=__version__,
+            release=None if vllm is None else vllm.__version__,
+            torch=torch.__version__,
+            device=device_name,
+            patches=None if patches is None else patches(),
+            date=datetime.date.today().isoformat(),
+            command=command_line(sys.argv),
+            stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
+            results=tuple(results.values()),
+            absent=absent,
+            not_tried=tuple(pending),
+        )
+
+    def found(name: str, result: BackendResult) -> None:
+        results[name] = result
+        keep(so_far)
+
+    for name in tuple(pending):
         progress(name)
         try:
-            subjects[name] = subject = _subject(name, device, source)
-            results[name] = check(subject, subject.device or device, patched=patched, device_name=device_name)
+            shaped = _subjects(name, device, source, wanted)
+            subjects[name] = shaped[0]
+            each = functools.partial(found, name)
+            results[name] = _check(shaped, device, patched=patched, device_name=device_name, keep=each)
         except AbsentError as error:
             if names:
                 raise
@@ -131,41 +166,74 @@ def run(
                 raise
             failure = f"the GPU is unusable: {failure_sentence(error)}"
             results[name] = BackendResult(name, name, "", patched, device_name, failure=failure)
+        if name not in subjects or isinstance(subjects[name].layer, str):
+            pending.remove(name)
+        keep(so_far)
     # Attend after all builds, because a failed kernel makes the GPU unusable for all later builders.
     waiting = [name for name in results if name in subjects]
     while waiting:
         name = waiting.pop(0)
         progress(f"{name}, attention")
-        results[name] = attend(subjects[name], subjects[name].device or device, results[name])
+        each = functools.partial(found, name)
+        tried_on = subjects[name].device or device
+        results[name] = attend(subjects[name], tried_on, results[name], seconds=forward_seconds, keep=each)
         if waiting and elsewhere is not None and is_lost(device):
             progress(f"{waiting[0]} and later backends, in a new process")
             try:
-                results |= {found.backend: found for found in elsewhere(waiting)}
+                results |= {there.backend: there for there in elsewhere(waiting)}
             except BrokenExecutor:  # keep the results of their builds
-                results |= {name: replace(results[name], not_attended=_TWICE_LOST) for name in waiting}
+                results |= {
+                    name: replace(results[name], not_attended=_TWICE_LOST, unfinished=_TWICE_LOST) for name in waiting
+                }
             break
-    vllm = sys.modules.get("vllm")
-    return Report(
-        version=__version__,
-        release=None if vllm is None else vllm.__version__,
-        torch=torch.__version__,
-        device=device_name,
-        patches=None if patches is None else patches(),
-        date=datetime.date.today().isoformat(),
-        command=command_line(sys.argv),
-        stubs=() if source is None else tuple((stub.name, stub.why) for stub in source.stubbed),
-        results=tuple(results.values()),
-        absent=absent,
-    )
+        if name in pending:
+            pending.remove(name)
+    pending.clear()
+    return so_far()
 
 
-def _subject(name: str, device: Device, source: VllmSource | None) -> Subject:
+def _check(
+    subjects: Sequence[Subject],
+    device: Device,
+    *,
+    patched: bool,
+    device_name: str,
+    keep: Callable[[BackendResult], None],
+) -> BackendResult:
+    """Check a builder with the numbers of each model.
+
+    Raises:
+        AbsentError: This release lacks the builder for the first model.
+    """
+    tried_on = subjects[0].device or device
+    first = found = check(subjects[0], tried_on, patched=patched, device_name=device_name, keep=keep)
+    for subject in subjects[1:] if first.failure is None else ():
+        kept = functools.partial(_keep_joined, found, keep)
+        try:
+            other = check(subject, tried_on, known=first, patched=patched, device_name=device_name, keep=kept)
+        except AbsentError as error:
+            other = replace(first, failure=error.cell, cases=(), model=subject.model)
+        found = found.joined(other)
+    return found
+
+
+def _keep_joined(found: BackendResult, keep: Callable[[BackendResult], None], part: BackendResult) -> None:
+    keep(found.joined(part))
+
+
+def _subjects(name: str, device: Device, source: VllmSource | None, models: Sequence[Model]) -> list[Subject]:
+    """The builder with the numbers of each model; the tiny model first, if a layer can attend."""
     if is_third_party(name):
         stand_on(None, name)
-        subject = third_party_subject(name, device)
+        first, *others = models or models_named(THIRD_PARTY)
+        subjects = [third_party_subject(name, device, first)]
+        if subjects[0].model:  # else all models give the same builder
+            subjects += [third_party_subject(name, device, model) for model in others]
     else:
-        subject = backend_subject(name, device)
-    tried_on = subject.device or device
+        tiny = backend_subject(name, device, TINY)
+        subjects = [] if models or isinstance(tiny.layer, str) else [tiny]
+        subjects += [backend_subject(name, device, model) for model in models or models_named(MODELS_OF[name.upper()])]
+    tried_on = subjects[0].device or device
     if source is not None and isinstance(tried_on, SimulatedDevice):
         source.on_kernel = tried_on.kernel_did_not_run
-    return subject
+    return subjects

@@ -9,8 +9,9 @@ from vllm_async_spec.compat.results import BackendResult
 
 
 def test_it_is_made_and_some_batch_runs(async_spec_backend: BackendResult) -> None:
-    """The builder can be constructed, and builds at least one batch of a step from exact lengths."""
+    """The builder can be constructed, builds at least one batch of a step, and nothing was left out."""
     assert async_spec_backend.steps, async_spec_backend.explain()
+    assert async_spec_backend.unfinished is None, async_spec_backend.unfinished
 
 
 @pytest.mark.parametrize("case", [case.name for case in CASES])
@@ -19,6 +20,6 @@ def test_no_host_sync(async_spec_backend: BackendResult, case: str) -> None:
     found = next((each for each in async_spec_backend.cases if each.case == case), None)
     if found is None or found.not_run is not None:
         pytest.skip(async_spec_backend.explain() if found is None else str(found.not_run))
-    if found.capture and found.faults:
+    if found.capture and found.faults and not found.failed:
         pytest.skip(f"only a CUDA graph capture is affected, which delays no step: {found.faults[0]}")
     assert not found.faults, "\n".join(found.faults)

@@ -1,0 +1,132 @@
+"""A run that is stopped or killed keeps what it had."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compat_planted as planted
+import pytest
+import torch
+from compat_checked import checked
+from typer.testing import CliRunner, Result
+
+from vllm_async_spec.cli import app
+from vllm_async_spec.compat import keep
+from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
+from vllm_async_spec.compat.publish import main as publish
+from vllm_async_spec.compat.report import PublishedError, Report, read_runs
+
+SUPPORT = Path(__file__).parents[1] / "support"
+BEFORE = ["decode", "spec K + 1", "non-uniform spec", "prefill", "prefill with context", "mixed", "long"]
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SUPPORT)
+    monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
+
+
+def compat(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["compat", *arguments])
+
+
+def batches(path: Path) -> dict[str, list[str]]:
+    found: Any = json.loads(path.read_text())
+    return {each["backend"]: [case["case"] for case in each["cases"]] for each in found["backends"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "code"), [("Ends", "stopped by SIGTERM", 143), ("Interrupts", "stopped by SIGINT", 130)]
+)
+def test_a_run_that_is_stopped_says_where_its_results_are(name: str, said: str, code: int, tmp_path: Path):
+    path = tmp_path / "found.json"
+    named = [f"--backend=compat_planted:{kind}" for kind in ("Clean", "CopiesToHost")]
+    result = compat(*named, f"--backend=compat_stopping:{name}", "--backend=compat_planted:Item", "--json", str(path))
+    assert result.exit_code == code, result.output
+    assert result.stderr == (
+        f"vllm-async-spec: {said}; the results so far, of 2 of 4 builders to the end, are in {path}\n"
+    )
+    assert "2 not tried, because the run was stopped" in result.stdout.replace("\n", " ")
+    found = batches(path)
+    assert list(found) == ["compat_planted:Clean", "compat_planted:CopiesToHost", f"compat_stopping:{name}"]
+    assert (len(found["compat_planted:Clean"]), found[f"compat_stopping:{name}"][:7]) == (18, BEFORE)
+    assert "256 requests" not in found[f"compat_stopping:{name}"]
+    assert json.loads(path.read_text())["not_tried"] == [f"compat_stopping:{name}", "compat_planted:Item"]
+    with pytest.raises(PublishedError, match=rf"the run was stopped in compat_stopping:{name}; run the suite again"):
+        read_runs([path])
+    (tmp_path / "compat").mkdir()
+    assert publish(["--docs", str(tmp_path), str(path)]) == 2
+
+
+def test_without_a_file_the_results_are_kept_in_a_private_one():
+    result = compat("--backend=compat_stopping:Ends")
+    assert result.exit_code == 143, result.output
+    where = re.search(r"to the end, are in (\S+)$", result.stderr.strip())
+    assert where is not None
+    path = Path(where[1])
+    assert batches(path)["compat_stopping:Ends"][:7] == BEFORE
+    assert path.parent.stat().st_mode & 0o077 == 0
+    path.unlink()
+    path.parent.rmdir()
+
+
+def test_a_run_that_is_killed_outright_keeps_what_it_had(tmp_path: Path):
+    path = tmp_path / "found.json"
+    code = (
+        "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.compat import keep; keep._SECONDS = 0.0;"
+        "from vllm_async_spec.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "compat", "--backend=compat_stopping:Kills", "--json", str(path)]
+    done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert batches(path)["compat_stopping:Kills"][:7] == BEFORE
+    assert json.loads(path.read_text())["not_tried"] == ["compat_stopping:Kills"]
+
+
+def test_a_run_that_ends_leaves_no_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(keep, "_SECONDS", 0.0)
+    monkeypatch.setattr(keep.tempfile, "tempdir", str(tmp_path))
+    result = compat("--backend=compat_planted:Clean")
+    assert result.exit_code == 0, result.output
+    said = re.findall(r"The results so far are kept in (\S+);", result.stderr)
+    assert len(said) == 1
+    assert Path(said[0]).is_relative_to(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signals_are_as_before_afterwards():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"), stopped_by_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, made = tmp_path / "found.json", []
+
+    def so_far() -> Report:
+        made.append(1)
+        found = (checked(planted.Clean, "decode"),)
+        return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), found)
+
+    monkeypatch.setattr(keep, "_SECONDS", float("inf"))
+    kept = KeptResults(path, pytest.fail)
+    assert kept.stop() is None
+    for _ in range(9):
+        kept(so_far)
+    assert (made, path.exists()) == ([], False)
+    left = kept.stop()
+    assert left is not None
+    assert left[1] == path
+    assert list(tmp_path.iterdir()) == [path], "no part of a file is left"
+    kept.discard()
+    assert path.exists(), "a file that was named is the user's"

@@ -1,0 +1,94 @@
+"""Keep the results of a run while it lasts, so that a run that is killed loses at most a second's work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from vllm_async_spec.compat.report import Report
+
+__all__ = ["KeptResults", "Stopped", "stopped_by_signals"]
+
+_SECONDS = 1.0
+"""Least time between two writes: the JSON of all builders takes tens of milliseconds to make."""
+
+
+class Stopped(BaseException):
+    """The process was asked to end; not an `Exception`, so that no builder's failure is made of it.
+
+    Attributes:
+        signal: The signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Make SIGINT and SIGTERM raise `Stopped` in the main thread while the context is open."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class KeptResults:
+    """Writes the results so far to a file, at most once a second, each time as a whole.
+
+    Args:
+        path: The file; None for a file in a new private directory, which `discard` removes.
+        say: Called once with a sentence that names the file, if `path` is None and the file is first written.
+    """
+
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._named, self._path, self._say = path is not None, path, say
+        self._written = time.monotonic()
+        self._so_far: Callable[[], Report] | None = None
+
+    def __call__(self, so_far: Callable[[], Report]) -> None:
+        """Write the results if the last write is long enough ago.
+
+        Args:
+            so_far: Makes the report of what was found so far.
+        """
+        self._so_far = so_far
+        if time.monotonic() - self._written >= _SECONDS:
+            self._write(so_far())
+
+    def stop(self) -> tuple[Report, Path] | None:
+        """Write what was found so far; the report and its file, or None if no batch was built."""
+        if self._so_far is None:
+            return None
+        report = self._so_far()
+        return report, self._write(report)
+
+    def discard(self) -> None:
+        """Remove the file and its directory if both are this object's own; the run is at its end."""
+        if not self._named and self._path is not None:
+            self._path.unlink(missing_ok=True)
+            self._path.parent.rmdir()
+
+    def _write(self, report: Report) -> Path:
+        if self._path is None:
+            self._path = Path(tempfile.mkdtemp(prefix="vllm-async-spec-")) / "compat.json"
+            self._say(f"The results so far are kept in {self._path}; --json FILE keeps them in FILE.")
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+        partial.replace(self._path)
+        self._written = time.monotonic()
+        return self._path
