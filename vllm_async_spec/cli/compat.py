@@ -54,6 +54,7 @@ def compat(
     ] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write the table to this HTML file.")] = None,
     badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line to this SVG badge.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also if a builder is not shown clean.")] = False,
     forward_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
     ] = 600.0,
@@ -61,7 +62,7 @@ def compat(
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
-    fails, or builds wrong metadata; 2: a builder could not be tried.
+    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
@@ -103,7 +104,8 @@ def compat(
             path.write_text(make(found), encoding="utf-8")
     kept.discard()
     print_report(found, Console())
-    raise typer.Exit(found.exit_code)
+    unsure = strict and not all(result.shown_clean for result in found.results)
+    raise typer.Exit(found.exit_code or int(unsure))
 
 
 def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import sys
+from collections.abc import Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,19 +17,19 @@ __all__ = ["code_of", "loaded_modules", "target"]
 _NOTHING = object()
 
 
-def target(call: ast.Call, function: Function, module: ModuleType, instance: object) -> CodeType | None:
+def target(call: ast.Call, function: Function, module: ModuleType, instances: Sequence[object]) -> CodeType | None:
     """Find the code that a call runs.
 
     Args:
         call: The call.
         function: The function that the call is in.
         module: Its module.
-        instance: An object that may be the `self` of `function`: the builder.
+        instances: Objects that may be the `self` of `function`: the builders.
 
     Returns:
         The code; None if the names don't tell, as for an item of a list, or if it is not Python.
     """
-    return code_of(_value(call.func, function, module, instance))
+    return code_of(_value(call.func, function, module, instances))
 
 
 def code_of(value: Any) -> CodeType | None:
@@ -51,17 +52,17 @@ def loaded_modules() -> dict[str, ModuleType]:
     return {file: module for module in modules if isinstance(file := vars(module).get("__file__"), str)}
 
 
-def _value(node: ast.expr, function: Function, module: ModuleType, instance: object) -> Any:
+def _value(node: ast.expr, function: Function, module: ModuleType, instances: Sequence[object]) -> Any:
     """What an expression of names and attributes means; `_NOTHING` if that can't be told."""
     if isinstance(node, ast.Name):
         if node.id in ("self", "cls"):
-            return _self(function, module, instance)
+            return _self(function, module, instances)
         return _imported(node.id, function, module)
     if not isinstance(node, ast.Attribute):
         return _NOTHING
     if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super":
-        return _above(node.attr, function, module, instance)
-    owner = _value(node.value, function, module, instance)
+        return _above(node.attr, function, module, instances)
+    owner = _value(node.value, function, module, instances)
     # Static, because a property would run.
     return _NOTHING if owner is _NOTHING else inspect.getattr_static(owner, node.attr, _NOTHING)
 
@@ -77,17 +78,20 @@ def _imported(name: str, function: Function, module: ModuleType) -> Any:
     return vars(module).get(name, _NOTHING)
 
 
-def _self(function: Function, module: ModuleType, instance: object) -> Any:
-    """`instance` if the function is a method of its class, else the class of the method."""
-    owner = _owner(function, module)
-    return instance if inspect.isclass(owner) and isinstance(instance, owner) else owner
-
-
-def _above(name: str, function: Function, module: ModuleType, instance: object) -> Any:
+def _self(function: Function, module: ModuleType, instances: Sequence[object]) -> Any:
+    """The first of `instances` whose class has the method, else the class of the method."""
     owner = _owner(function, module)
     if not inspect.isclass(owner):
         return _NOTHING
-    order = inspect.getmro(type(instance) if isinstance(instance, owner) else owner)
+    return next((each for each in instances if isinstance(each, owner)), owner)
+
+
+def _above(name: str, function: Function, module: ModuleType, instances: Sequence[object]) -> Any:
+    owner = _owner(function, module)
+    if not inspect.isclass(owner):
+        return _NOTHING
+    instance = next((each for each in instances if isinstance(each, owner)), None)
+    order = inspect.getmro(owner if instance is None else type(instance))
     later = order[order.index(owner) + 1 :]
     return next((vars(cls)[name] for cls in later if name in vars(cls)), _NOTHING)
 

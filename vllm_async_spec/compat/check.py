@@ -23,6 +23,7 @@ from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.model import against_model
+from vllm_async_spec.compat.reached import Trace, recorded
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
@@ -42,6 +43,10 @@ __all__ = [
 ]
 
 
+_RECORDED = (Host.EXACT, Host.ABSENT, Host.BOUND)
+"""Builds whose lines are recorded: with what an engine knows or could know. Recording costs a quarter of a build."""
+
+
 def check(
     subject: Subject,
     device: Device,
@@ -51,6 +56,7 @@ def check(
     patched: bool = False,
     device_name: str = "cpu",
     keep: Callable[[BackendResult], None] = lambda found: None,
+    trace: Trace | None = None,
 ) -> BackendResult:
     """Try a builder with every batch.
 
@@ -63,6 +69,7 @@ def check(
         patched: Whether the plugin's patches are applied; for the report.
         device_name: For the report.
         keep: Called after each batch with the result so far.
+        trace: Records the lines that run, also those of an earlier check; None for a new one.
 
     Returns:
         The result. It records what the builder raises.
@@ -83,13 +90,15 @@ def check(
     unsteady = {} if known is None else {each.case: frozenset(each.unsteady) for each in known.ran}
     found = replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}")
     snapshots: dict[str, Snapshot | None] = {}
-    for case in cases:
-        result, snapshots[case.name] = check_case(subject, case, device, unsteady.get(case.name))
-        found = replace(found, cases=(*found.cases, result))
-        keep(found)
-    if known is not None:
-        return found
-    return replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
+    trace = trace or Trace()
+    with trace.active():
+        for case in cases:
+            result, snapshots[case.name] = check_case(subject, case, device, unsteady.get(case.name))
+            found = replace(found, cases=(*found.cases, result))
+            keep(found)
+        if known is None:
+            found = replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
+    return replace(found, reached=trace.result())
 
 
 def in_turn(
@@ -304,7 +313,8 @@ def build_batch(
     Returns:
         The build. It records what `build` raises.
     """
-    if builder is None:
+    is_new = builder is None
+    if is_new:
         builder = make_builder(subject, device)
     device.begin_batch()
     case = declared.reordered(builder, case)
@@ -315,7 +325,8 @@ def build_batch(
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
+    recording = recorded(builder, device) if is_new and watched and host in _RECORDED else contextlib.nullcontext()
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:

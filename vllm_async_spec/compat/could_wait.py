@@ -107,7 +107,8 @@ def _name_and_kind(node: ast.AST, values: HostValues) -> tuple[str, str] | None:
     read = node.args[0] if text(owner) == "torch" and node.args else owner
     if text(owner) in ("np", "numpy") or (name in _READS and values.holds(read)):
         return None
-    kind = _CALLS.get(name, lambda call: None)(node)
+    find = _CALLS.get(name)
+    kind = None if find is None else find(node)
     return None if kind is None else (name, f"{kind.value} ({name})")
 
 

@@ -8,6 +8,7 @@ other lines would call, every line that did not run is searched for expressions 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import os
 import sys
@@ -24,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 from vllm_async_spec.audit.stack import short_path
 from vllm_async_spec.compat.calls import code_of, loaded_modules, target
 from vllm_async_spec.compat.could_wait import COULD_WAIT, HOST_LENGTHS, Suspect
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.source_lines import Function, Statement, functions_of
 
-__all__ = ["NOTHING_REACHED", "Reached", "Trace", "Unreached"]
+__all__ = ["NOTHING_REACHED", "Reached", "Trace", "Unreached", "recorded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +62,26 @@ class Reached:
     """What the batches reached of a builder's `build` and of what it calls.
 
     Attributes:
-        branches: Number of branches taken: a condition and a loop have two, a match one for each case.
+        taken: Number of branches taken: a condition and a loop have two, a match one for each case.
         of: Number of all branches, in the functions that ran.
         lines: Lines not reached, in the functions that ran, by file.
         unreached: Lines not reached that could wait, also in functions that only lines not reached would call.
     """
 
-    branches: int
+    taken: int
     of: int
     lines: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unreached: tuple[Unreached, ...] = ()
 
     @property
-    def share(self) -> str:
-        """The share of branches, such as `31 of 44 branches`."""
-        return f"{self.branches} of {self.of} branches"
+    def branches(self) -> str:
+        """The share of branches, such as `31 of 44`."""
+        return f"{self.taken} of {self.of}"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON."""
         return {
             "branches": self.branches,
-            "of": self.of,
             "lines": {file: list(lines) for file, lines in self.lines.items()},
             "unreached": [str(each) for each in self.unreached],
         }
@@ -98,36 +100,50 @@ _LEFT_OUT = ("torch", "numpy", "triton", *sys.stdlib_module_names)
 
 
 class Trace:
-    """Records what runs while a builder builds batches.
+    """Records what runs while builders of one backend build batches."""
 
-    Args:
-        builder: A builder of the kind that will build.
-    """
-
-    def __init__(self, builder: object) -> None:
-        self._builder = builder
-        self._places = _places(type(builder))
-        self._coverage = coverage.Coverage(
-            data_file=None, branch=True, include=[each + "*" for each in self._places], config_file=False
-        )
-        # Nothing to record is a result: an adapter may be all in C.
-        self._coverage.set_option("run:disable_warnings", ["no-data-collected", "trace-changed"])
+    def __init__(self) -> None:
+        self._builders: dict[type, object] = {}
+        self._places: tuple[str, ...] = ()
+        self._coverage: coverage.Coverage | None = None
         self._called: set[tuple[str, int, str]] = set()
+        self._can_wait = True
 
     @contextlib.contextmanager
-    def recording(self, *, calls: bool) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
+        """Make `recorded` record here."""
+        token = _ACTIVE.set(self)
+        try:
+            yield
+        finally:
+            _ACTIVE.reset(token)
+
+    @contextlib.contextmanager
+    def recording(self, builder: object, device: Device) -> Iterator[None]:
         """Record what runs on this thread.
 
         Args:
-            calls: Whether to see each call of PyTorch that could wait, which may disturb compilers. Only so can a call
-                be told from a condition on the same line.
+            builder: The builder that builds.
+            device: Where. Calls of PyTorch are noted on a simulated device only, because that may disturb compilers.
+                Only such a note can tell a call from a condition on the same line.
         """
-        seen = _Calls(self._places, self._called) if calls else contextlib.nullcontext()
-        with seen, self._coverage.collect():
+        self._builders.setdefault(type(builder), builder)
+        self._can_wait = not isinstance(device, HostDevice)
+        if self._coverage is None:
+            self._places = _places(type(builder))
+            self._coverage = coverage.Coverage(
+                data_file=None, branch=True, include=[each + "*" for each in self._places], config_file=False
+            )
+            # Nothing to record is a result: an adapter may be all in C.
+            self._coverage.set_option("run:disable_warnings", ["no-data-collected", "trace-changed"])
+        calls = contextlib.nullcontext() if device.validates_kernels else _Calls(self._places, self._called)
+        with calls, self._coverage.collect():
             yield
 
     def result(self) -> Reached:
         """What has been reached so far."""
+        if self._coverage is None:
+            return NOTHING_REACHED
         data = self._coverage.get_data()
         ran = {
             file: _Ran(set(data.lines(file) or ()), _ways(data.arcs(file) or ()))
@@ -145,7 +161,7 @@ class Trace:
             sum(branches),
             len(branches),
             {file: tuple(sorted(numbers)) for file, numbers in lines.items()},
-            tuple(self._unreached(functions, ran)),
+            tuple(self._unreached(functions, ran)) if self._can_wait else (),
         )
 
     def _unreached(self, functions: Sequence[tuple[str, Function]], ran: dict[str, _Ran]) -> Iterator[Unreached]:
@@ -177,15 +193,16 @@ class Trace:
 
     def _entries(self) -> Iterator[tuple[str, Function]]:
         for name in _ENTRIES:
-            if (found := self._function(getattr(type(self._builder), name, None))) is not None:
-                yield found
+            for kind in self._builders:
+                if (found := self._function(getattr(kind, name, None))) is not None:
+                    yield found
 
     def _callees(
         self, statement: Statement, function: Function, module: ModuleType | None
     ) -> Iterator[tuple[str, Function]]:
         for call in statement.calls if module is not None else ():
             assert module is not None
-            if (found := self._function(target(call, function, module, self._builder))) is not None:
+            if (found := self._function(target(call, function, module, tuple(self._builders.values())))) is not None:
                 yield found
 
     def _function(self, value: Any) -> tuple[str, Function] | None:
@@ -195,6 +212,20 @@ class Trace:
             return None
         found = next((each for each in functions_of(file) if each.first == code.co_firstlineno), None)
         return None if found is None else (file, found)
+
+
+_ACTIVE: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("_ACTIVE", default=None)
+
+
+def recorded(builder: object, device: Device) -> contextlib.AbstractContextManager[None]:
+    """Record what runs in the context for the active trace; without an active trace do nothing.
+
+    Args:
+        builder: The builder that builds.
+        device: Where.
+    """
+    trace = _ACTIVE.get()
+    return contextlib.nullcontext() if trace is None else trace.recording(builder, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +284,7 @@ def _is_within(function: Function, lines: set[int]) -> bool:
     return function.ran(lines) or (function.outer is not None and _is_within(function.outer, lines))
 
 
-def _told(
-    suspects: Sequence[Suspect], file: str, function: Function, called_from: str | None
-) -> Iterator[Unreached]:
+def _told(suspects: Sequence[Suspect], file: str, function: Function, called_from: str | None) -> Iterator[Unreached]:
     """Each line once, with all that could wait there."""
     lines: dict[int, list[Suspect]] = {}
     for suspect in suspects:

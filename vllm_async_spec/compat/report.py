@@ -7,7 +7,6 @@ says more than the data does.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.compat.cases import Host
-from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.json_text import compact_json
+from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
 
 __all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "compact_json", "read_runs"]
 
@@ -62,6 +62,8 @@ class Row:
         not_attended: Why some batches ran without attention, and which.
         unpadded: The declaration by which batches were given without padding rows, and which.
         unfinished: What was left out though it could have run, and why; None if nothing was.
+        branches: How many branches the batches reached, such as `31 of 44`; empty if an older suite made the file.
+        unreached: Lines that could wait and that no batch reached, a sentence each.
     """
 
     backend: str
@@ -82,6 +84,8 @@ class Row:
     not_attended: _Grouped = field(default_factory=dict)
     unpadded: _Grouped = field(default_factory=dict)
     unfinished: str | None = None
+    branches: str = ""
+    unreached: list[str] = field(default_factory=list)
 
     @property
     def cell(self) -> str:
@@ -101,6 +105,7 @@ class Row:
         found += self.faults.items()
         found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
         found += [] if self.unfinished is None else [(self.unfinished, [])]
+        found += [(f"no batch reached {line}", []) for line in self.unreached]
         found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]
         found += [(f"without padding rows: {reason}", cases) for reason, cases in self.unpadded.items()]
         found += [(note, []) for note in self.notes]
@@ -160,13 +165,15 @@ class Run:
         """The text of a badge."""
         if len(self.rows) == 1:
             return f"async-spec: {self.rows[0].cell}"
-        clean = sum(row.passed for row in self.rows)
-        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
+        unsure = sum(NOT_SHOWN_CLEAN in row.limits for row in self.rows)
+        clean = sum(row.passed for row in self.rows) - unsure
+        tail = f", {unsure} {NOT_SHOWN_CLEAN}" if unsure else ""
+        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens{tail}"
 
     def to_json(self) -> str:
         """The JSON text that is committed; a row leaves out what is empty."""
         rows = [
-            {name: value for name, value in asdict(row).items() if value not in ([], {}, None)} for row in self.rows
+            {name: value for name, value in asdict(row).items() if value not in ([], {}, None, "")} for row in self.rows
         ]
         return compact_json(asdict(self) | {"rows": rows})
 
@@ -241,8 +248,9 @@ class Report:
     @property
     def summary(self) -> str:
         """The run in one line."""
-        clean = sum(result.passed for result in self.results)
+        clean = sum(result.shown_clean for result in self.results)
         counts = {
+            NOT_SHOWN_CLEAN: sum(result.passed for result in self.results) - clean,
             "fail": sum(bool(result.failed) for result in self.results),
             "could not be tried": sum(result.untried for result in self.results),
             "not tried, because the run was stopped": len(self.not_tried),
@@ -313,7 +321,9 @@ def _row(backend: Mapping[str, Any]) -> Row:
     faults = _grouped((fault, case["case"]) for case in faulty for fault in case["faults"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
     attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
+    reached = backend.get("reached") or {"branches": "", "unreached": []}
     limits = {
+        NOT_SHOWN_CLEAN: backend["passed"] and not backend.get("shown_clean", True),
         "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
         "changes the batch": any(build["changed"] for build in realistic),
         "kernels not validated": bool(backend["not_validated"]),
@@ -340,6 +350,8 @@ def _row(backend: Mapping[str, Any]) -> Row:
         notes=sorted({note for case in steps for note in case["notes"]}),
         not_validated=backend["not_validated"],
         failure=backend["failure"],
+        branches=reached["branches"],
+        unreached=reached["unreached"],
         **_forward(backend, steps),
     )
 
@@ -378,15 +390,3 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
     for sentence, case in pairs:
         found.setdefault(sentence, []).append(case)
     return found
-
-
-def compact_json(document: Mapping[str, Any]) -> str:
-    """JSON for git: a line for each member, and for each element of a list; 40 % shorter than indented."""
-    dumps = functools.partial(json.dumps, separators=(",", ":"))
-    members = []
-    for name, value in document.items():
-        text = dumps(value)
-        if isinstance(value, list) and value:
-            text = "[\n  " + ",\n  ".join(map(dumps, value)) + "\n ]"
-        members.append(f" {json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(members) + "\n}\n"

@@ -10,8 +10,12 @@ from vllm_async_spec.compat.build_result import Build, differences_data, waits_d
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
+from vllm_async_spec.compat.reached import Reached, Unreached
 
-__all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
+__all__ = ["NOT_SHOWN_CLEAN", "TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
+
+NOT_SHOWN_CLEAN = "not shown clean"
+"""Said of a builder without a fault, if no batch reached a line that could wait."""
 
 TOLERANCE = 0.02
 """Greatest allowed |output - reference| / (1 + |reference|), for bfloat16 output and a float32 reference.
@@ -183,6 +187,7 @@ class BackendResult:
         not_attended: Why attention ran with none of its builds; None if it ran.
         unfinished: What was left out though it could have run, and why; None if nothing was.
         model: The first model whose numbers the builder had; empty if the builder asks for none.
+        reached: Lines and branches that the batches reached, with all models; None if not all batches were tried.
     """
 
     backend: str
@@ -195,6 +200,7 @@ class BackendResult:
     not_attended: str | None = "attention was not tried"
     unfinished: str | None = None
     model: str = ""
+    reached: Reached | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -204,7 +210,8 @@ class BackendResult:
     def joined(self, other: BackendResult) -> BackendResult:
         """This result, with the batches of another model; a model without a builder is a batch that did not run."""
         unmade = CaseResult("construction", other.failure, Host.EXACT, model=other.model)
-        return replace(self, cases=self.cases + (other.cases if other.failure is None else (unmade,)))
+        cases = self.cases + (other.cases if other.failure is None else (unmade,))
+        return replace(self, cases=cases, reached=other.reached or self.reached)
 
     def label(self, case: CaseResult) -> str:
         """The batch's name, with the model if the builder was tried with several."""
@@ -269,6 +276,16 @@ class BackendResult:
         return bool(self.steps) and not self.faults and self.unfinished is None
 
     @property
+    def unreached(self) -> tuple[Unreached, ...]:
+        """Lines of the builder, and of what it calls, that could wait and that no batch reached."""
+        return () if self.reached is None else self.reached.unreached
+
+    @property
+    def shown_clean(self) -> bool:
+        """Whether it passed, and the batches reached every line that could wait."""
+        return self.passed and not self.unreached
+
+    @property
     def untried(self) -> bool:
         """Whether the builder can't be judged: it was not made, no batch ran, or something was left out."""
         return not self.faults and (not self.steps or self.unfinished is not None)
@@ -282,7 +299,11 @@ class BackendResult:
             return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
         lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
         lines += [] if self.unfinished is None else [f"{self.backend}: {self.unfinished}"]
-        return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
+        if lines:
+            return "\n".join(lines)
+        clean = f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
+        missed = [f"{self.backend}: {NOT_SHOWN_CLEAN}, no batch reached {each}" for each in self.unreached]
+        return "\n".join([clean, *missed])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON; all evidence is in it."""
@@ -299,6 +320,8 @@ class BackendResult:
             "not_attended": self.not_attended,
             "models": list(self.models),
             "unfinished": self.unfinished,
+            "shown_clean": self.shown_clean,
+            "reached": None if self.reached is None else self.reached.to_dict(),
             "cases": [_case(case) for case in self.cases],
         }
 

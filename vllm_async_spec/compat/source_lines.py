@@ -56,7 +56,9 @@ class Branch:
             ways: The lines that each executed line led to; a negative line leaves the function.
         """
         ends = (end for line in self.source for end in ways.get(line, ()))
-        return any((end not in self.source if self.leaves else True) and (end in self.body) != self.leaves for end in ends)
+        return any(
+            (end not in self.source if self.leaves else True) and (end in self.body) != self.leaves for end in ends
+        )
 
 
 @dataclass(slots=True)

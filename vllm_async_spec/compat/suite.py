@@ -20,6 +20,7 @@ from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import FORWARD_SECONDS, attend
 from vllm_async_spec.compat.model_shapes import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
+from vllm_async_spec.compat.reached import Trace
 from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
@@ -206,11 +207,14 @@ def _check(
         AbsentError: This release lacks the builder for the first model.
     """
     tried_on = subjects[0].device or device
-    first = found = check(subjects[0], tried_on, patched=patched, device_name=device_name, keep=keep)
+    trace = Trace()
+    first = found = check(subjects[0], tried_on, patched=patched, device_name=device_name, keep=keep, trace=trace)
     for subject in subjects[1:] if first.failure is None else ():
         kept = functools.partial(_keep_joined, found, keep)
         try:
-            other = check(subject, tried_on, known=first, patched=patched, device_name=device_name, keep=kept)
+            other = check(
+                subject, tried_on, known=first, patched=patched, device_name=device_name, keep=kept, trace=trace
+            )
         except AbsentError as error:
             other = replace(first, failure=error.cell, cases=(), model=subject.model)
         found = found.joined(other)
