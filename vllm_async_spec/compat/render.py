@@ -71,13 +71,13 @@ def print_report(report: Report, console: Console) -> None:
     run = report.published
     attended = any(not row.attention.startswith(NOT_RUN) for row in run.rows)
     forward = ("waits in forward", "attention") if attended else ()
-    for name in ("backend", "needs of the host", "batches", "waits or fails at", *forward):
+    for name in ("backend", "needs of the host", "batches", "waits or fails at", *forward, "models"):
         table.add_column(name, overflow="fold", no_wrap=name == "backend")
     for result, row in zip(report.results, run.rows, strict=True):
         style = "bold red" if result.faults else _STYLE[result.need]
         at = "\n".join(row.sites)
         cells = row.backend, f"[{style}]{escape_markup(row.cell)}[/]", f"{row.ran} of {row.batches}", escape_markup(at)
-        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()))
+        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()), ", ".join(row.models))
     for name, why in run.absent.items():
         table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "", *(("-", "-") if attended else ()))
     console.print(table)
@@ -119,7 +119,7 @@ def junit(report: Report) -> str:
         cases = result.cases or (CaseResult("construction", None, Host.EXACT),)
         counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
         for case in cases:
-            test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name=result.label(case))
             faults = () if case.capture and not case.failed else case.faults
             if result.failure is not None:
                 counts["errors"] += 1
@@ -156,14 +156,23 @@ def markdown(run: Run) -> str:
     ]
     if run.plugin is not None:
         lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
-    columns = ("backend", "needs of the host", "batches run", "waits or fails at", "waits in forward", "attention")
-    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    heads = (
+        "backend",
+        "needs of the host",
+        "batches run",
+        "waits or fails at",
+        "waits in forward",
+        "attention",
+        "models",
+    )
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in run.rows:
         at = "<br>".join(f"`{site}`" for site in row.sites)
         link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
         ran = f"{row.ran} of {row.batches}"
-        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
-    lines += [f"| {name} | {why} | - |  | - | - |" for name, why in run.absent.items()]
+        models = ", ".join(row.models)
+        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} | {models} |")
+    lines += [f"| {name} | {why} | - |  | - | - |  |" for name, why in run.absent.items()]
     for row in run.rows:
         if row.evidence:
             told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]
