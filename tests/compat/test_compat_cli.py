@@ -93,6 +93,7 @@ def test_what_may_be_named(name: str):
         ),
         (["--backend", "compat_outside:empty_factory"], "the factory returned NoneType, which has no build()"),
         (["--device", "tpu", "--backend", "compat_outside:factory"], "--device is 'tpu'; it must be cpu or cuda"),
+        (["--model", "llama"], "there is no model 'llama'; there are tiny, llama-8b, llama-8b-tp8, llama-70b, "),
         (["--vllm-source", "/nowhere"], "/nowhere contains no vllm/ beside a vllm-*.dist-info; give the directory"),
     ],
 )

@@ -75,8 +75,12 @@ def attend(
     attended: list[CaseResult] = []
     for number, each in enumerate(found.cases):
         case = by_name.get(each.case)
-        if case is None or each.model != subject.model:
-            attended.append(each)  # a batch of the builder's thresholds, or another model's
+        if each.model != subject.model:
+            attended.append(each)
+            continue
+        if case is None:
+            told = () if each.need is None else (Attended(each.realistic, _THRESHOLD),)
+            attended.append(replace(each, attended=told))
             continue
         try:
             attended.append(_attended_as_given(subject, case, each, device, until))
@@ -99,6 +103,7 @@ def attend(
     return replace(found, cases=results, not_attended=reasons.most_common(1)[0][0] if reasons else "no batch was built")
 
 
+_THRESHOLD = "a batch for the builder's thresholds is built only, because a reference for it takes too long"
 _CAPTURE = "this batch only records a CUDA graph, which other batches replay"
 
 

@@ -76,7 +76,7 @@ def print_report(report: Report, console: Console) -> None:
     run = report.published
     attended = any(not row.attention.startswith(NOT_RUN) for row in run.rows)
     forward = ("waits in forward", "attention") if attended else ()
-    for name in ("backend", "needs of the host", "batches", "branches", "waits or fails at", *forward):
+    for name in ("backend", "needs of the host", "batches", "branches", "waits or fails at", *forward, "models"):
         table.add_column(name, overflow="fold", no_wrap=name == "backend")
     for result, row in zip(report.results, run.rows, strict=True):
         unsure = result.passed and not result.shown_clean
@@ -84,7 +84,7 @@ def print_report(report: Report, console: Console) -> None:
         at = escape_markup("\n".join(row.sites))
         ran = f"{row.ran} of {row.batches}"
         cells = row.backend, f"[{style}]{escape_markup(row.cell)}[/]", ran, row.branches or "-", at
-        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()))
+        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()), ", ".join(row.models))
     for name, why in run.absent.items():
         table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "-", "", *(("-", "-") if attended else ()))
     console.print(table)
@@ -133,7 +133,7 @@ def junit(report: Report) -> str:
         cases = result.cases or (CaseResult("construction", None, Host.EXACT),)
         counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
         for case in cases:
-            test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name=result.label(case))
             faults = () if case.capture and not case.failed else case.faults
             if result.failure is not None:
                 counts["errors"] += 1
@@ -175,15 +175,24 @@ def markdown(run: Run) -> str:
     ]
     if run.plugin is not None:
         lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
-    reach = ("batches run", "branches reached")
-    columns = ("backend", "needs of the host", *reach, "waits or fails at", "waits in forward", "attention")
-    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    heads = (
+        "backend",
+        "needs of the host",
+        "batches run",
+        "branches reached",
+        "waits or fails at",
+        "waits in forward",
+        "attention",
+        "models",
+    )
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in run.rows:
         at = "<br>".join(f"`{site}`" for site in row.sites)
         link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
         ran = f"{row.ran} of {row.batches} | {row.branches or '-'}"
-        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
-    lines += [f"| {name} | {why} | - | - |  | - | - |" for name, why in run.absent.items()]
+        models = ", ".join(row.models)
+        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} | {models} |")
+    lines += [f"| {name} | {why} | - | - |  | - | - |  |" for name, why in run.absent.items()]
     for row in run.rows:
         if row.evidence:
             told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]

@@ -7,6 +7,7 @@ says more than the data does.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_async_spec.compat.batch_names import Grouped, grouped_batches
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.json_text import compact_json
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
@@ -32,7 +34,6 @@ NOT_RUN = "not run"
 _SHOWN_SITES = 3
 _WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
 _FAILS = re.compile(r" (?:it|its forward) fails: .+ at (\S+)$")
-_Grouped = dict[str, list[str]]
 
 
 class PublishedError(ValueError):
@@ -64,6 +65,8 @@ class Row:
         unfinished: What was left out though it could have run, and why; None if nothing was.
         branches: How many branches the batches reached, such as `31 of 44`; empty if an older suite made the file.
         unreached: Lines that could wait and that no batch reached, a sentence each.
+        models: The models whose numbers the builder was tried with; empty if it asks for none. A batch of some of them
+            only has their names behind its own.
     """
 
     backend: str
@@ -73,19 +76,20 @@ class Row:
     ran: int
     batches: int
     limits: list[str] = field(default_factory=list)
-    faults: _Grouped = field(default_factory=dict)
-    at_capture: _Grouped = field(default_factory=dict)
-    not_run: _Grouped = field(default_factory=dict)
+    faults: Grouped = field(default_factory=dict)
+    at_capture: Grouped = field(default_factory=dict)
+    not_run: Grouped = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     not_validated: list[str] = field(default_factory=list)
     failure: str | None = None
     attention: str = NOT_RUN
     forward_waits: str = NOT_RUN
-    not_attended: _Grouped = field(default_factory=dict)
-    unpadded: _Grouped = field(default_factory=dict)
+    not_attended: Grouped = field(default_factory=dict)
+    unpadded: Grouped = field(default_factory=dict)
     unfinished: str | None = None
     branches: str = ""
     unreached: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
 
     @property
     def cell(self) -> str:
@@ -318,7 +322,7 @@ def _row(backend: Mapping[str, Any]) -> Row:
     # A batch that raises is a fault at capture too: the server does not start.
     failed = [case for case in backend["cases"] if case.get("failed")]
     faulty = [case for case in backend["cases"] if case in steps or case in failed]
-    faults = _grouped((fault, case["case"]) for case in faulty for fault in case["faults"])
+    grouped = functools.partial(grouped_batches, batches=backend["cases"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
     attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
     reached = backend.get("reached") or {"branches": "", "unreached": []}
@@ -340,18 +344,19 @@ def _row(backend: Mapping[str, Any]) -> Row:
         passed=backend["passed"],
         ran=len(ran),
         batches=len(backend["cases"]),
-        faults=faults,
-        at_capture=_grouped(
-            (fault, case["case"]) for case in ran if case["capture"] and case not in failed for fault in case["faults"]
+        faults=grouped((fault, case) for case in faulty for fault in case["faults"]),
+        at_capture=grouped(
+            (fault, case) for case in ran if case["capture"] and case not in failed for fault in case["faults"]
         ),
-        not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
-        unpadded=_grouped((case["unpadded"], case["case"]) for case in backend["cases"] if case.get("unpadded")),
+        not_run=grouped((case["not_run"], case) for case in backend["cases"] if case["not_run"] is not None),
+        unpadded=grouped((case["unpadded"], case) for case in backend["cases"] if case.get("unpadded")),
         unfinished=backend.get("unfinished"),
         notes=sorted({note for case in steps for note in case["notes"]}),
         not_validated=backend["not_validated"],
         failure=backend["failure"],
         branches=reached["branches"],
         unreached=reached["unreached"],
+        models=backend.get("models", []),
         **_forward(backend, steps),
     )
 
@@ -361,6 +366,9 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     reason = backend.get("not_attended", "made by an older suite, which ran no attention")
     if reason is not None:
         return {"attention": f"{NOT_RUN}: {reason}"}
+    # A layer attends with the numbers of one model only.
+    tried = {case.get("model") for case in steps if case["attended"]}
+    steps = [case for case in steps if case.get("model") in tried]
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]
     ran = [(case, attended) for case, attended in each if attended["difference"] is not None]
     batches = {case for case, attended in ran if attended["realistic"]}
@@ -376,17 +384,7 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     return {
         "attention": f"{said}, {len(batches)} of {len(steps)} batches{fails}",
         "forward_waits": f"{len(sites)} {'place' if len(sites) == 1 else 'places'}" if sites else "none",
-        "not_attended": {
-            sentence: list(dict.fromkeys(cases))
-            for sentence, cases in _grouped(
-                (a["not_run"], case) for case, a in each if a["not_run"] is not None
-            ).items()
-        },
+        "not_attended": grouped_batches(
+            ((a["not_run"], case) for case in steps for a in case["attended"] if a["not_run"] is not None), steps
+        ),
     }
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
-    found: _Grouped = {}
-    for sentence, case in pairs:
-        found.setdefault(sentence, []).append(case)
-    return found
