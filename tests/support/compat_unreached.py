@@ -75,7 +75,8 @@ class NeverWaits(Builder):
         if metadata.num_reqs > 1_000_000:
             starts = metadata.query_start_loc_cpu
             lengths = starts[1:] - starts[:-1]
-            raise ValueError(f"{metadata.seq_lens.tolist()} for {lengths.max().item()}, {(lengths > 1).tolist()}")
+            longest, is_long = lengths.max().item(), (lengths > 1).tolist()
+            raise ValueError(f"{metadata.seq_lens.tolist()} for {longest}, {is_long}")
         return None
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
