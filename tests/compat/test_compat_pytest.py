@@ -62,12 +62,19 @@ def test_the_example_names_its_own_builder():
 
 
 def test_the_suite_itself(tmp_path: Path):
-    backends = ["--backend", "compat_planted:Clean", "--backend", "compat_planted:OnlyDrafting"]
-    done = run_pytest(tmp_path, "--pyargs", "vllm_async_spec.compat", *backends, "-rf")
-    # All batches and the construction, of two builders; one waits while drafting.
-    assert outcome(done) == {"passed": 36, "failed": 2}, done.stdout + done.stderr
+    backends = ["compat_planted:Clean", "compat_planted:OnlyDrafting", "compat_failing:FailsAtCapture"]
+    named = [f"--backend={backend}" for backend in backends]
+    (tmp_path / "test_it.py").write_text("def test_it(async_spec_backend): assert async_spec_backend.passed\n")
+    done = run_pytest(tmp_path, "--pyargs", "vllm_async_spec.compat", "test_it.py", *named, "-rf")
+    # All batches and the construction, and one test, of three builders; one waits while drafting, one fails at capture.
+    assert outcome(done) == {"passed": 54, "failed": 6}, done.stdout + done.stderr
     failed = re.findall(r"FAILED \S+::test_no_host_sync\[(.+?)\] ", done.stdout)
-    assert failed == [f"compat_planted:OnlyDrafting-draft step {step}" for step in (2, 3)], done.stdout
+    assert failed == [
+        *(f"{backends[1]}-draft step {step}" for step in (2, 3)),
+        *(f"{backends[2]}-capture, {tokens}" for tokens in ("one token", "K + 1")),
+    ], done.stdout
+    assert re.findall(r"FAILED test_it.py::test_it\[(.+?)\] ", done.stdout) == backends[1:]
+    assert "told exact lengths, it fails: ValueError: no graphs at support/compat_failing.py:" in done.stdout
 
 
 def test_no_backend_and_a_wrong_one_fail_in_a_sentence(tmp_path: Path):
