@@ -27,7 +27,12 @@ REMOVALS = {
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
     "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
-    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # likewise
+    "vllm_async_spec/compat/keep.py": [
+        "partial.replace",  # results so far by newer ones, in the file that was named
+        "self._path.parent.rmdir",  # a directory that it has made, which is empty
+        "self._path.unlink",  # its own file there
+    ],
+    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # from a TemporaryDirectory to where nothing is
     "vllm_async_spec/cli/patches.py": ["os.replace"],  # the lock file and README by newer ones, when asked
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
         "fresh.rename",  # to where nothing is

@@ -172,6 +172,7 @@ class _Wrapper:
         self._pin_memory_int_workspace_buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8)
         self._int_workspace_buffer = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         self.planned: dict[str, Any] = {}
+        self._plan_info = [0] * 15  # a plan of FlashAttention 2 without split-KV, so without chunks to correct
         self._page_size = 1
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
