@@ -60,7 +60,8 @@ class HostValues:
             return True  # assigned from itself, so the other assignments decide
         self._asked.add(name)
         try:
-            return all(self.holds(value) for value in self._assigned[name])
+            # Nobody reads a value from None.
+            return all(self.holds(value) for value in self._assigned[name] if not _is_none(value))
         finally:
             self._asked.discard(name)
 
@@ -124,5 +125,5 @@ def _is_element(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _REDUCTIONS
 
 
-def _is_none(node: ast.expr) -> bool:
+def _is_none(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
