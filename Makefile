@@ -13,7 +13,7 @@ BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
 RELEASES ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
-FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1
+FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1 0.7.2.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
 .PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel publish lint clean

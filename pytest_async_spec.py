@@ -75,14 +75,20 @@ def _names(config: pytest.Config) -> list[Any]:
 
 
 def _check(config: pytest.Config, name: str) -> Any:
+    from vllm_async_spec.cli.compat import try_in_new_process
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.third_party import is_third_party
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
+    device_name, unpacked = config.getoption("--async-spec-device"), config.getoption("--async-spec-source")
     try:
+        if device_name == "cpu" and unpacked is None and not is_third_party(name):
+            # vLLM's own builder is tried as on a machine with a GPU, which this process must not pretend to be.
+            return try_in_new_process(name, device_name)
         if _OPENED not in config.stash:
-            source = prepare(config.getoption("--async-spec-source"))
-            config.stash[_OPENED] = source, open_device(config.getoption("--async-spec-device"), source)
+            source = prepare(unpacked)
+            config.stash[_OPENED] = source, open_device(device_name, source)
         source, device = config.stash[_OPENED]
         seconds = config.getoption("--async-spec-forward-seconds")
         return run([name], device, source=source, forward_seconds=seconds).results[0]

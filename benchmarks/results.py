@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.summary import SPREADS, summarise
+from vllm_async_spec.cli.outputs import keep_elsewhere
 from vllm_async_spec.compat.report import compact_json
 
 SCHEMA = 1
@@ -61,18 +62,27 @@ class ResultFile:
         )
 
     def add(self, turn: Turn, command: str) -> None:
-        """Add a turn, replacing an earlier attempt at it, and write the file."""
+        """Add a turn, replacing an earlier attempt at it, and write the file.
+
+        Raises:
+            PlanError: the file can't be written; the message says where all turns are kept.
+        """
         same = (turn["pass"], turn["arm"])
         self.document["turns"] = [kept for kept in self.turns if (kept["pass"], kept["arm"]) != same] + [turn]
         _drop_single_runs(self.turns)
         if command not in self.document["commands"]:
             self.document["commands"].append(command)
         self.document["summary"] = summarise(self.document)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         measured = {name: value for name, value in self.document.items() if name != "summary"}
-        partial.write_text(compact_json(_rounded(measured)))
-        os.replace(partial, self.path)
+        text = compact_json(_rounded(measured))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(text)
+            os.replace(partial, self.path)
+        except OSError as error:
+            kept = keep_elsewhere(self.path, text)
+            raise PlanError(f"{self.path} can't be written ({error.strerror}); {kept}") from None
 
 
 def read_result(path: Path) -> Document:

@@ -16,7 +16,6 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,12 +111,6 @@ def record(
     return reduced(about, middles, steps)
 
 
-def write(found: dict[str, Any], path: Path) -> None:
-    """Write the result of `record` as compact JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_as_text(found), encoding="utf-8")
-
-
 def make_runs(
     technique: str, stack: contextlib.ExitStack, *, size: str, batch: int, device: str, drafts: int
 ) -> dict[str, Run]:
@@ -142,12 +135,13 @@ def reduced(about: dict[str, Any], middles: dict[str, Middle], steps: int) -> di
     while True:
         arms = {name: _arm(middle, steps, join_us) for name, middle in middles.items()}
         found = about | {"join_us": join_us, "arms": arms}
-        if len(_as_text(found)) <= LARGEST:
+        if len(as_text(found)) <= LARGEST:
             return found
         join_us *= 1.5
 
 
-def _as_text(found: dict[str, Any]) -> str:
+def as_text(found: dict[str, Any]) -> str:
+    """The result of `record` as compact JSON."""
     return json.dumps(found, separators=(",", ":")) + "\n"
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_async_spec import __version__
 from vllm_async_spec.cli import app
+from vllm_async_spec.cli.common import progress_on_stderr
 
 CLI = "from vllm_async_spec.cli import main; main()"
 # A vLLM that no ledger entry knows.
@@ -44,7 +45,8 @@ def statuses(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, subproces
 
     llama = str(write_llama(tmp_path_factory.mktemp("models") / "llama"))
     drafts = json.dumps({"method": "draft_model", "model": llama, "num_speculative_tokens": 3})
-    model = ("--json", "--model", llama, "--speculative-config", drafts)
+    # As after `vllm serve`, with an option of the front end too.
+    model = ("--json", "--max-model-len", "64", llama, "--speculative-config", drafts, "--port", "18000")
     with ThreadPoolExecutor() as pool:
         wanted = {
             "data": pool.submit(status, CLI, *model),
@@ -62,17 +64,21 @@ def test_status_as_data(statuses):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["healthy"] is found["known"] is True
-    assert found["scheduling"].startswith("asynchronous scheduling is on, decided by ")
+    assert found["scheduling"] == f"asynchronous scheduling is on, decided by vllm-async-spec: {found['reason']}"
+    assert (found["async_scheduling"], found["decided_by"], found["remedy"]) == (True, "vllm-async-spec", None)
+    assert done.stderr.splitlines()[0] == "Loading vLLM and the plugin."
     states = {patch["name"]: patch["state"] for patch in found["patches"]}
     assert {name for name, state in states.items() if state == "off"} == {name for name in states if "audit" in name}
     assert set(states.values()) == {"applied", "not needed", "off"}
+    # The patches that only serve the audit are not counted.
+    assert sum(found["counts"].values()) == len([state for state in states.values() if state != "off"])
     assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "auto", "from": "default"}
 
 
 @needs_vllm
 def test_status_says_that_the_user_decided(statuses):
     found = json.loads(statuses["user decided"].stdout)
-    assert found["scheduling"] == "asynchronous scheduling is off, decided by user: async_scheduling=False"
+    assert found["scheduling"] == "asynchronous scheduling is off, decided by user: --no-async-scheduling was given"
     assert found["settings"]["VLLM_ASYNC_SPEC"] == {"value": "strict", "from": "environment"}
 
 
@@ -100,7 +106,8 @@ def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: i
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["status", "--speculative-config", "{}"], "have no effect without --model; add --model"),
+        (["status", "--speculative-config", "{}"], "--speculative-config has no effect without a model; give"),
+        (["status", "--max-model-len=8"], "--max-model-len=8 has no effect without a model; give the model first"),
         (["status", "--model", "m", "--speculative-config", "{"], "--speculative-config is '{', which is not JSON"),
         (["status", "--model", "m", "--speculative-config", "[]"], "is '[]'; it must be a JSON object"),
         (["demo", "--target", "/nowhere"], "--target and --draft go together"),
@@ -131,6 +138,26 @@ def test_a_wrong_setting_gets_one_sentence(statuses):
     assert done.returncode == 1
     assert "VLLM_ASYNC_SPEC is 'on'; it must be one of auto, strict, off" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_work_in_progress_is_one_line_where_there_is_no_terminal(capsys):
+    with progress_on_stderr("Loading."):
+        pass
+    assert capsys.readouterr().err == "", "no work, no line"
+    with progress_on_stderr("Loading.") as progress:
+        progress("first")
+        progress("second")
+    assert capsys.readouterr() == ("", "Loading.\n")
+
+
+def test_work_in_progress_names_its_stage_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # to rich, a terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with progress_on_stderr("Loading.") as progress:
+        progress("importing vLLM")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "importing vLLM ..." in err
 
 
 def test_version_and_patches():

@@ -26,13 +26,21 @@ REMOVALS = {
     "benchmarks/results.py": ["os.replace"],  # a result by its next turn's
     "vllm_async_spec/audit/engine.py": ["done.unlink"],  # in a TemporaryDirectory of its own
     "vllm_async_spec/vllm_plugin/audit_agent/run.py": ["done.unlink"],  # likewise
-    "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
-    "vllm_async_spec/compat/keep.py": [
-        "partial.replace",  # results so far by newer ones, in the file that was named
-        "self._path.parent.rmdir",  # a directory that it has made, which is empty
-        "self._path.unlink",  # its own file there
+    "vllm_async_spec/compat/keep.py": [  # a file in a directory of its own, or a report by its next
+        "partial.replace",
+        "self._path.parent.rmdir",
+        "self._path.unlink",
     ],
-    "vllm_async_spec/demo/train.py": ["fresh.rename"],  # from a TemporaryDirectory to where nothing is
+    "vllm_async_spec/compat/fetch.py": ["unpacked.rename"],  # from a TemporaryDirectory to where nothing is
+    "vllm_async_spec/cli/outputs.py": ["path.unlink"],  # a part of a file that the same call has created
+    "vllm_async_spec/demo/checkpoint.py": [
+        "fresh.replace",  # a checkpoint of this training by the next
+        "fresh.unlink",  # a temporary file that we made
+    ],
+    "vllm_async_spec/demo/train.py": [
+        "checkpoint.unlink",  # of the training that has just ended
+        "fresh.rename",  # to where nothing is
+    ],
     "vllm_async_spec/cli/patches.py": ["os.replace"],  # the lock file and README by newer ones, when asked
     "vllm_async_spec/vllm_plugin/metrics/private_directory.py": [
         "fresh.rename",  # to where nothing is

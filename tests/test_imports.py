@@ -24,6 +24,8 @@ LAYERS = [
         "metadata",
         "streams",
         "patching",
+        "process_group",
+        "engine_log",
         "json_child",
     },
     {"kernels"},
@@ -126,3 +128,31 @@ print(json.dumps([sorted(new), torch.cuda.is_initialized()]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [["vllm_async_spec"], False]
+
+
+def test_importing_the_package_imports_not_even_pytorch():
+    code = """
+import json, sys
+before = set(sys.modules)
+import vllm_async_spec, vllm_async_spec.cli
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+heavy = sorted(new & {"torch", "numpy", "vllm", "prometheus_client"})
+print(json.dumps([heavy, "Epoch" in dir(vllm_async_spec)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [[], True]
+
+
+@pytest.mark.parametrize("module", ["vllm_async_spec", "vllm_async_spec.sync_policy"])
+def test_public_names_are_the_same_whatever_was_imported_first(module: str):
+    code = f"""
+import {module}, vllm_async_spec
+from vllm_async_spec import *
+import vllm_async_spec.host_copy, vllm_async_spec.metadata, sys
+there = {{name: getattr(vllm_async_spec, name) for name in vllm_async_spec.__all__}}
+assert all(globals()[name] is value for name, value in there.items())
+assert sync_policy is sys.modules["vllm_async_spec.sync_policy"].sync_policy
+assert not hasattr(vllm_async_spec, "no_such_name")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

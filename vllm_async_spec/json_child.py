@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Answer = dict[str, Any]
+from vllm_async_spec.engine_log import last_error, names_no_cause
+from vllm_async_spec.process_group import LIFELINE, end_group, end_with_parent
 
-_TELLING = re.compile(r"\b\w*(Error|Exception|Killed|Segmentation fault)\b")
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Child:
         """The next answer; kills the process after `seconds` without an answer. Raises what `ask` raises."""
         assert self.process.stdout is not None
         late = threading.Timer(seconds or 0, self.process.kill)
+        late.daemon = True  # or the end of an interrupted process would wait for its thread
         if seconds is not None:
             late.start()
         line = self.process.stdout.readline()
@@ -59,10 +61,12 @@ class Child:
             if "error" not in answer:
                 return answer
             why = answer["error"]
+            if names_no_cause(why):
+                why = last_error(self.log)
         elif timed_out:
             why = f"the process gave no answer for {seconds:.0f} s"
         else:
-            why = f"the process ended with exit code {self.process.wait()}: {last_telling_line(self.log)}"
+            why = f"the process ended {_how(self.process.wait())}: {last_error(self.log)}"
         raise self.fail(f"{why} (log: {self.log})")
 
 
@@ -78,7 +82,9 @@ def start(
     answer_s: float | None = None,
     end_s: float | None = 30.0,
 ) -> Iterator[Child]:
-    """Run a child process while the context lasts.
+    """Run a child process while the context lasts; the processes that it starts end with it.
+
+    An interrupt of this process ends them at once. They also end if this process is killed.
 
     Args:
         command: the command line.
@@ -91,36 +97,67 @@ def start(
         end_s: seconds for the child to exit by itself, which completes its log and frees the device; None for no limit.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as stderr:
+    with log.open("w") as stderr, _lifeline() as descriptor:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env, cwd=cwd
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=dict(env) | {LIFELINE: str(descriptor)},
+            cwd=cwd,
+            pass_fds=(descriptor,),
+            start_new_session=True,
         )
+        interrupted = False
         try:
             yield Child(process, log, fail, ready_s, answer_s)
+        except (KeyboardInterrupt, SystemExit):
+            interrupted = True
+            raise
         finally:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
             try:
-                process.wait(timeout=end_s)
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+                if not interrupted:
+                    process.wait(timeout=end_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            finally:
+                end_group(process.pid)
+                process.wait()
 
 
-def last_telling_line(log: Path) -> str:
-    """The last line of a log that names an error, or else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return next((line for line in reversed(lines) if _TELLING.search(line)), lines[-1] if lines else "the log is empty")
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """The reading end of a pipe that no process but this one holds open."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _how(exit_code: int) -> str:
+    """How a process ended, after "ended"."""
+    if exit_code == -signal.SIGKILL:
+        return "by SIGKILL, which the kernel sends when memory runs out"
+    return f"by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"with exit code {exit_code}"
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[Callable[[Answer], None]]:
     """Reserve standard output for answers; everything else that is printed goes to standard error.
 
+    From here on, this process and those that it starts end with the parent.
+
     Yields:
         A function that writes an answer. An exception that leaves the context is the last answer.
     """
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 

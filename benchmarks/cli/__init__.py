@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from benchmarks.cli import measurements, results, tokens
+from benchmarks.cli.common import Commands
 
 app = typer.Typer(
+    cls=Commands,
     help="All measurements of this project; docs/benchmarks.md explains how to read them.",
     no_args_is_help=True,
     add_completion=False,

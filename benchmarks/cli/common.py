@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.machine import MachineError, installed_vllm
+from vllm_async_spec.cli.interrupts import InterruptibleGroup
+from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
 
 Env = Annotated[
     list[str] | None,
@@ -22,12 +24,36 @@ Env = Annotated[
         metavar="RELEASE=FILE", help="Environment of a vLLM release: a shell file to source, or a Python executable."
     ),
 ]
-Cache = Annotated[Path, typer.Option(help="Folder for model directories and logs.")]
+
+
+def output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Callback of an option that names a file for output: ends the command if the file can't be written."""
+    if path is not None:
+        with failing(OutputError):
+            check_file(param.opts[0], path)
+    return path
+
+
+def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Callback of an option that names a folder for output: ends the command if no file can be written there."""
+    if path is not None:
+        with failing(OutputError):
+            check_folder(param.opts[0], path)
+    return path
+
+
 CACHE = Path(".cache/benchmarks")
+Cache = Annotated[Path, typer.Option(callback=output_folder, help="Folder for model directories and logs.")]
 _PAGE = 150
 """Width of a table that is written to a file, in characters."""
 
 console = Console() if sys.stdout.isatty() else Console(width=_PAGE)
+
+
+class Commands(InterruptibleGroup):
+    """The commands, which a signal ends with one sentence."""
+
+    program = "benchmarks"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
@@ -71,9 +97,15 @@ def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), js
 
 
 def write_json(found: Mapping[str, Any], json_file: Path | None) -> None:
-    """Write a result to `json_file`, if given."""
+    """Write a result to `json_file`, if given; a result that can't be written is kept elsewhere, with exit code 1."""
     if json_file:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        write("--json", json_file, json.dumps(found, indent=2) + "\n")
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Write a file; text that can't be written is kept elsewhere, and the command ends with a sentence that says so."""
+    if sentence := write_output(option, path, text):
+        fail(sentence)
 
 
 def say(line: str) -> None:

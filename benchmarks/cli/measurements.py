@@ -11,29 +11,31 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.common import failing, tell, write_json
+from benchmarks.cli.common import failing, output_file, tell, write, write_json
 
 app = typer.Typer()
-_Json = Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")]
+_Json = Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write the result to this file too.")]
 
 
 @app.command()
 def trace(
     technique: Annotated[str, typer.Argument(help="stopping, static, interleaving or batching.")],
-    out: Annotated[Path, typer.Option(metavar="FILE.json", help="File for the timeline, which `plot` draws.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE.json", callback=output_file, help="File for the timeline, which `plot` draws.")
+    ],
     model: Annotated[str, typer.Option(help="Model size, with random weights; the technique's default if unset.")] = "",
     batch: Annotated[int, typer.Option(min=0, help="Sequences; the technique's default if 0.")] = 0,
     steps: Annotated[int, typer.Option(min=1, max=20, help="Steps shown for each arm.")] = 3,
     drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of each sequence and step, for batching only.")] = 0,
 ) -> None:
     """Record a few decode steps of a technique on a GPU, with and without its wait."""
-    from benchmarks.tracing import TraceError, record, write
+    from benchmarks.tracing import TraceError, as_text, record
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
     command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
     with failing(AttentionChoiceError, TraceError):
         found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command)
-    write(found, out)
+    write("--out", out, as_text(found))
     for name, arm in found["arms"].items():
         typer.echo(f"{name}: {arm['step_us']} µs a step, {arm['critical_waits']} critical waits a step, while recorded")
     typer.echo(f"written to {out}")

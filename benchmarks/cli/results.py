@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, say, tell
+from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, tell
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
@@ -22,6 +22,7 @@ from benchmarks.runner import Runner
 from benchmarks.shapes import ShapeError
 from benchmarks.summary import against
 from benchmarks.tables import TableError, documents, rewrite
+from vllm_async_spec.cli.interrupts import exit_code, signal_of
 
 app = typer.Typer()
 
@@ -31,7 +32,7 @@ def run(
     plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
     only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
     env: Env = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    out: Annotated[Path, typer.Option(callback=output_folder, help="Folder of the results.")] = RESULTS,
     name: Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")] = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
@@ -73,8 +74,11 @@ def run(
         done = runner.run(only=only, budget=budget_s or float("inf"), retry=retry)
     except (PlanError, LoadError, ShapeError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        fail("interrupted; finished turns are kept, and the same command runs the rest")
+    except KeyboardInterrupt as interrupt:
+        fail(
+            f"interrupted by {signal_of(interrupt).name}; finished turns are kept, and the same command runs the rest",
+            exit_code(interrupt),
+        )
     if result.turns:
         _show(result.document)
         typer.echo(f"written to {result.path}")

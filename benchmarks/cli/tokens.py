@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.child import ChildError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, say
+from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, write
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
 from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
@@ -20,7 +21,9 @@ from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 
 app = typer.Typer()
-_Out = Annotated[Path | None, typer.Option(help="Folder of the results; nothing is written if unset.")]
+_Out = Annotated[
+    Path | None, typer.Option(callback=output_folder, help="Folder of the results; nothing is written if unset.")
+]
 _Plugin = Annotated[
     Plugin, typer.Option(help="The plugin in the engine; `stock` compares stock with itself, which shows the noise.")
 ]
@@ -149,7 +152,8 @@ def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
     """Write a result and return its path; the file's name gives the control, or the plugin's state."""
     control, plugin = found["control"], found["plugin"]
     kind = f"-control-{control}" if control else "" if plugin == Plugin.ON.value else f"-{plugin}"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{stem}{kind}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    with contextlib.suppress(OSError):  # writing tells why
+        folder.mkdir(parents=True, exist_ok=True)
+    write("--out", path, json.dumps(found, indent=1) + "\n")
     return path

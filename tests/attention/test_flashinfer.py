@@ -35,9 +35,9 @@ gpu = pytest.mark.gpu
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_a_plan_of_an_unknown_kind_is_refused() -> None:
-    class Wrapper:
-        _backend = "cudnn"
+@pytest.mark.parametrize("named", [{"_backend": "cudnn"}, {"_backend": "fa2", "_cudnn_auto": True}])
+def test_a_plan_of_an_unknown_kind_is_refused(named: dict[str, Any]) -> None:
+    Wrapper = type("Wrapper", (), named)
 
     with pytest.raises(PlanError, match="a plan of Wrapper with backend 'cudnn' can't be corrected on the device"):
         write_exact_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import traces
 from traces import MAIN, OTHER, Recording
 
-from vllm_async_spec.audit.analysis import analyse
+from vllm_async_spec.audit.analysis import Findings, analyse
 from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS
 from vllm_async_spec.audit.device_trace import cupti_thread
-from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.headline import headline, sentence
 from vllm_async_spec.audit.recorded import Recorded
 from vllm_async_spec.audit.report import Cause, Phase, Place, WaitKind
 
@@ -279,36 +280,63 @@ def facts():
     return audit_reports.waiting().engine
 
 
-def test_the_headline_says_what_blocks_most_and_what_to_change(recording, tmp_path, facts):
+def test_the_sentence_says_where_the_host_waits_most_and_what_to_change(recording, tmp_path, facts):
     recording.copy(100, 4, D2H_PAGEABLE, 256, at=400)
     recording.runtime("cudaStreamSynchronize", 104, 300)
     recording.call("copy", 99, 405, line=32)
     recorded = recording.load(tmp_path, [0, 1000, 2000])
-    said = headline(facts, analyse(recorded, recorded))
-    assert said.startswith("Asynchronous scheduling is on (")
-    assert "0.50 waits a step on the critical path, 0.15 ms and the host leaves the GPU idle for 80.0%" in said
-    assert f"most at {BACKEND}:32 in build; to change: build from device seq_lens" in said
+    found = analyse(recorded, recorded)
+    assert headline(facts, found) == "The host waits on the critical path"
+    assert sentence(facts, found).startswith(
+        f"Most waits are at {BACKEND}:32 in build; to change: build from device seq_lens"
+    )
+    off = replace(facts, async_scheduling=False)
+    assert headline(off, found) == "Asynchronous scheduling is off; the host also waits for the GPU"
+    assert sentence(off, found) == (
+        f"Most waits are at {BACKEND}:32 in build; turn asynchronous scheduling on: `vllm-async-spec status` shows why "
+        "it is off."
+    )
 
 
-def test_the_headline_names_host_work_that_is_longer_than_the_waits(recording, tmp_path, facts):
+def test_the_sentence_names_host_work_that_is_longer_than_the_waits(recording, tmp_path, facts):
     recording.runtime("cudaStreamSynchronize", 380, 50)
     recording.call("warning", 431, 431, line=32)
     recording.span("launch", "Runner._model_forward", 500, 1900)
     recorded = recording.load(tmp_path, [0, 1000, 2000])
-    said = headline(facts, analyse(recorded, recorded))
-    assert said.endswith(
+    assert sentence(facts, analyse(recorded, recorded)).endswith(
         "; beside the waits, launch takes 0.7 ms of the host a step, as it does where the forward runs without a CUDA "
         "graph."
     )
 
 
-def test_the_headline_of_a_clean_engine_says_that_there_is_nothing_to_win(tmp_path, facts):
+def test_of_a_clean_engine_is_said_that_there_is_nothing_to_win(tmp_path, facts):
     recording = Recording()
     recording.kernel(0, 1995)
     recorded = recording.load(tmp_path, [0, 1000, 2000])
-    said = headline(facts, analyse(recorded, recorded))
-    assert "nothing waits on the critical path and the host leaves the GPU idle for 0.2% of the time" in said
-    assert said.endswith("there is nothing to win by removing waits.")
+    found = analyse(recorded, recorded)
+    assert headline(facts, found) == "Nothing waits on the critical path"
+    assert sentence(facts, found) == "There is nothing to win by removing waits."
+
+
+@pytest.mark.parametrize("scheduling", [True, False])
+@pytest.mark.parametrize("simulated", [True, False])
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("idle", [0.5, 0.001, None])
+def test_a_headline_has_at_most_twelve_words_and_the_sentence_no_more_of_them(
+    facts, scheduling, simulated, waits, idle
+):
+    import audit_reports
+
+    report = audit_reports.waiting()
+    gpu = None if idle is None else replace(report.gpu, host_idle=idle)
+    causes = report.causes if waits else ()
+    found = Findings(report.steps, simulated, causes, report.phases, gpu, None, ())
+    engine = replace(facts, async_scheduling=scheduling)
+    said, more = headline(engine, found), sentence(engine, found)
+    assert 0 < len(said.split()) <= 12
+    assert "." not in said
+    assert more.endswith(".")
+    assert said.lower() not in more.lower()
 
 
 def test_recordings_of_another_process_join_on_the_clock(recording, tmp_path):

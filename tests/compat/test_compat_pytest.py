@@ -32,20 +32,76 @@ def outcome(done: subprocess.CompletedProcess[str]) -> dict[str, int]:
     return {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
 
 
+# Each leaves the example's other half as it is, and is found by another part of the suite.
+BROKEN = """
+import paged_rows
+import torch
+
+
+class OneKeyTooFew(paged_rows.PagedRowsImpl):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales):
+        attn_metadata.seq_lens = attn_metadata.seq_lens - 1
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+
+
+class WrongBackend(paged_rows.PagedRowsBackend):
+    get_impl_cls = staticmethod(lambda: OneKeyTooFew)
+
+
+class WaitingImpl(paged_rows.PagedRowsImpl):
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
+        real = slot_mapping >= 0
+        super().do_kv_cache_update(layer, key[real], value[real], kv_cache, slot_mapping[real])
+
+
+class WaitingBackend(paged_rows.PagedRowsBackend):
+    get_impl_cls = staticmethod(lambda: WaitingImpl)
+"""
+
+
 @needs_vllm
 def test_the_example_passes_its_own_tests_and_as_it_began_fails_them():
-    both = [f"--async-spec-backend=paged_rows:{kind}MetadataBuilder" for kind in ("PagedRows", "Waiting")]
+    both = [f"--async-spec-backend=paged_rows:{kind}" for kind in ("PagedRowsBackend", "WaitingMetadataBuilder")]
     done = run_pytest(EXAMPLE, *both, "-rf")
-    assert outcome(done) == {"passed": 2, "failed": 2}, done.stdout + done.stderr
+    assert outcome(done) == {"passed": 3, "failed": 3}, done.stdout + done.stderr
     failed = re.findall(r"FAILED \S+\[paged_rows:(\w+)\]", done.stdout)
-    assert failed == ["WaitingMetadataBuilder"] * 2
+    assert failed == ["WaitingMetadataBuilder"] * 3
     source = (EXAMPLE / "paged_rows.py").read_text().splitlines()
-    line = next(number for number, text in enumerate(source, 1) if "indptr[-1].item()" in text)
+    line = next(number for number, text in enumerate(source, 1) if "seq_lens.max().item()" in text)
     assert f"it waits: read (item) at backend/paged_rows.py:{line}" in done.stdout
+    assert "; instead: build from device seq_lens or seq_lens_cpu_upper_bound" in done.stdout
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("WrongBackend", "told upper bound, attention is wrong: it differs by up to"),
+        ("WaitingBackend", "told upper bound, in its forward it waits: read (boolean index) at "),
+    ],
+)
+def test_a_fault_in_the_examples_forward_fails_its_tests(name: str, sentence: str, tmp_path: Path):
+    package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "broken.py").write_text(BROKEN)
+    done = run_pytest(package, f"--async-spec-backend=broken:{name}", "-k", "no_host_sync")
+    assert outcome(done) == {"failed": 1}, done.stdout + done.stderr
+    assert sentence in done.stdout
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_one_of_vllms_own_is_tried_as_on_a_gpu(tmp_path: Path):
+    """In a new process; this one's vLLM leaves out Triton, which the builder needs."""
+    (tmp_path / "test_it.py").write_text(
+        "import vllm\n\ndef test_it(async_spec_backend): assert async_spec_backend.verdict == 'none'\n"
+    )
+    done = run_pytest(tmp_path, "--async-spec-backend", "FLASHINFER_TRTLLM")
+    assert outcome(done) == {"passed": 1}, done.stdout + done.stderr
 
 
 def test_the_example_is_a_package(tmp_path: Path):
-    """Of the builder alone; its tests stay in its repository."""
+    """Of the backend alone, with its entry point; its tests stay in its repository."""
     pytest.importorskip("setuptools.build_meta", reason="setuptools is not installed")
     package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", ".*"))
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
@@ -53,12 +109,14 @@ def test_the_example_is_a_package(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(tmp_path / "paged_rows-0.1-py3-none-any.whl") as wheel:
         assert [name for name in wheel.namelist() if name.endswith(".py")] == ["paged_rows.py"]
+        points = wheel.read("paged_rows-0.1.dist-info/entry_points.txt").decode()
+    assert points.split() == ["[vllm.general_plugins]", "paged_rows", "=", "paged_rows:register"]
 
 
 @needs_vllm
-def test_the_example_names_its_own_builder():
+def test_the_example_names_its_own_backend():
     done = run_pytest(EXAMPLE, "--collect-only", "-q")
-    assert "test_no_host_sync[paged_rows:PagedRowsMetadataBuilder]" in done.stdout
+    assert "test_no_host_sync[paged_rows:PagedRowsBackend]" in done.stdout
 
 
 def test_the_suite_itself(tmp_path: Path):

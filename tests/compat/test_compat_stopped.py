@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,23 @@ def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path], "no part of a file is left"
     kept.discard()
     assert path.exists(), "a file that was named is the user's"
+
+
+@pytest.mark.parametrize("where", ["a pipe", "a removed directory"])
+def test_results_that_can_not_be_kept_in_the_file_are_kept_elsewhere(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "pipe" if where == "a pipe" else tmp_path / "gone" / "found.json"
+    if where == "a pipe":
+        os.mkfifo(path)
+    said: list[str] = []
+    kept = KeptResults(path, said.append)
+    kept(lambda: Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), []))
+    left = kept.stop()
+    assert left is not None
+    assert left[1].name == "compat.json"
+    assert said == [f"The results so far are kept in {left[1]}; --json FILE keeps them in FILE."]
+    assert path.is_fifo() == (where == "a pipe")
+    kept.discard()
+    assert not left[1].exists()

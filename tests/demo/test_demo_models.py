@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,16 +141,86 @@ def test_cache_is_reused_until_a_setting_changes(tmp_path: Path, monkeypatch: py
         prepare(tmp_path)
 
 
-def test_interrupted_training_or_saving_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class InterruptAfter:
+    """`_batch`, until Ctrl-C comes in its place."""
+
+    def __init__(self, calls: int) -> None:
+        self._batch = demo._batch
+        self._left = calls
+
+    def __call__(self, *args: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise KeyboardInterrupt
+        return self._batch(*args)
+
+
+def models_in(folder: Path) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_interrupted_training_goes_on_and_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = replace(BRIEF, steps=9)
+    expected = prepare(tmp_path / "at once", training)
+    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
+    for left in (0, 5, 3, 1, 8):  # at the first step; in the target, twice; in the draft, at its first step and later
+        with monkeypatch.context() as patch:
+            patch.setattr(demo, "_batch", InterruptAfter(left))
+            with pytest.raises(KeyboardInterrupt):
+                prepare(tmp_path / "resumed", training)
+    assert models_in(tmp_path / "resumed") == ["target"]
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "_batch", InterruptAfter(1))
+        found = prepare(tmp_path / "resumed", training)
+    for ours, theirs in ((expected.target, found.target), (expected.draft, found.draft)):
+        assert ours.name == theirs.name
+        assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    assert sorted(tmp_path.joinpath("resumed").iterdir()) == sorted([found.target, found.draft]), "a file is left over"
+
+
+@pytest.mark.parametrize("name", ["_batch", "_json_files"])
+def test_interrupted_training_or_saving_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """In the middle of training, and with the weights already written."""
+
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("_batch", "_json_files"):  # in the middle of training, and with the weights already written
-        with monkeypatch.context() as patch:
-            patch.setattr(demo, name, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                prepare(tmp_path)
-        assert list(tmp_path.iterdir()) == [], name
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
+    save, calls = torch.save, []
+
+    def half(state: Any, file: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            file.write(b"PK")
+            raise KeyboardInterrupt
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path)
+    (kept,) = tmp_path.iterdir()
+    assert kept.name.startswith(".target-")
+    assert torch.load(kept, weights_only=True)["steps"] == 1
+
+
+def test_a_checkpoint_of_something_else_is_named(tmp_path: Path) -> None:
+    name = prepare(tmp_path / "whole").target.name
+    for content in (b"", b"something else"):
+        (tmp_path / f".{name}.checkpoint").write_bytes(content)
+        with pytest.raises(OSError, match=rf"\.{name}\.checkpoint is no checkpoint of this training .*; delete it"):
+            prepare(tmp_path)
 
 
 def test_second_of_two_processes_keeps_the_first_directory(tmp_path: Path) -> None:

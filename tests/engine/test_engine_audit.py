@@ -62,7 +62,9 @@ def test_a_planted_wait_is_found_at_its_line(planted: dict[str, Any], kind: str)
 def test_nothing_but_what_was_planted_is_on_the_critical_path(planted: dict[str, Any]) -> None:
     critical = [cause["stack"][0]["file"] for cause in planted["causes"] if cause["place"] == "critical"]
     assert critical == ["audit_planted/planted_backend.py"] * len(KINDS)
-    assert planted["headline"].startswith("Asynchronous scheduling is on (")
+    assert planted["engine"]["async_scheduling"]
+    assert planted["headline"] == "On a GPU the host would wait on the critical path"
+    assert "planted_backend.py:" in planted["sentence"]
     assert planted["simulated"]
 
 

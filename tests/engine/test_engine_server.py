@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +24,7 @@ from vllm_async_spec import __version__
 from vllm_async_spec.audit.report import Place, Report
 from vllm_async_spec.cli import app
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
-from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
+from vllm_async_spec.vllm_plugin.ledger import summary
 from vllm_async_spec.vllm_plugin.metrics.publisher import INTERVAL
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
@@ -100,9 +103,9 @@ def test_metrics_page_has_the_plugins_state(server: Server) -> None:
     states = server.series("async_spec_patches")
     assert states['state="applied"'] > 0
     assert states['state="refused"'] == 0
-    # Nothing imports sparse MLA's layer for a model without it.
-    assert states['state="waiting"'] == 1
-    assert sum(states.values()) == len(IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS)
+    # Nothing imports sparse MLA's layer for a model without it, but what an import would decide is known.
+    assert states['state="waiting"'] == 0
+    assert sum(states.values()) == len(IMPLEMENTATIONS)
     assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
 
 
@@ -153,6 +156,35 @@ def test_engine_schedules_asynchronously(server: Server) -> None:
     assert "Batch queue is enabled with size 2" in server.log()
 
 
+def test_server_says_once_who_decided_about_its_scheduling(server: Server) -> None:
+    why = "vLLM accepts asynchronous scheduling with the method draft_model, and the plugin keeps vLLM's CPU platform"
+    assert server.log().count(f"asynchronous scheduling is on, decided by vllm-async-spec: {why}") == 1
+    (series,) = server.series("async_spec_async_scheduling").items()
+    assert series == ('backend="CPU_ATTN",decided_by="vllm-async-spec",runner="V1"', 1)
+    done = CliRunner().invoke(app, ["status", "--url", f"http://127.0.0.1:{server.port}", "--json"])
+    found = json.loads(done.stdout)
+    assert (found["async_scheduling"], found["decided_by"]) == (True, "vllm-async-spec")
+
+
+def test_log_metrics_audit_and_status_count_the_same_patches(server: Server, tmp_path: Path) -> None:
+    (logged,) = re.findall(r"the engine has the V1 runner, attention CPU_ATTN; patches: (.*)", server.log())
+    series = server.series("async_spec_patches")
+    states = {label.removeprefix('state="').removesuffix('"'): int(count) for label, count in series.items()}
+    assert logged == summary(states)
+    file = tmp_path / "report.json"
+    done = audit(server, "--load", "decode", "--batch", "2", "--steps", "4", "--json", str(file))
+    assert done.exit_code == 0, done.stderr
+    engine = Report.from_dict(json.loads(file.read_text())["report"]).engine
+    assert engine.plugin == f"on: patches {logged}"
+    assert engine.decided_by == "decided by vllm-async-spec"
+    command = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "status", "--json"]
+    for setting in ({}, {"VLLM_ASYNC_SPEC_AUDIT": "1"}):
+        here = subprocess.run(command, capture_output=True, text=True, env=os.environ | setting)
+        assert json.loads(here.stdout)["counts"] == states, here.stderr
+    there = CliRunner().invoke(app, ["status", "--url", f"http://127.0.0.1:{server.port}", "--json"])
+    assert json.loads(there.stdout)["patches"] == states
+
+
 def audit(server: Server, *options: str) -> Result:
     return CliRunner().invoke(app, ["audit", "--url", f"http://127.0.0.1:{server.port}", *options])
 
@@ -170,7 +202,7 @@ def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server
     # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
     waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
     assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
-    assert "nothing waits on the critical path" in report.headline
+    assert report.headline == "Nothing waits on the critical path"
     assert Place.HIDDEN in {cause.place for cause in report.causes}
 
 

@@ -22,14 +22,12 @@ import tiny_models
 import transformers
 from generating import EVERYTHING, RowsStopAt, StopsOnceOn, assert_same, seeded
 from late_device import LateChannel
+from switched_on import enabled, nothing_said
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
-
-@pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vllm_async_spec.generation.stopping_criteria._said", set())
+__all__ = ["enabled", "nothing_said"]  # fixtures
 
 
 def stopping_at(lengths: list[int]) -> Callable[[], Any]:
@@ -234,8 +232,8 @@ def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None):
 @pytest.mark.parametrize(
     ("kwargs", "name"),
     [
-        ({"num_beams": 2}, "beam_search"),
-        ({"num_beams": 2, "do_sample": True}, "beam_sample"),
+        ({"num_beams": 2, "strict": True}, "beam_search"),
+        ({"num_beams": 2, "do_sample": True, "strict": True}, "beam_sample"),
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
     ],
 )
@@ -310,23 +308,6 @@ class Tokens:
         self.ended = True
 
 
-@pytest.fixture
-def enabled(monkeypatch: pytest.MonkeyPatch, nothing_said: None):
-    """`enable()`, with a late device in the place of CUDA."""
-    channel = LateChannel(2)
-    monkeypatch.setattr(
-        "vllm_async_spec.generation.async_generate.AsyncStoppingCriteriaList",
-        type("Late", (AsyncStoppingCriteriaList,), {
-            "__init__": lambda self, *args, **kwargs: AsyncStoppingCriteriaList.__init__(
-                self, *args, **{**kwargs, "open_channel": channel.open}
-            )
-        }),
-    )  # fmt: skip
-    generation.enable()
-    yield channel
-    generation.disable()
-
-
 def test_the_extra_of_the_configuration(enabled: LateChannel):
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3, 2], "left")
@@ -354,9 +335,10 @@ def test_a_streamer_gets_each_token_once(enabled: LateChannel):
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}])
-def test_the_extra_refuses_other_modes(enabled: LateChannel, kwargs: dict[str, Any]):
+def test_the_strict_extra_refuses_other_modes(enabled: LateChannel, kwargs: dict[str, Any]):
     model = tiny_models.model("llama")
-    config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, async_stopping_criteria=True, **kwargs)
+    extra = {"async_stopping_criteria": True, "async_stopping_strict": True}
+    config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, **extra, **kwargs)
     with pytest.raises(ValueError, match=r"not (beam_search|assisted_generation)"):
         model.generate(**tiny_models.prompts([3], "left"), generation_config=config)
 

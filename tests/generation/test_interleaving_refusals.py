@@ -38,7 +38,8 @@ def test_the_cpu_is_synchronous_and_says_so_once(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
-        ({"num_beams": 2}, "not beam_search"),
+        ({"num_beams": 2, "strict": True}, "not beam_search"),
+        ({"prompt_lookup_num_tokens": 2}, "not assisted_generation"),
         ({"return_dict_in_generate": True}, "returns only tokens, and return_dict_in_generate is set"),
         ({"use_cache": False}, "needs a cache, and use_cache is off"),
         ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and past_key_values were passed"),
@@ -87,6 +88,7 @@ def test_other_models_are_refused_by_name():
             max_new_tokens=3,
             custom_generate=generation.generate,
             interleaved=True,
+            strict=True,
         )
 
 

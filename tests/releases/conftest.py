@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 from vllm_async_spec.compat import builders
+from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.vllm_source import VllmSource, VllmSourceError, load_vllm
 
 HANDLE = pytest.StashKey[VllmSource]()
+LACKING: set[str] = set()
+"""What tests failed for want of, in sentences."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +51,16 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if HANDLE in parent.config.stash:
         return None
     return SkippedFile.from_parent(parent, path=module_path)
+
+
+def pytest_exception_interact(call: pytest.CallInfo[Any]) -> None:
+    if call.excinfo is not None and (sentence := lacking(call.excinfo.value)) is not None:
+        LACKING.add(sentence)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for sentence in sorted(LACKING):
+        terminalreporter.write_line(sentence, red=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

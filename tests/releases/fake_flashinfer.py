@@ -54,6 +54,7 @@ class Wrapper:
         starts = kwargs.get("qo_indptr")
         indptr = kwargs.get("paged_kv_indptr", kwargs.get("indptr"))
         last = kwargs.get("paged_kv_last_page_len", kwargs.get("last_page_len"))
+        tokens = kwargs.get("q_len_per_req", 1)
         self.plans.append(kwargs | {"buffer": self._pin_memory_int_workspace_buffer})
         if self.is_cuda_graph_enabled:
             self._paged_kv_indptr_buf[: len(indptr)].copy_(indptr)
@@ -67,6 +68,10 @@ class Wrapper:
             else:
                 self._qo_indptr_buf = starts.clone()
             self._qo_indptr_last, self._max_q_len = int(starts[-1]), int(starts.diff().max())
+        elif tokens > 1:
+            # Decode wrappers keep the number under another name than prefill wrappers do.
+            self._qo_indptr_buf = starts = tokens * torch.arange(len(indptr), dtype=torch.int32)
+            self._q_len_per_req = tokens
         page_size = kwargs["page_size"]
         if self._backend == "fa3":
             self._plan_sm90(indptr, last, page_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 
 import pytest
@@ -9,7 +10,8 @@ from applied import ledger
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.ledger import State
-from vllm_async_spec.vllm_plugin.patches.async_scheduling import explain
+from vllm_async_spec.vllm_plugin.patches import async_scheduling
+from vllm_async_spec.vllm_plugin.scheduling import Stock, copied, explain, noted
 
 __all__ = ["ledger"]  # a fixture
 
@@ -33,14 +35,121 @@ def test_asynchronous_scheduling_is_on_unless_the_user_chose(ledger, method, cho
         assert enabled == (type(args).async_scheduling is not False)
 
 
-def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(ledger, tiny_model_dir, tmp_path):
+def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(ledger, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # from 0.33 on the V2 runner can
     args = _engine_args("ngram", None, tiny_model_dir, tmp_path)
     config, decision = explain(args)
     assert config.scheduler_config.async_scheduling is False
     assert (decision.enabled, decision.by) == (False, "vLLM")
-    if ledger.outcomes["async-scheduling-default"].state is State.APPLIED:
-        assert "async scheduling is only supported with EAGLE" in decision.why
+    assert decision.why.startswith("vLLM refuses asynchronous scheduling with the method ngram: ")
+    assert "async scheduling is only supported with EAGLE" in decision.why
     assert "\n" not in str(decision)
+
+
+_ANOTHER = "choose a speculative method that vLLM schedules asynchronously, such as eagle"
+CAUSES = {
+    "disable_padded_drafter_batch": (
+        "eagle",
+        {"drafts": {"disable_padded_drafter_batch": True}},
+        "leave out disable_padded_drafter_batch",
+    ),
+    "the executor ThirdParty": (
+        "eagle",
+        {"distributed_executor_backend": "third party"},
+        "give --distributed-executor-backend mp",
+    ),
+    "pipeline parallelism": (
+        None,
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "leave out --pipeline-parallel-size",
+    ),
+    "pooling models": (None, {"runner": "pooling"}, "give --async-scheduling"),
+    "the method ngram": ("ngram", {}, _ANOTHER),
+    "the method medusa": ("medusa", {}, _ANOTHER),
+}
+ON_BY_DEFAULT = {"pipeline parallelism": ("0.18.1", "0.26.0", "0.32.0", "0.33.0"), "pooling models": ("0.18.1",)}
+"""Releases that run these asynchronously unless the user says no."""
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
+    ledger, release, cause, tiny_model_dir, tmp_path
+):
+    method, given, remedy = CAUSES[cause]
+    args = _engine_args(method, None, tiny_model_dir, tmp_path, **given)
+    config, decision = explain(args)
+    assert decision.enabled is bool(config.scheduler_config.async_scheduling)
+    if release in ON_BY_DEFAULT.get(cause, ()):
+        assert (decision.enabled, decision.by, decision.remedy) == (True, "vLLM", None)
+        return
+    assert (decision.enabled, decision.by) == (False, "vLLM")
+    if cause == "pooling models" and type(args).async_scheduling is False:
+        assert decision.why == "vLLM's default is off unless the user asks for it"
+    else:
+        assert f"with {cause}" in decision.why
+    assert decision.remedy.split(" and ")[0] == remedy
+    assert _follow(args, decision.remedy, tmp_path).enabled
+
+
+def test_pipeline_parallelism_is_the_reason_in_the_v1_runner(ledger, release, tiny_model_dir, monkeypatch):
+    """From 0.30 or so on V1 leaves it off by default, and 0.12 refuses it; between, V1 takes it."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    args = _engine_args(None, None, tiny_model_dir, None, pipeline_parallel_size=2, distributed_executor_backend="mp")
+    decision = explain(args)[1]
+    if not decision.enabled:
+        assert "pipeline parallelism" in decision.why
+        assert "--pipeline-parallel-size" in decision.remedy or decision.remedy == "give --async-scheduling"
+    assert decision.enabled is (release in ("0.18.1", "0.26.0"))
+
+
+@pytest.mark.parametrize("method", ["eagle", "ngram"])
+def test_the_users_no_has_a_remedy_only_where_leaving_it_out_helps(ledger, method, tiny_model_dir, tmp_path):
+    decision = explain(_engine_args(method, False, tiny_model_dir, tmp_path))[1]
+    assert (decision.enabled, decision.by, decision.why) == (False, "user", "--no-async-scheduling was given")
+    assert decision.remedy == ("leave out --no-async-scheduling" if method == "eagle" else None)
+
+
+def test_the_plugin_that_is_off_is_named_before_vllms_own_rule(ledger, tiny_model_dir, tmp_path):
+    stock = Stock("VLLM_ASYNC_SPEC is off, so vLLM runs as stock", "unset VLLM_ASYNC_SPEC")
+    decision = explain(_engine_args("ngram", None, tiny_model_dir, tmp_path), stock=stock)[1]
+    assert decision.why.startswith(f"{stock.why}: vLLM refuses asynchronous scheduling with the method ngram: ")
+
+
+@pytest.mark.parametrize("method", [None, "eagle", "ngram"])
+def test_a_server_says_once_who_decided_and_tells_its_other_processes(
+    ledger, method, tiny_model_dir, tmp_path, monkeypatch
+):
+    lines = []
+    monkeypatch.setattr(async_scheduling, "inform", lambda message, *values: lines.append(message % values))
+    args = _engine_args(method, None, tiny_model_dir, tmp_path)
+    expected = explain(args)[1]
+    assert lines == []
+    config = args.create_engine_config()
+    (line,) = lines
+    # Without speculative decoding a server does not try other arguments to find the reason.
+    said = line if method else line.partition(": vLLM")[0]
+    assert f"vllm-async-spec: {expected}".startswith(said)
+    elsewhere = types.SimpleNamespace(scheduler_config=pickle.loads(pickle.dumps(config.scheduler_config)))
+    found = noted(elsewhere)
+    assert (found.enabled, found.by) == (expected.enabled, expected.by)
+
+
+def _follow(args, remedy, tmp_path):
+    """The decision once the user has done what the remedy says."""
+    changed = copied(args)
+    for step in remedy.split(" and "):
+        if step == "leave out disable_padded_drafter_batch":
+            changed.speculative_config.pop("disable_padded_drafter_batch")
+        elif step == "give --distributed-executor-backend mp":
+            changed.distributed_executor_backend = "mp"
+        elif step == "leave out --pipeline-parallel-size":
+            changed.pipeline_parallel_size = 1
+        elif step == "give --async-scheduling":
+            changed.async_scheduling = True
+        else:
+            assert step == _ANOTHER
+            changed.speculative_config = _drafts("eagle", tmp_path / "other")
+    return explain(changed)[1]
 
 
 @pytest.mark.parametrize(
@@ -65,8 +174,6 @@ def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, rele
         pytest.skip("an option that was not given is None in this release")
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_async_spec.vllm_plugin.patches import async_scheduling
-
     stock = EngineArgs.__init__.__wrapped__
     made = EngineArgs.__new__(EngineArgs)
 
@@ -86,17 +193,31 @@ def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, rele
     assert made.async_scheduling is False, "anybody else's False is taken for his own"
 
 
-def _engine_args(method, choice, model, tmp_path):
+def _engine_args(method, choice, model, tmp_path, drafts=None, **given):
     from vllm.config import SpeculativeConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.executor.abstract import Executor
 
     if method == "draft_model" and not hasattr(SpeculativeConfig, "uses_draft_model"):
         pytest.skip("this release has no draft models in its V1 engine")
+    if given.get("distributed_executor_backend") == "third party":
+        given["distributed_executor_backend"] = type("ThirdParty", (Executor,), {})
+    asked = _drafts(method, tmp_path) | (drafts or {}) if method else None
+    chosen = {} if choice is None else {"async_scheduling": choice}
+    args = EngineArgs(model=str(model), max_model_len=256, speculative_config=asked, **chosen, **given)
+    if method == "medusa":
+        try:
+            copied(args).create_engine_config()
+        except NotImplementedError as error:
+            pytest.skip(f"this release has no medusa: {error}")
+    return args
+
+
+def _drafts(method, folder):
     drafts = {"method": method, "num_speculative_tokens": 3}
     if method == "ngram":
         drafts["prompt_lookup_max"] = 3
-    elif method is not None:
+    else:
         architecture = "EagleLlamaForCausalLM" if method == "eagle" else "LlamaForCausalLM"
-        drafts["model"] = str(builders.write_llama(tmp_path, num_layers=1, architecture=architecture))
-    chosen = {} if choice is None else {"async_scheduling": choice}
-    return EngineArgs(model=str(model), max_model_len=256, speculative_config=drafts if method else None, **chosen)
+        drafts["model"] = str(builders.write_llama(folder / method, num_layers=1, architecture=architecture))
+    return drafts

@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
 from undone import undone
 
+from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.audit_agent import route as audit_route
 from vllm_async_spec.vllm_plugin.audit_agent.route import PATH, open_door
@@ -35,8 +36,11 @@ def first(names: tuple[str, ...], attribute: str) -> Any:
     for name in names:
         try:
             return getattr(importlib.import_module(name), attribute)
-        except (ModuleNotFoundError, AttributeError):
+        except AttributeError:
             continue
+        except ModuleNotFoundError as error:
+            if not is_absent(error, name):
+                raise
     raise AssertionError(f"no module has {attribute}")
 
 

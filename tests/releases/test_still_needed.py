@@ -53,8 +53,10 @@ def _turns_draft_models_on_when_asked_only(create_engine_config: Any) -> bool:
     names = _globals(create_engine_config)
     if names["EngineArgs"].async_scheduling is False:
         return True
-    # vLLM lists the methods that it accepts, and those that it turns on by itself.
-    return inspect.getsource(names["VllmConfig"].__post_init__).count('"draft_model"') == 1
+    # vLLM lists the methods that it accepts, then those that it turns on by itself; from 0.33 on one list before both.
+    listed, _, source = inspect.getsource(names["VllmConfig"].__post_init__).partition(".async_scheduling:")
+    accepts, _, by_itself = source.partition(".async_scheduling is None:")
+    return '"draft_model"' in accepts and '"draft_model"' not in listed + by_itself
 
 
 def _unpadded_drops_or_reads(unpadded: Any) -> bool:
@@ -124,6 +126,8 @@ NOT_TOLD_BY_CODE = {
     "async-scheduling-cpu": "its entry names the CPU builds that were tried",
     "cpu-sampling": "its entry names the CPU builds that were tried",
     "cpu-sampling-top-k": "its entry names the CPU builds that were tried",
+    "async-scheduling-decision": "no vLLM tells who decided",
+    "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
 }
 

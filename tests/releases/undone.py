@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import importlib
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -29,7 +29,7 @@ def ledger_of(patches: Iterable[str]) -> Ledger:
     names = {*patches, *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
     chosen = {name: IMPLEMENTATIONS[name] for name in names}
     specs = tuple(spec for spec in load_ledger() if spec.name in names)
-    return Ledger(chosen, specs, release=sys.modules["vllm"].__version__)
+    return Ledger(chosen, specs, release=importlib.import_module("vllm").__version__)
 
 
 @contextlib.contextmanager

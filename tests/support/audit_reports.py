@@ -39,10 +39,8 @@ OUTPUT = Frame(RUNNER, 261, "get_output", "self.async_copy_ready_event.synchroni
 def waiting() -> Report:
     """Asynchronous scheduling on the V1 runner that waits twice a step."""
     return Report(
-        headline=(
-            "Asynchronous scheduling is on (V1 runner, FLASHINFER), but the host waits for the device 2 times a step: "
-            f"most at {PLAN}, which takes 3.10 ms of a step of 13.02 ms; turn the plugin on."
-        ),
+        headline="The host waits on the critical path",
+        sentence=f"Most waits are at {PLAN}; to change: build from device seq_lens or seq_lens_cpu_upper_bound.",
         engine=_engine(plugin="off"),
         load=Load("64 chat prompts, 256 tokens each", requests=64, tokens_per_second=9412.0, acceptance_length=2.61),
         steps=412,
@@ -125,10 +123,8 @@ def flowing() -> Report:
     pageable, output, flush = before.causes[2:]
     return replace(
         before,
-        headline=(
-            "Asynchronous scheduling is on (V1 runner, FLASHINFER) and the host never waits for the device on the "
-            "critical path; nothing to change."
-        ),
+        headline="Nothing waits, but host work leaves the GPU idle",
+        sentence="The idle time is host work, not waits: drafting takes most of it.",
         engine=_engine(plugin="on: 5 patches applied, 4 not needed"),
         load=replace(before.load, tokens_per_second=12_880.0),
         step_ms=Spread(n=431, median=9.51, p10=9.3, p90=9.98),
@@ -165,10 +161,8 @@ def simulated() -> Report:
     real = waiting()
     return replace(
         real,
-        headline=(
-            "Asynchronous scheduling is on (V1 runner, CPU_ATTN); on a GPU the host would wait 2 times a step, most at "
-            f"{ACCEPTED}."
-        ),
+        headline="On a GPU the host would wait on the critical path",
+        sentence=f"Most waits are at {ACCEPTED}; to change: have the device carry the value to the next step.",
         engine=replace(
             real.engine,
             device="CPU",

@@ -59,6 +59,53 @@ def model(kind: str) -> Any:
             initializer_factor=8.0,
         )
         made = transformers.T5ForConditionalGeneration(config)
+    elif kind == "mamba":
+        config = transformers.MambaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            state_size=4,
+            num_hidden_layers=2,
+            time_step_rank=2,
+            initializer_range=0.4,
+        )
+        made = transformers.MambaForCausalLM(config)
+    elif kind == "half mamba":
+        config = transformers.JambaConfig(
+            **_SMALL,
+            mamba_d_state=4,
+            mamba_dt_rank=2,
+            use_mamba_kernels=False,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+        )
+        made = transformers.JambaForCausalLM(config)
+    elif kind == "bloom":
+        config = transformers.BloomConfig(
+            vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.4
+        )
+        made = transformers.BloomForCausalLM(config)
+    elif kind == "alibi":
+        config = transformers.FalconConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            alibi=True,
+            initializer_range=0.4,
+        )
+        made = transformers.FalconForCausalLM(config)
+    elif kind == "own cache":
+        config = transformers.GPTNeoConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            initializer_range=0.4,
+        )
+        made = transformers.GPTNeoForCausalLM(config)
     else:
         raise ValueError(kind)
     made.eval()

@@ -13,7 +13,7 @@ in stream order. Three things were safe only because the host used to wait befor
 Two more things were slow: FlashAttention 2 in a CUDA graph for a batch of drafts (see `planned_requests`), and a replan
 in each step, which `keep_plan` avoids.
 
-Sources: flashinfer-python 0.6.14 and 0.7.0, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
+Sources: flashinfer-python 0.6.14, 0.7.0 and 0.7.2, `include/flashinfer/attention/{scheduler,prefill}.cuh`, `page.cuh`,
 `hopper/tile_scheduler.cuh`, `decode.py` and `prefill.py`. FlashInfer is not imported here.
 """
 
@@ -72,7 +72,9 @@ def write_exact_lengths(
             wrapper._paged_kv_indices_buf,
             wrapper._paged_kv_last_page_len_buf[:batch],
         )
-    if wrapper._backend == "fa2":
+    # From 0.7.2 on a decode wrapper may plan for cuDNN while `_backend` names another backend.
+    backend = "cudnn" if getattr(wrapper, "_cudnn_auto", False) else wrapper._backend
+    if backend == "fa2":
         batch = min(seq_lens.shape[0], wrapper._paged_kv_last_page_len_buf.shape[0])
         if block_table is None:
             set_last_page_lens(
@@ -82,9 +84,9 @@ def write_exact_lengths(
                 wrapper._paged_kv_last_page_len_buf[:batch],
             )
         # With one query token a request, a surplus chunk is empty and harmless.
-        if getattr(wrapper, "_max_q_len", 1) > 1:
+        if _query_tokens(wrapper) > 1:
             _carry_chunks(wrapper, seq_lens[:batch])
-    elif wrapper._backend == "fa3" and len(wrapper._plan_info) == _SM90_PLAN_SIZE:
+    elif backend == "fa3" and len(wrapper._plan_info) == _SM90_PLAN_SIZE:
         plan = [int(offset) for offset in wrapper._plan_info]
         works = (plan[_SM90_QO_INDPTR] - plan[_SM90_QO_TILES]) // _INT32_BYTES
         ints = wrapper._int_workspace_buffer.view(torch.int32)
@@ -92,9 +94,7 @@ def write_exact_lengths(
         count = _at(ints, plan[_SM90_WORK_INDPTR], 1 + _processors(ints.device))[-1:]
         set_work_lens(seq_lens, _at(ints, plan[_SM90_REQUESTS], works), count, _at(ints, plan[_SM90_KV_LENS], works))
     else:
-        raise PlanError(
-            f"a plan of {type(wrapper).__name__} with backend {wrapper._backend!r} can't be corrected on the device"
-        )
+        raise PlanError(f"a plan of {type(wrapper).__name__} with backend {backend!r} can't be corrected on the device")
 
 
 def keep_plan(wrapper: Any, requests: int) -> None:
@@ -196,7 +196,8 @@ def split_bytes(
     """Float workspace that FlashAttention 2 may need to plan for a CUDA graph; with less its plan may fail.
 
     A graph always uses split-KV, with as many work items as any later plan may need. Each work item stores the outputs
-    of its rows and their sums, in float32. FlashAttention 3 needs none.
+    of its rows and their sums, in float32. From 0.7.2 on a plan needs the bound divided by the GQA group size.
+    FlashAttention 3 needs none.
 
     Args:
         planned: requests that the graph is planned for.
@@ -231,6 +232,11 @@ def _output_bytes(rows: int, num_heads: int, head_size: int) -> int:
 
 def _tile(rows: int) -> int:
     return next((tile for tile in _TILES if rows <= tile), _TILES[-1])
+
+
+def _query_tokens(wrapper: Any) -> int:
+    """Most query tokens of a planned request. Decode wrappers have the second name, and take several from 0.7 on."""
+    return max(getattr(wrapper, "_max_q_len", 1), getattr(wrapper, "_q_len_per_req", None) or 1)
 
 
 def _carry_chunks(wrapper: Any, seq_lens: torch.Tensor) -> None:

@@ -65,10 +65,11 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
 
 
 def _decided_by(asked: bool | None, found: bool) -> str:
+    """Who decided, for an engine without the plugin. With the plugin the worker's answer counts."""
     if asked is None:
-        return "by default: vLLM's or the plugin's"
+        return "decided by vLLM"
     option = "--async-scheduling" if asked else "--no-async-scheduling"
-    return f"by {option}" if asked == found else f"despite {option}, which this engine does not support"
+    return "decided by user" if asked == found else f"decided by vLLM, despite {option}"
 
 
 def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_async_spec.audit.analysis import analyse
 from vllm_async_spec.audit.folder import make_folder
-from vllm_async_spec.audit.headline import headline
+from vllm_async_spec.audit.headline import headline, sentence
 from vllm_async_spec.audit.recorded import load, ms, spread
 from vllm_async_spec.audit.recording import DONE, How, Order
 from vllm_async_spec.audit.report import EngineFacts, Load, Overhead, Report, Spread
@@ -131,9 +131,14 @@ def most_seconds(seconds: float) -> float:
 
 
 def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
-    """The facts of a report."""
+    """The facts of a report.
+
+    Args:
+        facts: what the worker answered.
+        decided_by: why asynchronous scheduling is as it is, if the worker does not know.
+    """
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
-    return EngineFacts(decided_by=decided_by, **values)
+    return EngineFacts(**({"decided_by": decided_by} | values))
 
 
 def recordings(facts: dict[str, Any]) -> tuple[How, ...]:
@@ -168,6 +173,7 @@ def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
     overhead = None if quiet is None else Overhead(plain, quiet.step_ms, full.step_ms)
     report = Report(
         headline=headline(facts, found),
+        sentence=sentence(facts, found),
         engine=facts,
         load=given,
         steps=found.steps,
@@ -236,7 +242,7 @@ def main() -> None:
     """Analyse what a server recorded: a job on standard input, a report on standard output, both JSON."""
     job = json.load(sys.stdin)
     try:
-        facts = engine_facts(job["facts"], "as the server was started")
+        facts = engine_facts(job["facts"], "decided as the server was started")
         report = make_report(facts, job["saved"], Load("live traffic", 0, None, None))
     except AuditError as error:
         raise SystemExit(str(error)) from None

@@ -29,6 +29,11 @@ UNSEEN = "no Python call seen"
 """Shown in place of the site of a cause without a stack."""
 
 
+_FIRST_LINE = ("vLLM", "device", "model")
+"""Facts that the page shows above its headline."""
+_SHARE = "% of the time"
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One key figure of a report."""
@@ -69,10 +74,12 @@ def key_figures(report: Report) -> tuple[Figure, ...]:
     lost = report.waiting_ms(Place.CRITICAL)
     found.append(Figure("lost in critical waits", "ms a step", lost, number(lost)))
     if gpu := report.gpu:
-        gaps = f"{number(gpu.host_gaps_per_step)} gaps a step"
-        found.append(Figure("host-caused idle", "% of the time", gpu.host_idle, percent(gpu.host_idle), gaps))
+        gaps = f"gaps of 3 µs and more; {number(gpu.host_gaps_per_step)} a step"
+        found.append(Figure("host-caused idle", _SHARE, gpu.host_idle, percent(gpu.host_idle), gaps))
+        short = "gaps under 3 µs, between launched kernels"
+        found.append(Figure("launch gaps", _SHARE, gpu.launch_gaps, percent(gpu.launch_gaps), short))
         kernels = f"{gpu.kernels_per_step:.0f} kernels a step"
-        found.append(Figure("device busy", "% of the time", gpu.busy, percent(gpu.busy), kernels))
+        found.append(Figure("device busy", _SHARE, gpu.busy, percent(gpu.busy), kernels))
     step = report.step_ms
     found.append(Figure("step time", "ms, median", step.median, number(step.median), _tails(step)))
     return tuple(found)
@@ -113,12 +120,12 @@ def paired_phases(before: Report | None, after: Report) -> tuple[Pair[PhaseTime]
 
 
 def facts(report: Report) -> dict[str, str]:
-    """Facts of the engine and its load, by name."""
+    """Facts of the engine and its load, by name, without those that are empty."""
     engine, load = report.engine, report.load
     scheduling = "asynchronous" if engine.async_scheduling else "synchronous"
-    return {
-        "versions": f"vLLM {engine.vllm}, PyTorch {engine.torch}, Python {engine.python}",
-        "device": _joined(engine.device, engine.driver),
+    found = {
+        "vLLM": engine.vllm,
+        "device": engine.device,
         "model": engine.model,
         "runner": _joined(engine.runner, *engine.backends, *engine.builders),
         "scheduling": f"{scheduling}: {engine.decided_by}",
@@ -129,7 +136,16 @@ def facts(report: Report) -> dict[str, str]:
         "load": f"{load.name}; {load.requests} requests at once",
         "output": _joined(*_output(report)),
         "recorded": f"{report.steps} steps, {report.date}",
+        "software": _joined(f"PyTorch {engine.torch}", f"Python {engine.python}", engine.driver),
     }
+    return {name: fact for name, fact in found.items() if fact}
+
+
+def page_facts(report: Report, before: Report | None) -> dict[str, tuple[str, str]]:
+    """Facts by name, each with that of before where another; without those in the page's first line."""
+    old = facts(before) if before else {}
+    shown = {name: (fact, was if (was := old.get(name, fact)) != fact else "") for name, fact in facts(report).items()}
+    return {name: pair for name, pair in shown.items() if name not in _FIRST_LINE or pair[1]}
 
 
 def recording_cost(report: Report) -> str:
@@ -145,6 +161,13 @@ def recording_cost(report: Report) -> str:
         f"gives the GPU's shares of time. With call stacks and phases too, a step took {_spread(cost.recorded_ms)}, "
         f"{number(cost.ratio)} times as long; this recording gives the other figures."
     )
+
+
+def notes(report: Report, before: Report | None) -> tuple[str, ...]:
+    """What a reader must know to trust the figures; a note that both reports have comes once."""
+    found = [recording_cost(report), *report.notes]
+    old = [recording_cost(before), *before.notes] if before else []
+    return (*found, *(f"Before: {note}" for note in old if note not in found))
 
 
 def number(value: float) -> str:

@@ -1,62 +1,59 @@
-"""The headline of a report: is asynchronous scheduling on, on which engine, what blocks most, what to change."""
+"""The headline of a report, and the sentence below: does the host wait, where most, and what to change."""
 
 from __future__ import annotations
 
 from vllm_async_spec.audit.analysis import Findings
-from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place, WaitKind
+from vllm_async_spec.audit.remedies import remedy
+from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place
 
 NOTHING_TO_WIN = 0.01
 """Share of host-caused idle below which removing waits is not worth the work."""
 
 
 def headline(engine: EngineFacts, found: Findings) -> str:
-    """The headline, one sentence.
+    """The verdict, in at most twelve words.
 
     Args:
         engine: what ran.
         found: what its recording showed.
     """
-    scheduling = f"Asynchronous scheduling is {'on' if engine.async_scheduling else 'off'} ({engine.decided_by})"
-    where = f"{engine.runner} runner, {' and '.join(engine.backends) or 'no attention backend'}"
-    return f"{scheduling}; {where}; {_finding(found)}; {_advice(engine, found)}."
+    waits = bool(_critical(found))
+    if not engine.async_scheduling:
+        reads = "; on a GPU the host would also wait" if found.simulated else "; the host also waits for the GPU"
+        return f"Asynchronous scheduling is off{reads if waits else ''}"
+    if waits:
+        return f"{'On a GPU the host would wait' if found.simulated else 'The host waits'} on the critical path"
+    if found.gpu is not None and found.gpu.host_idle >= NOTHING_TO_WIN:
+        return "Nothing waits, but host work leaves the GPU idle"
+    return "Nothing waits on the critical path"
 
 
-def _finding(found: Findings) -> str:
-    critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
-    idle = "" if found.gpu is None else f" and the host leaves the GPU idle for {found.gpu.host_idle:.1%} of the time"
-    if not critical:
-        return f"nothing waits on the critical path{idle}"
-    worst = critical[0]
-    lost = "" if found.simulated else f", {sum(cause.ms_per_step for cause in critical):.2f} ms"
-    count = sum(cause.per_step for cause in critical)
-    what = "reads that would be waits on a GPU" if found.simulated else "waits"
-    return f"{count:.2f} {what} a step on the critical path{lost}{idle}; most at {worst.site or 'an unknown place'}"
+def sentence(engine: EngineFacts, found: Findings) -> str:
+    """Where the host waits most, and what to change: the sentence below the headline, with the same arguments."""
+    critical = _critical(found)
+    most = f"most waits are at {critical[0].site or 'an unknown place'}; " if critical else ""
+    said = f"{most}{_advice(engine, found)}."
+    return said[0].upper() + said[1:]
+
+
+def _critical(found: Findings) -> list[Cause]:
+    return [cause for cause in found.causes if cause.place is Place.CRITICAL]
 
 
 def _advice(engine: EngineFacts, found: Findings) -> str:
-    critical = [cause for cause in found.causes if cause.place is Place.CRITICAL]
+    critical = _critical(found)
     if not engine.async_scheduling:
         return "turn asynchronous scheduling on: `vllm-async-spec status` shows why it is off"
     slowest = max((p for p in found.phases if p.thread == "worker"), key=lambda p: p.ms_per_step, default=None)
     if critical:
         lost = sum(cause.ms_per_step for cause in critical)
         beside = "" if slowest is None or slowest.ms_per_step < 5 * lost else _beside(slowest)
-        return _remedy(critical[0]) + beside
+        return f"to change: {remedy(critical[0].kind)}{beside}"
     if found.gpu is None:
         return "there is nothing to change"
     if found.gpu.host_idle < NOTHING_TO_WIN or slowest is None:
         return "there is nothing to win by removing waits"
     return f"the idle time is host work, not waits: {slowest.phase.value} takes most of it"
-
-
-def _remedy(cause: Cause) -> str:
-    if cause.kind is WaitKind.PAGEABLE:
-        return "to change: copy from pinned memory"
-    if cause.kind is WaitKind.COPY_TO_DEVICE:
-        return "to change: stage the data in pinned memory and copy without blocking"
-    if cause.kind in (WaitKind.COPY_TO_HOST, WaitKind.READ):
-        return "to change: build from device seq_lens or seq_lens_cpu_upper_bound"
-    return "to change: have the device carry the value to the next step, or wait for it a step later"
 
 
 def _beside(slowest: PhaseTime) -> str:

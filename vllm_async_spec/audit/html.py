@@ -17,12 +17,20 @@ def render_html(report: Report, before: Report | None = None) -> str:
         report=report,
         before=before,
         reports=named,
+        commands=_commands(report, before),
         compared=before is not None,
         timed=figures.is_timed(report, before),
         longest_phase=max((time.ms_per_step for _, one in named for time in one.phases), default=0) or 1,
         timelines=_timelines(named),
         f=figures,
     )
+
+
+def _commands(report: Report, before: Report | None) -> dict[str, str]:
+    """The commands, each with the name of its report where they differ."""
+    if before is None or before.command == report.command:
+        return {report.command: ""}
+    return {before.command: "before", report.command: "after"}
 
 
 def _timelines(named: list[tuple[str, Report]]) -> list[dict[str, Any]]:

@@ -49,7 +49,6 @@ def audit_model(
         log=log,
         env=environment,
         fail=lambda why: AuditError(f"the engine could not be audited: {why}"),
-        end_s=None,  # a killed child would leave vLLM's own processes behind
     ) as child:
         while "report" not in (answer := child.answer()):
             stage(answer["stage"])

@@ -11,7 +11,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 SCHEMA = 1
@@ -267,7 +267,7 @@ class Report:
     """One audit."""
 
     headline: str
-    """Is asynchronous scheduling on, with which runner and backend, what blocks most, what to change: one sentence."""
+    """The verdict, in at most twelve words."""
     engine: EngineFacts
     load: Load
     steps: int
@@ -286,6 +286,8 @@ class Report:
     command: str
     date: str
     schema: int = SCHEMA
+    sentence: str = ""
+    """Where the host waits most, and what to change; empty in older reports, whose headline says all."""
 
     def waits(self, place: Place) -> float:
         """Waits a step in one place."""
@@ -336,9 +338,11 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return None if value is None else _value(inner, value, name)
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
         hints = typing.get_type_hints(hint)
-        if missing := hints.keys() - value.keys():
+        needed = {field.name for field in fields(hint) if field.default is MISSING}
+        if missing := needed - value.keys():
             raise ValueError(f"this audit report is incomplete: {name} lacks {', '.join(sorted(missing))}")
-        return hint(**{field: _value(of, value[field], f"{name}.{field}") for field, of in hints.items()})
+        given = {field: of for field, of in hints.items() if field in value}
+        return hint(**{field: _value(of, value[field], f"{name}.{field}") for field, of in given.items()})
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         choices = [member.value for member in hint]
         if value in choices:

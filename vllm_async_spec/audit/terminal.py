@@ -9,6 +9,7 @@ from typing import TypeVar
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -17,32 +18,35 @@ from vllm_async_spec.audit.figures import (
     PLACES,
     SIMULATED,
     UNSEEN,
+    Pair,
     compared_figures,
     facts,
     is_timed,
     key_figures,
+    notes,
     number,
     paired_causes,
     paired_phases,
-    percent,
     ratio,
-    recording_cost,
 )
 from vllm_async_spec.audit.report import Cause, DeviceTime, Place, Report
 
 T = TypeVar("T")
 
 _WIDE = 110
-"""Terminal width from which on a wait's phase has a column of its own."""
+"""Terminal width from which on waits are a table; below, a list."""
 
 _PLACE_STYLE = {Place.CRITICAL: "bold red", Place.OVERLAPPED: "yellow", Place.HIDDEN: "dim"}
 
 
 def print_report(report: Report, console: Console, before: Report | None = None) -> None:
     """Print all of a report; with an earlier report, the figures of both side by side."""
-    console.print(Text(report.headline, style="bold"))
+    console.print(_Breakable(report.headline, style="bold"))
+    if report.sentence:
+        console.print(_Breakable(report.sentence))
     if before:
-        console.print(Text(f"Before: {before.headline}", style="dim"))
+        said = ". ".join(filter(None, (before.headline, before.sentence)))
+        console.print(_Breakable(f"Before: {said}", style="dim"))
     if report.simulated:
         console.print(Text(SIMULATED, style="yellow"))
     for part in _parts(report, before, wide=console.width >= _WIDE):
@@ -54,8 +58,8 @@ def _parts(report: Report, before: Report | None, *, wide: bool) -> Iterator[Ren
     yield _compared(before, report) if before else _figures(report)
     yield _facts(report, before)
     yield _causes(report, before, wide=wide)
-    if report.gpu:
-        yield _device(report.gpu, before.gpu if before else None)
+    if report.gpu and report.gpu.gaps:
+        yield _gaps(report.gpu)
     if report.phases and is_timed(report, before):
         yield _phases(report, before)
     yield _notes(report, before)
@@ -83,13 +87,13 @@ def _compared(before: Report, after: Report) -> RenderableType:
 
 def _facts(report: Report, before: Report | None) -> RenderableType:
     table = _grid()
-    table.add_column(overflow="fold")
+    table.add_column()
     old = facts(before) if before else {}
     for name, fact in facts(report).items():
-        text = Text(fact)
-        if old.get(name, fact) != fact:
-            text.append(f"\nbefore: {old[name]}", style="dim")
-        table.add_row(name, text)
+        was = old.get(name, fact)
+        table.add_row(name, _Breakable(fact))
+        if was != fact:
+            table.add_row("", _Breakable(f"before: {was}", style="dim"))
     return table
 
 
@@ -98,10 +102,17 @@ def _causes(report: Report, before: Report | None, *, wide: bool) -> RenderableT
     pairs = paired_causes(before, report)
     if not pairs:
         return Text(f"{title}: no waits were found.")
-    compared, timed = before is not None, is_timed(report, before)
+    timed = is_timed(report, before)
+    found = _cause_table if wide else _cause_list
+    meanings = [
+        Text.assemble((place.value, _PLACE_STYLE[place]), (f": {text}", "dim")) for place, text in PLACES.items()
+    ]
+    return Group(*found(title, pairs, compared=before is not None, timed=timed), Text(), *meanings)
+
+
+def _cause_table(title: str, pairs: Iterable[Pair[Cause]], *, compared: bool, timed: bool) -> Iterator[RenderableType]:
     numbers = ("waits\na step", *(("ms\na step", "longest\nms") if timed else ()))
-    names = ["wait", *(["when"] if compared else []), *numbers, *(["during"] if wide else []), "where"]
-    table = _table(title, *names, right=numbers)
+    table = _table(title, "wait", *(["when"] if compared else []), *numbers, "during", "where", right=numbers)
     for pair in pairs:
         cause, shown = pair.either, pair.all(compared=compared)
         columns = [_each(shown, lambda cause: cause.per_step)]
@@ -111,39 +122,47 @@ def _causes(report: Report, before: Report | None, *, wide: bool) -> RenderableT
             Text.assemble(cause.kind.value, "\n", (cause.place.value, _PLACE_STYLE[cause.place])),
             *(["before\nafter"] if compared else []),
             *columns,
-            *([Text.assemble(cause.phase.value, "\n", (cause.thread, "dim"))] if wide else []),
-            _where(cause, with_phase=not wide),
+            Text.assemble(cause.phase.value, "\n", (cause.thread, "dim")),
+            Group(*_where(cause)),
         )
-    meanings = [
-        Text.assemble((place.value, _PLACE_STYLE[place]), (f": {text}", "dim")) for place, text in PLACES.items()
-    ]
-    return Group(table, Text(), *meanings)
+    yield table
 
 
-def _where(cause: Cause, *, with_phase: bool) -> RenderableType:
-    parts: list[RenderableType] = [_Breakable(str(cause.site or UNSEEN))]
+def _cause_list(title: str, pairs: Iterable[Pair[Cause]], *, compared: bool, timed: bool) -> Iterator[RenderableType]:
+    """The same for a narrow terminal, in which a column would be too narrow for a path."""
+    yield Text(title, style="bold")
+    for pair in pairs:
+        cause = pair.either
+        said = [_in_words(one, timed=timed) for one in pair.all(compared=compared)]
+        head = Text.assemble("\n", f"{cause.kind.value}, ", (cause.place.value, _PLACE_STYLE[cause.place]))
+        yield head if compared else Text.assemble(head, f": {said[0]}")
+        lines = (
+            [Text(f"{when} {what}") for when, what in zip(("before:", "after: "), said, strict=True)]
+            if compared
+            else []
+        )
+        during = Text(f"{cause.phase.value}, {cause.thread}", style="dim italic")
+        yield Padding(Group(*lines, *_where(cause), during), (0, 0, 0, 2))
+
+
+def _in_words(cause: Cause | None, *, timed: bool) -> str:
+    if cause is None:
+        return "none"
+    times = f", {number(cause.ms_per_step)} ms a step, longest {number(cause.longest_ms)} ms" if timed else ""
+    return f"{number(cause.per_step)} waits a step{times}"
+
+
+def _where(cause: Cause) -> Iterator[RenderableType]:
+    yield _Breakable(str(cause.site or UNSEEN))
     if cause.site and cause.site.source:
-        parts.append(_Breakable(cause.site.source, after="/.,(", style="dim"))
-    if with_phase:
-        parts.append(Text(f"{cause.phase.value}, {cause.thread}", style="dim italic"))
-    return Group(*parts)
+        yield _Breakable(cause.site.source, style="dim")
 
 
-def _device(gpu: DeviceTime, before: DeviceTime | None) -> RenderableType:
-    timed = ("before", "after") if before else ("%",)
-    table = _table("How the device spent the time, %", "", *timed, right=timed)
-    for name, share in (
-        ("busy", "busy"),
-        ("launch gaps, under 3 µs", "launch_gaps"),
-        ("host-caused idle, gaps of 3 µs and more", "host_idle"),
-    ):
-        table.add_row(name, *(percent(getattr(time, share)) for time in (before, gpu) if time))
-    if not gpu.gaps:
-        return table
-    gaps = _table("Longest gaps", "at, ms", "µs", "what the host did", right=("at, ms", "µs"))
+def _gaps(gpu: DeviceTime) -> RenderableType:
+    gaps = _table("Longest gaps of the device", "at, ms", "µs", "what the host did", right=("at, ms", "µs"))
     for gap in gpu.gaps:
         gaps.add_row(number(gap.start_us / 1000), f"{gap.us:.0f}", _Breakable(gap.host))
-    return Group(table, Text(), gaps)
+    return gaps
 
 
 def _phases(report: Report, before: Report | None) -> RenderableType:
@@ -158,12 +177,9 @@ def _phases(report: Report, before: Report | None) -> RenderableType:
 
 
 def _notes(report: Report, before: Report | None) -> RenderableType:
-    notes = [recording_cost(report), *report.notes]
-    if before:
-        notes += [f"Before: {note}" for note in (recording_cost(before), *before.notes)]
     table = Table.grid(padding=(0, 1))
-    for note in notes:
-        table.add_row("-", Text(note))
+    for note in notes(report, before):
+        table.add_row("-", _Breakable(note))
     return table
 
 
@@ -188,15 +204,15 @@ def _each(shown: Iterable[T | None], value: Callable[[T], float]) -> str:
 
 
 class _Breakable:
-    """Text that may also break after some characters, so that no name is cut in the middle."""
+    """Text whose words stay whole: one that is longer than a line breaks after a slash, or else after punctuation."""
 
-    def __init__(self, text: str, after: str = "/", style: str = "") -> None:
-        self.pieces = re.findall(rf"[^{after}\s]+[{after}\s]?|[{after}\s]", text)
+    def __init__(self, text: str, style: str = "") -> None:
+        self.words = re.findall(r"\S+\s*|\s+", text)
         self.style = style
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line = ""
-        for piece in self.pieces:
+        for piece in self._pieces(options.max_width):
             if line and len(line + piece.rstrip()) > options.max_width:
                 yield self._text(line)
                 line = ""
@@ -204,7 +220,16 @@ class _Breakable:
         yield self._text(line)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(max(map(len, self.pieces), default=0), sum(len(piece) for piece in self.pieces))
+        return Measurement(max(map(len, self._pieces(1)), default=0), sum(map(len, self.words)))
+
+    def _pieces(self, width: int) -> Iterator[str]:
+        """What a line may hold or not, but not a part of."""
+        for word in self.words:
+            if len(word.rstrip()) <= width:
+                yield word
+                continue
+            for part in re.findall(r"[^/]*/+|[^/]+", word):
+                yield from [part] if len(part.rstrip()) <= width else re.findall(r"[^.,(_]*[.,(_]+|[^.,(_]+", part)
 
     def _text(self, line: str) -> Text:
         return Text(line.rstrip(), style=self.style, overflow="fold")

@@ -10,18 +10,21 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.cli.audit import audit
 from vllm_async_spec.cli.compat import compat
 from vllm_async_spec.cli.demo import demo
+from vllm_async_spec.cli.interrupts import InterruptibleGroup
 from vllm_async_spec.cli.patches import patches_app
 from vllm_async_spec.cli.status import status
 
 app = typer.Typer(
+    cls=InterruptibleGroup,
     help="Speculative decoding in vLLM with no host-device synchronisation on the critical path.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-app.command()(status)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(audit)
+_WITH_SERVE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command(context_settings=_WITH_SERVE_ARGUMENTS)(status)
+app.command(context_settings=_WITH_SERVE_ARGUMENTS)(audit)
 app.command()(compat)
 app.add_typer(patches_app, name="patches")
 

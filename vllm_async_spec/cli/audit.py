@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail
+from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.cli.outputs import OutputError, check_file
 
 
 def audit(
@@ -30,8 +31,18 @@ def audit(
     batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
     steps: Annotated[int, typer.Option(min=3, max=2048, help="Steps to record.")] = 64,
     seconds: Annotated[float, typer.Option(min=1, max=600, help="Time limit of each of a server's recordings.")] = 120,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the report to this HTML file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=output_file, help="Write the report to this JSON file.")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", callback=output_file, help="Write the report to this HTML file.")
+    ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", callback=output_file, help="Write the timeline to this file, for Perfetto or chrome://tracing."
+        ),
+    ] = None,
     compare: Annotated[
         str | None, typer.Option(help="off: audit stock vLLM too, and show both.", metavar="off")
     ] = None,
@@ -39,8 +50,9 @@ def audit(
 ) -> None:
     """Find what makes the host wait for the GPU in a running engine: each line of code, how often, and for how long.
 
-    Exit code 0: the audit was made; 1: the audit failed.
+    Exit code 0: the audit was made; 1: the audit failed, or a file could not be written.
     """
+    from vllm_async_spec.audit.chrome_trace import NO_TIMES, chrome_trace
     from vllm_async_spec.audit.engine import AuditError
     from vllm_async_spec.audit.html import render_html
     from vllm_async_spec.audit.launch import audit_model, audit_server
@@ -57,9 +69,13 @@ def audit(
     source = context.get_parameter_source("api_key")
     if model is not None and source is not None and source.name == "COMMANDLINE":
         fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
-    for option, path in (("--json", json_file), ("--html", html_file), ("--log", log)):
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
+    if model is not None:
+        if trace_file is not None and not _has_gpu():
+            fail(NO_TIMES)
+        try:
+            check_file("--log", log)
+        except OutputError as error:
+            fail(str(error))
     errors = Console(stderr=True)
     before = None
     try:
@@ -76,9 +92,23 @@ def audit(
                 found = audit_model(arguments, **options, plugin=True, log=log, stage=status.update)
     except (AuditError, LoadError) as error:
         fail(str(error))
+    texts: dict[str, tuple[Path, str]] = {}
     if json_file is not None:
         data = {"report": found.to_dict(), "before": None if before is None else before.to_dict()}
-        json_file.write_text(json.dumps(data, indent=1), encoding="utf-8")
+        texts["--json"] = json_file, json.dumps(data, indent=1)
     if html_file is not None:
-        html_file.write_text(render_html(found, before), encoding="utf-8")
+        texts["--html"] = html_file, render_html(found, before)
+    trace = None if trace_file is None else chrome_trace(found, before)
+    if trace_file is not None and trace is not None:
+        texts["--trace"] = trace_file, trace
+    failed = write_outputs(texts)
     print_report(found, Console(), before)
+    if trace_file is not None and trace is None:
+        fail(NO_TIMES)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+
+from vllm_async_spec.cli.outputs import OutputError, check_file, write_output
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
@@ -25,3 +31,51 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         fail(f'{option} is {text!r}; it must be a JSON object such as \'{{"method": "eagle"}}\'')
     return value
+
+
+@contextlib.contextmanager
+def progress_on_stderr(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that the command is at work.
+
+    Args:
+        what: one line for where there is no terminal, shown once the work begins.
+
+    Yields:
+        Called with each stage of the work: a terminal shows the stage.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(what) as shown:
+            yield lambda stage: shown.update(f"{stage} ...")
+        return
+    said = False
+
+    def say(stage: str) -> None:
+        nonlocal said
+        if not said:
+            typer.echo(what, err=True)
+        said = True
+
+    yield say
+
+
+def output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Callback of an option that names a file for output: ends the command if the file can't be written."""
+    if path is not None:
+        try:
+            check_file(param.opts[0], path)
+        except OutputError as error:
+            fail(str(error))
+    return path
+
+
+def write_outputs(texts: Mapping[str, tuple[Path, str]]) -> int:
+    """Write files, by option: path and text. A file that can't be written is kept elsewhere, and stderr says where.
+
+    Returns:
+        How many could not be written.
+    """
+    failed = [sentence for option, (path, text) in texts.items() if (sentence := write_output(option, path, text))]
+    for sentence in failed:
+        typer.echo(f"vllm-async-spec: {sentence}", err=True)
+    return len(failed)

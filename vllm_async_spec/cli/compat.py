@@ -6,13 +6,14 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail
+from vllm_async_spec.cli.common import fail, output_file, write_outputs
 from vllm_async_spec.compat.model_shapes import MODELS
+from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
     from vllm_async_spec.compat.keep import KeptResults, Stopped
@@ -23,6 +24,7 @@ _MODELS = (
     f"A model whose heads, sizes and windows the builders get; may be repeated. Default: the models that use a builder."
     f" There are {', '.join(MODELS)}."
 )
+_FORWARD_SECONDS = 600.0
 
 
 def compat(
@@ -44,25 +46,34 @@ def compat(
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all evidence to this JSON file, while the suite runs.")
+        Path | None,
+        typer.Option(
+            "--json", callback=output_file, help="Write all evidence to this JSON file, while the suite runs."
+        ),
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
     ] = None,
     junit_file: Annotated[
-        Path | None, typer.Option("--junit", help="Write a test for each batch to this JUnit file, for CI.")
+        Path | None,
+        typer.Option("--junit", callback=output_file, help="Write a test for each batch to this JUnit file, for CI."),
     ] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write the table to this HTML file.")] = None,
-    badge_file: Annotated[Path | None, typer.Option("--badge", help="Write the last line to this SVG badge.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", callback=output_file, help="Write the table to this HTML file.")
+    ] = None,
+    badge_file: Annotated[
+        Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also if a builder is not shown clean.")] = False,
     forward_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
-    ] = 600.0,
+    ] = _FORWARD_SECONDS,
 ) -> None:
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
-    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried.
+    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried, or a file
+    could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
@@ -77,9 +88,6 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
-    for option, (path, _) in written.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another")
     console = Console(stderr=True)
     kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
@@ -99,13 +107,11 @@ def compat(
         fail(str(error), 2)
     except Stopped as stopped:
         _stop(stopped, kept)
-    for path, make in written.values():
-        if path is not None:
-            path.write_text(make(found), encoding="utf-8")
+    failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     kept.discard()
     print_report(found, Console())
     unsure = strict and not all(result.shown_clean for result in found.results)
-    raise typer.Exit(found.exit_code or int(unsure))
+    raise typer.Exit(found.exit_code or (2 if failed else int(unsure)))
 
 
 def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:
@@ -129,33 +135,66 @@ def _try(
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
     models: Sequence[str] = (),
-    **how: Any,
+    *,
+    keep: Callable[[Callable[[], Report]], None] = lambda so_far: None,
+    forward_seconds: float = _FORWARD_SECONDS,
 ) -> Report:
-    """Run the suite in this process, which has imported no vLLM yet."""
+    """Run the suite in this process, which has imported no vLLM yet, and where it must in a second one."""
+    from vllm_async_spec.compat.installed import divide, joined
     from vllm_async_spec.compat.model_shapes import models_named
     from vllm_async_spec.compat.suite import open_device, prepare, run
 
     models_named(models)  # a wrong name is told before vLLM is loaded
-    source = prepare(vllm_source, plugin=plugin)
-    opened = open_device(device, source)
-    patches = _load_plugin() if plugin else None
-    elsewhere = functools.partial(
-        _try_elsewhere, plugin=plugin, models=models, forward_seconds=how.get("forward_seconds", 600.0)
-    )
-    return run(
-        names, opened, models=models, source=source, patches=patches, progress=progress, elsewhere=elsewhere, **how
-    )
+    division = divide(names, device, vllm_source)
+    with _second_process() as second:
+        # Started first, since this process sets variables that are not meant for the other.
+        there = functools.partial(_try, models=models, forward_seconds=forward_seconds)
+        beside = second.submit(there, division.beside, plugin, device) if division.beside else None
+        source = prepare(division.source or vllm_source, plugin=plugin)
+        opened = open_device(device, source)
+        found = run(
+            names,
+            opened,
+            models=models,
+            source=source,
+            patches=_load_plugin() if plugin else None,
+            progress=progress,
+            elsewhere=functools.partial(_try_elsewhere, plugin=plugin, models=models, forward_seconds=forward_seconds),
+            left_out=division.beside,
+            keep=keep,
+            forward_seconds=forward_seconds,
+        )
+        if beside is None:
+            return found
+        progress(", ".join(division.beside))
+        return joined(found, beside.result(), names)
+
+
+def try_in_new_process(name: str, device: str) -> BackendResult:
+    """Try one builder in a new process, for a caller that has imported vLLM or is about to.
+
+    Args:
+        name: As `--backend` takes it.
+        device: As `--device` takes it.
+
+    Raises:
+        SubjectError: The name can't be checked.
+    """
+    with _second_process() as process:
+        return process.submit(_try, [name], False, device).result().results[0]
 
 
 def _try_elsewhere(
     names: Sequence[str], *, plugin: bool, models: Sequence[str], forward_seconds: float
 ) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+    with _second_process() as process:
         return process.submit(_try, names, plugin, models=models, forward_seconds=forward_seconds).result().results
+
+
+def _second_process() -> NewProcess:
+    """Runs what is submitted in a process that imports everything anew, and ends with this process."""
+    return NewProcess()
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

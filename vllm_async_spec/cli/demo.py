@@ -11,13 +11,15 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.cli.interrupts import exit_code
+from vllm_async_spec.cli.outputs import OutputError, check_folder
 
 
 def demo(
     as_json: AsJson = False,
     draft_tokens: Annotated[int, typer.Option(min=1, max=16, help="Draft tokens a step.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Tokens generated for each prompt.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each engine.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds whose speed counts, after the warm-up.")] = 4,
     cache: Annotated[
         Path | None, typer.Option(help="Directory for models and logs; default: ~/.cache/vllm-async-spec.")
     ] = None,
@@ -26,12 +28,13 @@ def demo(
 ) -> None:
     """Serve one batch of prompts with vLLM in four ways, and check that all tokens are identical.
 
-    The first run trains two small byte-level models. Exit code 0: all tokens are identical and the acceptance length
-    does not fall; 1: otherwise, or the demo can't run.
-    """
-    from rich.progress import Progress
+    The first run trains two small byte-level models; after an interruption the next run goes on. Progress goes to
+    stderr, without a terminal as a line every few seconds.
 
+    Exit code 0: all tokens are identical and the acceptance length does not fall; 1: otherwise, or the demo can't run.
+    """
     from vllm_async_spec.demo.compare import DemoError, compare
+    from vllm_async_spec.demo.progress import shown_progress
     from vllm_async_spec.demo.terminal import print_comparison
     from vllm_async_spec.demo.train import DemoModels, prepare_models
 
@@ -41,10 +44,18 @@ def demo(
     for option, path in (("--target", target), ("--draft", draft)):
         if path is not None and not (path / "config.json").is_file():
             fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    try:
+        check_folder("--cache", folder)
+    except OutputError as error:
+        fail(str(error))
+    with shown_progress(Console(stderr=True)) as progress:
         try:
             models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
+        except (OSError, ImportError) as error:
+            fail(_why_no_models(error))
+        except KeyboardInterrupt as interrupt:
+            fail(f"interrupted; the same command goes on from the last checkpoint in {folder}", exit_code(interrupt))
+        try:
             found = compare(
                 models,
                 draft_tokens=draft_tokens,
@@ -55,8 +66,6 @@ def demo(
             )
         except (DemoError, OSError) as error:
             fail(str(error))
-        except ImportError as error:
-            fail(f"{error}; install vLLM, which includes this module, as the documentation's page on installing says")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -64,3 +73,9 @@ def demo(
     for failure in found.failures:
         typer.echo(f"vllm-async-spec: {failure}", err=True)
     raise typer.Exit(1 if found.failures else 0)
+
+
+def _why_no_models(error: OSError | ImportError) -> str:
+    if isinstance(error, OSError):
+        return str(error)
+    return f"{error}; install vLLM, which includes this module, as the documentation's page on installing says"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.compat.fetch import LATEST, FetchError, fetch_release
 from vllm_async_spec.vllm_plugin.ledger.entries import (
     LOCK,
     PatchError,
@@ -23,6 +26,7 @@ from vllm_async_spec.vllm_plugin.ledger.entries import (
     release_runs,
 )
 from vllm_async_spec.vllm_plugin.ledger.readme import readme
+from vllm_async_spec.vllm_plugin.ledger.summary import summary
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, Verdict, source_release, updated_lock, verify
 
 patches_app = typer.Typer(help="The patch ledger.", no_args_is_help=True)
@@ -59,7 +63,16 @@ def list_patches(as_json: AsJson = False) -> None:
 
 @patches_app.command("verify")
 def verify_patches(
-    vllm_source: Annotated[Path, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")],
+    vllm_source: Annotated[
+        Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
+    ] = None,
+    pip: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="Download this release instead, or latest, and print a summary."),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the download's Python there; default: keep nothing.")
+    ] = None,
     as_json: AsJson = False,
     update: Annotated[
         bool, typer.Option("--update", help="Then write this release's fingerprints into the lock file.")
@@ -68,17 +81,38 @@ def verify_patches(
     """Compare every patch's target with some vLLM's source, which is neither imported nor installed.
 
     Exit code 0: every patch that is for this release finds its target as it knows it; 1: one does not, and would be
-    refused. With --update it is 0 once the lock file and the README beside it are written.
+    refused; 2: pip can't get the release. With --update it is 0 once the lock file and the README beside it are
+    written.
     """
-    try:
-        specs = load_ledger()
-        verdicts = verify(specs, vllm_source)
-        _print(verdicts, source_release(vllm_source), as_json)
-        if update:
-            _update(specs, vllm_source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
-    except PatchError as error:
-        fail(str(error))
+    if (vllm_source is None) is (pip is None):
+        fail("give one of --vllm-source DIR and --pip VERSION, such as --pip latest")
+    if cache is not None and pip is None:
+        fail("--cache keeps what --pip downloads; leave out --cache, or give --pip VERSION")
+    with contextlib.ExitStack() as scratch:
+        source = vllm_source or _downloaded(pip or LATEST, cache, scratch)
+        try:
+            specs = load_ledger()
+            verdicts = verify(specs, source)
+            release = source_release(source)
+            if pip is not None and not as_json:
+                typer.echo("\n".join(summary(specs, verdicts, release)))
+            else:
+                _print(verdicts, release, as_json)
+            if update:
+                _update(specs, source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
+        except PatchError as error:
+            fail(str(error))
     raise typer.Exit(1 if not update and any(v.match is Match.CHANGED for v in verdicts) else 0)
+
+
+def _downloaded(version: str, cache: Path | None, scratch: contextlib.ExitStack) -> Path:
+    """The release's unpacked Python: in `cache`, or until `scratch` ends in a temporary directory."""
+    try:
+        return fetch_release(version, cache or Path(scratch.enter_context(tempfile.TemporaryDirectory())))
+    except FetchError as error:
+        fail(f"--pip {version}: {error}", 2)
+    except OSError as error:
+        fail(f"--pip {version}: its Python can't be kept in {cache or tempfile.gettempdir()}: {error}", 2)
 
 
 def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:

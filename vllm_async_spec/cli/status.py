@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_async_spec.cli.common import AsJson, fail, json_object
+from vllm_async_spec.cli.common import AsJson, fail, json_object, progress_on_stderr
+
+if TYPE_CHECKING:
+    from vllm_async_spec.vllm_plugin.server_status import ServerStatus
+    from vllm_async_spec.vllm_plugin.status import Status
 
 _STYLE = {"applied": "green", "not needed": "dim", "refused": "bold red", "waiting": "yellow", "off": "dim"}
 
 
 def status(
+    context: typer.Context,
     as_json: AsJson = False,
-    model: Annotated[str | None, typer.Option(help="Show what an engine with this model would use.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Show what an engine with this model would use; every argument of `vllm serve` may follow."),
+    ] = None,
     speculative_config: Annotated[str | None, typer.Option(help="JSON, as `vllm serve` takes it.")] = None,
     async_scheduling: Annotated[
         bool | None, typer.Option(help="As `vllm serve` takes it; default: the plugin or vLLM decides.")
@@ -26,39 +34,34 @@ def status(
 ) -> None:
     """Show the environment, the state of each patch, and where each setting comes from.
 
+    With a model and other arguments of `vllm serve`, also whether scheduling would be asynchronous, who decides that,
+    and why.
+
     Exit code 0: no problem was found; 1: a patch was refused, vLLM does not load the plugin, or a setting or argument
     is wrong; 2: vLLM can't be imported, or no server with the plugin answers at --url.
     """
+    options = _options(model, speculative_config, async_scheduling)
+    given = [*context.args, *options]
     if url is not None:
-        if model is not None or speculative_config is not None or async_scheduling is not None:
-            fail(
-                "--url reads a server, which has its own engine arguments; leave out --model, --speculative-config "
-                "and --async-scheduling"
-            )
+        if given:
+            fail(f"--url reads a server, which has its own engine arguments; leave out {given[0]}")
         _status_of_server(url, as_json)
+    if given and model is None and all(argument.startswith("-") for argument in context.args):
+        fail(f"{given[0]} has no effect without a model; give the model first, or with --model")
     from vllm_async_spec.vllm_plugin.ledger import PatchError
+    from vllm_async_spec.vllm_plugin.serve_arguments import ArgumentsError
     from vllm_async_spec.vllm_plugin.settings import SettingError
     from vllm_async_spec.vllm_plugin.status import NoVllmError, read_status
 
-    arguments: dict[str, Any] | None = None
-    if model is not None:
-        arguments = {"model": model}
-        if speculative_config is not None:
-            arguments["speculative_config"] = json_object("--speculative-config", speculative_config)
-        if async_scheduling is not None:
-            arguments["async_scheduling"] = async_scheduling
-    elif speculative_config is not None or async_scheduling is not None:
-        fail("--speculative-config and --async-scheduling have no effect without --model; add --model")
     try:
-        found = read_status(arguments)
+        with progress_on_stderr("Loading vLLM and the plugin.") as progress:
+            found = read_status(given or None, progress)
     except NoVllmError as error:
         fail(str(error), 2)
     except (SettingError, PatchError) as error:
         fail(str(error))
-    except Exception as error:
-        if model is None:
-            raise
-        fail(f"vLLM does not take these engine arguments: {' '.join(str(error).split())}")
+    except ArgumentsError as error:
+        fail(f"vLLM does not take these engine arguments: {error}")
     if as_json:
         typer.echo(json.dumps(found.to_dict(), indent=2))
     else:
@@ -66,7 +69,19 @@ def status(
     raise typer.Exit(0 if found.healthy else 1)
 
 
+def _options(model: str | None, speculative_config: str | None, async_scheduling: bool | None) -> list[str]:
+    """The arguments of `vllm serve` that are options of this command too."""
+    options = [] if model is None else ["--model", model]
+    if speculative_config is not None:
+        json_object("--speculative-config", speculative_config)
+        options += ["--speculative-config", speculative_config]
+    if async_scheduling is not None:
+        options.append("--async-scheduling" if async_scheduling else "--no-async-scheduling")
+    return options
+
+
 def _status_of_server(url: str, as_json: bool) -> NoReturn:
+    from vllm_async_spec.vllm_plugin.ledger import summary
     from vllm_async_spec.vllm_plugin.server_status import ServerError, read_server
 
     try:
@@ -82,14 +97,24 @@ def _status_of_server(url: str, as_json: bool) -> NoReturn:
         facts.add_row("vllm-async-spec", f"{found.version}, on at {found.url}")
         facts.add_row("VLLM_ASYNC_SPEC", found.mode)
         facts.add_row("VLLM_ASYNC_SPEC_SYNC", found.sync)
-        facts.add_row("patches", ", ".join(f"{count} {state}" for state, count in found.patches.items() if count))
+        facts.add_row("scheduling", _scheduling(found))
+        facts.add_row("patches", summary(found.patches))
         for name, reason in found.refused.items():
             facts.add_row("[bold red]refused[/]", f"{name}: {escape(reason)}")
         Console().print(facts)
     raise typer.Exit(0 if found.healthy else 1)
 
 
-def _print_status(found: Any) -> None:
+def _scheduling(found: ServerStatus) -> str:
+    if found.async_scheduling is None:
+        return "unknown, because this server has an older plugin, or its engine has not started"
+    state = f"asynchronous scheduling is {'on' if found.async_scheduling else 'off'}, decided by {found.decided_by}"
+    return f"{state}; runner {found.runner}, attention {found.backend}"
+
+
+def _print_status(found: Status) -> None:
+    from vllm_async_spec.vllm_plugin.ledger import summary
+
     console = Console()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="bold")
@@ -103,7 +128,10 @@ def _print_status(found: Any) -> None:
     facts.add_row("runner", found.runner)
     if found.backend is not None:
         facts.add_row("attention", found.backend)
-    facts.add_row("scheduling", found.scheduling)
+    facts.add_row("scheduling", escape(found.scheduling))
+    if found.remedy is not None:
+        facts.add_row("to turn it on", escape(found.remedy))
+    facts.add_row("patches", summary(found.counts))
     for name, setting in found.settings.items():
         facts.add_row(name, f"{setting['value']} ({setting['from']})")
     console.print(facts)

@@ -29,10 +29,11 @@ from vllm_async_spec.compat.backend_builders import (
 )
 from vllm_async_spec.compat.batch_fields import accepted_fields, encoder_fields, logits_fields
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
+from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.model import FIELDS
 from vllm_async_spec.compat.model_shapes import MODELS, MODELS_OF, TINY, Model, why_not_for
@@ -349,10 +350,11 @@ def _layer_of(backend: Backend, found: Any, device: Device) -> Callable[[Any, De
     make = backend.layer
     if isinstance(make, str):
         return make
-    if loaded_source() is not None:
-        return NOTHING_COMPILED
+    source = loaded_source()
+    if source is not None:
+        return NO_KERNEL_RUNS if source.installed else NOTHING_COMPILED
     if not device.validates_kernels and not backend.on_host:
-        return "no kernel runs on a simulated device"
+        return NO_KERNEL_RUNS
     return lambda builder, device: make(found, builder, device, backend.block_size)
 
 
@@ -362,7 +364,7 @@ def _find(backend: Backend, release: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
+            if not is_absent(error, module):
                 raise SubjectError(f"{backend.name} can't be imported here: {failure_sentence(error)}") from error
         except AttributeError:
             continue

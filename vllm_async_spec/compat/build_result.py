@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
@@ -91,6 +92,7 @@ def waits_data(waits: Sequence[Wait]) -> list[dict[str, Any]]:
         {
             "kind": wait.kind.value,
             "what": wait.what,
+            "instead": remedy(wait.kind, wait.what),
             "stack": [f"{f.file}:{f.line} in {f.function}: {f.source}" for f in wait.stack],
         }
         for wait in waits

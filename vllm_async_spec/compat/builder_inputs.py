@@ -166,15 +166,17 @@ _MADE: dict[str, VllmConfig] = {}
 """Cache, because making a configuration takes vLLM longer than building a batch."""
 
 
-def configured(builder: Any) -> contextlib.AbstractContextManager[Any]:
-    """Make a vLLM builder's configuration the current one, as in an engine; for other builders do nothing."""
+@contextlib.contextmanager
+def configured(builder: Any) -> Iterator[None]:
+    """Make a vLLM builder's configuration and a workspace the current ones, as in an engine; else do nothing."""
     config = getattr(builder, "vllm_config", None)
     if config is None or "vllm" not in sys.modules:
-        return contextlib.nullcontext()
+        yield
+        return
     from vllm.config import set_current_vllm_config
 
-    context: contextlib.AbstractContextManager[Any] = set_current_vllm_config(config)
-    return context
+    with set_current_vllm_config(config), workspace(getattr(builder, "device", torch.device("cpu"))):
+        yield
 
 
 def stand_on(capability: tuple[int, int] | None, name: str) -> None:

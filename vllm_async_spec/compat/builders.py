@@ -28,6 +28,7 @@ __all__ = [
     "engine_config",
     "flash_attention_builder",
     "flashinfer_setting",
+    "is_absent",
     "llama_config",
     "ngram_drafts",
     "ubatch_function",
@@ -287,6 +288,19 @@ def _find(name: str, *modules: str) -> Any:
     for module in modules:
         try:
             return getattr(importlib.import_module(module), name)
-        except (ModuleNotFoundError, AttributeError):
+        except AttributeError:
             continue
+        except ModuleNotFoundError as error:
+            if not is_absent(error, module):
+                raise
     raise ImportError(f"the loaded vLLM has no {name} in {' or '.join(modules)}")
+
+
+def is_absent(error: ModuleNotFoundError, module: str) -> bool:
+    """Whether `module` itself or a package around it is missing, and not something that it imports.
+
+    Args:
+        error: Raised by importing `module`.
+        module: The module's full name.
+    """
+    return error.name is not None and f"{module}.".startswith(f"{error.name}.")

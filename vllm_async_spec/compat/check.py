@@ -22,6 +22,7 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, con
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
+from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.model import against_model
 from vllm_async_spec.compat.reached import Trace, recorded
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
@@ -142,7 +143,12 @@ def in_turn(
 
 
 def failure_sentence(error: BaseException) -> str:
-    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite."""
+    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite.
+
+    If an unpacked release needs what the stubs lack, the line says what instead.
+    """
+    if (lacks := lacking(error)) is not None:
+        return lacks
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
@@ -150,6 +156,8 @@ def failure_sentence(error: BaseException) -> str:
     where = f" at {theirs[0].file}:{theirs[0].line}" if theirs else ""
     # PyTorch's C++ appends its own stack to a message.
     said = " ".join(str(error).partition("Exception raised from")[0].split())[:300]
+    if not said and theirs:  # as from an assert without a message
+        said = theirs[0].source
     return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
 
 

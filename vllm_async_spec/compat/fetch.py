@@ -1,12 +1,13 @@
 """Download vLLM releases and keep only their Python.
 
 `python -m vllm_async_spec.compat.fetch --cache DIR [VERSION...]` fetches the versions named, from 0.12.0 on, or all
-of `RELEASES`.
+of `RELEASES`. A version is any that pip finds, and `latest` is the newest of these.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,18 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["RELEASES", "FetchError", "fetch_release", "main"]
+__all__ = ["LATEST", "RELEASES", "FetchError", "fetch_release", "main", "releases_of_pip"]
 
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 
-_PLATFORMS = ("manylinux_2_35", "manylinux_2_31", "manylinux_2_28", "manylinux_2_24", "manylinux2014", "manylinux1")
+LATEST = "latest"
+"""Stands for the newest release."""
+
+_PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(45, 16, -1)), "manylinux2014", "manylinux1")
+"""The tags of all wheels so far are among them: 2_24 of 0.21, 2_28 of 0.22 on, 2_31 of 0.12 to 0.19, 2_35 of 0.20."""
+
+_ANSWER_S = 120
+"""Seconds in which a package index must list its releases."""
 
 
 class FetchError(RuntimeError):
@@ -32,15 +40,18 @@ def fetch_release(version: str, cache: Path) -> Path:
     """Unpack one release's Python into `cache`, and download the release if it is missing.
 
     Args:
-        version: A release from 0.12.0 on.
+        version: A release from 0.12.0 on; `latest` is the newest that pip finds.
         cache: A directory to keep releases in; made if missing.
 
     Returns:
         `cache/version`, which contains `vllm/` and its dist-info.
 
     Raises:
-        FetchError: The version is no release from 0.12.0 on, or pip is missing or can't download it.
+        FetchError: The version is no release from 0.12.0 on, or pip is missing, finds no such release, or can't
+            download it.
     """
+    if version == LATEST:
+        version = releases_of_pip()[0]
     if not _is_release(version):
         raise FetchError(f"{version!r} is not a vLLM release since {RELEASES[0]}; name one, such as {RELEASES[-1]}")
     target = cache / version
@@ -57,6 +68,27 @@ def fetch_release(version: str, cache: Path) -> Path:
             if not target.is_dir():  # else another process was faster
                 raise
     return target
+
+
+def releases_of_pip() -> list[str]:
+    """The releases of vLLM that pip finds, newest first, without pre-releases.
+
+    Raises:
+        FetchError: There is no pip, or it lists none.
+    """
+    command = [*_pip(), "index", "versions", "vllm", "--disable-pip-version-check"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise FetchError(f"pip can't list the releases of vLLM: no answer within {_ANSWER_S} seconds") from None
+    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
+    if done.returncode or listed is None:
+        raise FetchError(f"pip can't list the releases of vLLM: {_last_line(done.stderr, 'it lists none')}")
+    return sorted(listed[1].split(", "), key=Version, reverse=True)
+
+
+def _last_line(text: str, otherwise: str) -> str:
+    return (text.strip().splitlines() or [otherwise])[-1].removeprefix("ERROR: ")
 
 
 def _is_release(version: str) -> bool:
@@ -83,8 +115,8 @@ def _download(version: str, directory: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheel = next(directory.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        reason = (done.stderr.strip().splitlines() or ["pip downloaded no wheel"])[-1]
-        raise FetchError(f"vLLM {version} can't be downloaded: {reason.removeprefix('ERROR: ')}")
+        reason = _last_line(done.stderr, "pip downloaded no wheel")
+        raise FetchError(f"vLLM {version} can't be downloaded: {reason}")
     return wheel
 
 

@@ -214,8 +214,13 @@ def _run(subject: Subject, case: Case, host: Host, device: Device, *, watched: b
         batch = Batch.of(built.case, device, block_size=subject.block_size, common_prefix=prefix)
         layer = subject.layer(built.builder, device)
         layer.fill(batch)
+        before = len(device.kernel_calls())
         with device.watching() if watched else contextlib.nullcontext(()) as waits:
             output = layer.attend(built.metadata)
+        for launched in list(device.kernel_calls())[before:]:
+            raise NoForwardError(
+                f"its forward launches {launched.split()[-1]}, and no kernel runs on a simulated device"
+            )
         difference = _difference(output, layer.expected())
     return Attended(host, None, tuple(waits), difference)
 

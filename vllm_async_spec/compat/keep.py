@@ -51,11 +51,14 @@ class KeptResults:
     """Writes the results so far to a file, at most once a second, each time as a whole.
 
     Args:
-        path: The file; None for a file in a new private directory, which `discard` removes.
+        path: The file; None for a file in a new private directory, which `discard` removes. Results go there too if
+            `path` is a device or a pipe, or can't be written.
         say: Called once with a sentence that names the file, if `path` is None and the file is first written.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        if path is not None and path.exists() and not path.is_file():
+            path = None  # a rename would replace a device by a file
         self._named, self._path, self._say = path is not None, path, say
         self._written = time.monotonic()
         self._so_far: Callable[[], Report] | None = None
@@ -84,6 +87,15 @@ class KeptResults:
             self._path.parent.rmdir()
 
     def _write(self, report: Report) -> Path:
+        try:
+            return self._write_whole(report)
+        except OSError:
+            if not self._named:
+                raise
+            self._named, self._path = False, None
+            return self._write_whole(report)
+
+    def _write_whole(self, report: Report) -> Path:
         if self._path is None:
             self._path = Path(tempfile.mkdtemp(prefix="vllm-async-spec-")) / "compat.json"
             self._say(f"The results so far are kept in {self._path}; --json FILE keeps them in FILE.")

@@ -27,6 +27,7 @@ from vllm_async_spec.compat.device import Device
 __all__ = [
     "NOTHING_COMPILED",
     "NOT_TINY",
+    "NO_KERNEL_RUNS",
     "POISON",
     "Batch",
     "ImplLayer",
@@ -47,6 +48,9 @@ NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
 
 NOT_TINY = "attention runs with the tiny model only"
 """Why no layer of another model attends."""
+
+NO_KERNEL_RUNS = "no kernel runs on a simulated device"
+"""Why no layer of vLLM's own attends on a simulated device."""
 
 _SCALE = HEAD_SIZE**-0.5
 """Factor on the logits."""

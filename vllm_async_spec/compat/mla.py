@@ -75,8 +75,8 @@ def _no_kernels() -> Any:
     """A prefill backend class that prepares nothing."""
     from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-    kernels: Any = type("NoPrefill", (MLAPrefillBackend,), {})
-    kernels.__abstractmethods__ = frozenset()  # building metadata calls no abstract method
+    kernels: Any = type("NoPrefill", (MLAPrefillBackend,), {"get_name": staticmethod(lambda: "NONE")})
+    kernels.__abstractmethods__ = frozenset()  # building metadata calls no other abstract method
     return kernels
 
 

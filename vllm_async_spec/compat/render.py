@@ -12,6 +12,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from vllm_async_spec.audit.pages import page_environment
+from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.legend import EXCLUDED, LEGEND, excluded
@@ -114,7 +115,7 @@ def _first_faults(result: BackendResult) -> list[str]:
     found: dict[str, str] = {}
     for case, faults in result.faults.items():
         for fault in faults:
-            found.setdefault(fault.partition(" is ")[0], f"{case}: {fault}")
+            found.setdefault(fault.partition(" is ")[0], f"{case}: {advised(fault)}")
     return list(found.values()) or _not_shown(result)
 
 
@@ -143,7 +144,7 @@ def junit(report: Report) -> str:
                 ET.SubElement(test, "skipped", message=case.not_run)
             elif faults:
                 counts["failures"] += 1
-                ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(faults)
+                ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(map(advised, faults))
         if result.passed and not result.shown_clean:
             counts |= {"tests": counts["tests"] + 1, "skipped": counts["skipped"] + 1}
             test = ET.SubElement(suite, "testcase", classname=result.backend, name=NOT_SHOWN_CLEAN)

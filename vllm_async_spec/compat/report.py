@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.batch_names import Grouped, grouped_batches
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.json_text import compact_json
@@ -106,8 +107,8 @@ class Row:
     def evidence(self) -> list[tuple[str, list[str]]]:
         """The evidence for the verdict: sentences, each with the batches concerned, if any."""
         found: list[tuple[str, list[str]]] = [] if self.failure is None else [(self.failure, [])]
-        found += self.faults.items()
-        found += [(f"at capture, {fault}", cases) for fault, cases in self.at_capture.items()]
+        found += [(advised(fault), cases) for fault, cases in self.faults.items()]
+        found += [(f"at capture, {advised(fault)}", cases) for fault, cases in self.at_capture.items()]
         found += [] if self.unfinished is None else [(self.unfinished, [])]
         found += [(f"no batch reached {line}", []) for line in self.unreached]
         found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.build_result import Build, differences_data, waits_data
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
@@ -296,8 +297,8 @@ class BackendResult:
             return f"{self.backend}: {self.failure}"
         if not self.steps and not self.faults:
             reasons = (case.not_run for case in self.cases if case.not_run)
-            return f"{self.backend}: no batch ran; {next(reasons, 'there are no batches')}"
-        lines = [f"{case}: {fault}" for case, faults in self.faults.items() for fault in faults]
+            return f"{self.backend}: no batch ran; {advised(next(reasons, 'there are no batches'))}"
+        lines = [f"{case}: {advised(fault)}" for case, faults in self.faults.items() for fault in faults]
         lines += [] if self.unfinished is None else [f"{self.backend}: {self.unfinished}"]
         if lines:
             return "\n".join(lines)

@@ -19,11 +19,11 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.compat.compare import Derived
-from vllm_async_spec.compat.fetch import RELEASES as _ALL
 
-__all__ = ["STUBS", "Stub", "install_flashinfer"]
+__all__ = ["CONTENTS", "STUBS", "Stub", "install_flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,123 +32,149 @@ class Stub:
 
     Attributes:
         name: The module, or the `module:attribute`, that is replaced.
-        releases: The releases of `fetch.RELEASES` that use it.
+        releases: The releases that unpacked use it, as a version range; of those in `fetch.RELEASES` and newer ones. No
+            release is in the range if only an installed CPU build uses it.
         why: What fails without it, and what stands there instead.
-        to_build: Whether only some metadata builders need it; otherwise importing and configuring the release does.
+        to_build: Whether only some metadata builders or the server need it; otherwise importing and configuring the
+            release does.
     """
 
     name: str
-    releases: tuple[str, ...]
+    releases: str
     why: str
     to_build: bool = False
 
+    def is_for(self, release: str) -> bool:
+        """Whether `release` uses it."""
+        return SpecifierSet(self.releases).contains(release, prereleases=True)
 
-def _until(last: str) -> tuple[str, ...]:
-    return _ALL[: _ALL.index(last) + 1]
 
-
-def _since(first: str) -> tuple[str, ...]:
-    return _ALL[_ALL.index(first) :]
+_EVERY = ">=0.12.0"
+_INSTALLED = "<0"
+"""No unpacked release: only an installed CPU build."""
 
 
 _COMPILED = "a compiled module, which vllm.platforms.cuda always imports; replaced by an empty module"
 
 STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", _until("0.18.1"), _COMPILED),
-    Stub("vllm._C_stable_libtorch", _since("0.26.0"), _COMPILED),
+    Stub("vllm._C", "<=0.18.1", _COMPILED),
+    Stub("vllm._C_stable_libtorch", ">=0.26.0", _COMPILED),
     Stub(
         "vllm.vllm_flash_attn._vllm_fa3_C",
-        _ALL,
+        _EVERY,
         "a compiled module, whose presence makes FA3 available; replaced by an empty module",
     ),
-    Stub(
-        "gguf", _until("0.18.1"), "imported by vllm.config until later releases dropped it; replaced by empty classes"
-    ),
+    Stub("gguf", "<=0.18.1", "imported by vllm.config until later releases dropped it; replaced by empty classes"),
     Stub(
         "diskcache",
-        _until("0.18.1"),
+        "<=0.18.1",
         "imported by the runner until later releases dropped it; replaced by empty classes",
     ),
+    Stub("orjson", ">=0.33.0", "imported by the API server; replaced by empty classes", True),
     Stub(
         "vllm.platforms:builtin_platform_plugins",
-        _ALL,
+        _EVERY,
         "finds no platform, because there is no NVML; always returns CUDA",
     ),
     Stub(
         "vllm.platforms.cuda:CudaPlatform",
-        _ALL,
+        _EVERY,
         "asks NVML or the driver for the device; the release's own class, which reports one H200 without pinned memory",
     ),
     Stub(
         "vllm.model_executor.models.registry:_run_in_subprocess",
-        _ALL,
+        _EVERY,
         "inspects a model class in a new process, which would import the installed vLLM; runs in this process",
     ),
     Stub(
         "torch.cuda:get_device_capability",
-        _until("0.13.0"),
+        "<=0.13.0",
         "0.12 and 0.13 ask PyTorch, not their platform, whether FA3 can run; returns (9, 0)",
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        _until("0.26.0"),
+        "<=0.26.0",
         "called when fused MoE is imported; returns that there is no such kernel",
     ),
-    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _ALL, "see cutlass_scaled_mm_supports_fp8"),
+    Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _EVERY, "see cutlass_scaled_mm_supports_fp8"),
     Stub(
         "torch.ops._vllm_fa3_C:get_scheduler_metadata",
-        _ALL,
+        _EVERY,
         "FA3's tile scheduler, which the FlashAttention builder calls; records its arguments and returns zeros",
     ),
     Stub(
         "vllm._flashmla_C",
-        _ALL,
+        _EVERY,
         "a compiled module, whose presence makes FlashMLA available; replaced by an empty module",
         True,
     ),
-    Stub("vllm._flashmla_extension_C", _ALL, "see vllm._flashmla_C", True),
+    Stub("vllm._flashmla_extension_C", _EVERY, "see vllm._flashmla_C", True),
+    Stub(
+        "vllm.third_party.flashmla.flash_mla_interface",
+        _INSTALLED,
+        "FlashMLA's Python, which a build for CPUs lacks; replaced by an empty plan and by empty classes",
+        True,
+    ),
+    Stub(
+        "vllm.platforms:vllm_version_matches_substr",
+        _INSTALLED,
+        "says that the installed vLLM is a build for CPUs, which then leaves out Triton; says that it is not one",
+    ),
     Stub(
         "torch.ops._flashmla_C:get_mla_decoding_metadata",
-        _until("0.12.0"),
+        "<=0.12.0",
         "FlashMLA's tile scheduler; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "torch._C._cpu:_is_amx_tile_supported",
-        _until("0.18.1"),
+        "<=0.18.1",
         "the CPU backend asks for AMX by a name that newer PyTorch lacks; returns that there is no AMX",
         True,
     ),
     Stub(
         "vllm.v1.attention.backends.mla.indexer:get_paged_mqa_logits_metadata",
-        _ALL,
+        _EVERY,
         "DeepGEMM's scheduler for the sparse indexer, which is not installed; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "vllm._custom_ops:cpu_attn_get_scheduler_metadata",
-        _ALL,
+        _EVERY,
         "the CPU backend's scheduler, which is compiled; records its arguments and returns zeros",
         True,
     ),
     Stub(
         "torch.cuda:get_device_properties",
-        _ALL,
+        _EVERY,
         "some MLA builders size their tables by the device's number of multiprocessors; returns 132, an H200's",
         True,
     ),
     Stub(
         "triton.runtime.jit:JITFunction",
-        _ALL,
+        _EVERY,
         "launching a Triton kernel needs a driver; while the suite watches, a launch only records its arguments",
     ),
     Stub(
         "os.environ:CUDA_VISIBLE_DEVICES",
-        _ALL,
+        _EVERY,
         "without an active driver vLLM drops Triton, and 0.32's runner fails to import; if empty, as in a Ray actor"
         " without a device, vLLM keeps Triton",
     ),
 )
+
+
+class _FlashMlaPlan:
+    """Stub of `FlashMLASchedMeta`: the plan that the first kernel of a step fills."""
+
+
+CONTENTS: dict[str, dict[str, Any]] = {
+    "vllm.third_party.flashmla.flash_mla_interface": {
+        "FlashMLASchedMeta": _FlashMlaPlan,
+        "get_mla_metadata": lambda *arguments, **keywords: (_FlashMlaPlan(), None),
+    },
+}
+"""What stand-ins for modules contain; a module of `STUBS` without an entry is empty."""
 
 
 _WORKSPACE_BYTES = 8 << 20

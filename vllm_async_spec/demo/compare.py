@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -12,9 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from vllm_async_spec import json_child
+from vllm_async_spec.demo.rounds import WARM_UP, Rounds, deviation, enough
 from vllm_async_spec.demo.train import PROMPTS, DemoModels
 from vllm_async_spec.json_child import Child
 
@@ -54,9 +57,11 @@ class Result:
     async_scheduling: bool
     runner: str
     tokens_per_second: float
-    """Median over the rounds."""
+    """Median over the rounds that count."""
     spread: tuple[float, float]
-    """Lowest and highest round."""
+    """Lowest and highest round of these."""
+    deviation: float
+    """How far the furthest of these is from the median, as a share of the median."""
     acceptance_length: float | None
     """Mean tokens a step and request, the target's own token included; None without speculation."""
     reads_now: float
@@ -77,6 +82,11 @@ class Comparison:
     max_tokens: int
     draft_tokens: int
     rounds: int
+    """Rounds whose speed counts."""
+    warm_up: int
+    """Rounds before these."""
+    steady: bool
+    """Whether each round that counts is near its way's median."""
     results: tuple[Result, ...]
     failures: tuple[str, ...]
     """Failed checks: a different token, no drafts, lower acceptance, or other scheduling than requested."""
@@ -97,13 +107,14 @@ def compare(
 ) -> Comparison:
     """Start the four engines side by side and let them take turns, so that each meets the same machine state.
 
-    The order of turns is reversed every other round.
+    The order of turns is reversed every other round. The first rounds warm up. Rounds go on until the last `rounds` of
+    them are steady in all engines, or too many have run. Tokens of all rounds are compared.
 
     Args:
         models: directories of target and draft.
         draft_tokens: draft tokens a step.
         max_tokens: tokens generated for each prompt.
-        rounds: timed rounds; one more, untimed, comes first.
+        rounds: rounds whose speed counts.
         log_dir: where each engine's log goes.
         progress: a started progress display.
 
@@ -111,30 +122,59 @@ def compare(
         DemoError: vLLM is missing, an engine does not start, or it ends early.
     """
     device, version = _device_and_vllm()
-    task = progress.add_task("starting four engines", total=len(WAYS) * (rounds + 3))
     with contextlib.ExitStack() as stack:
+        task = progress.add_task("Starting vLLM four times", total=len(WAYS), unit="engines")
         engines = {way: stack.enter_context(_engine(way, models, draft_tokens, max_tokens, log_dir)) for way in WAYS}
         facts = {}
         for way, engine in engines.items():
             engine.wait_until_ready()
             facts[way] = engine.ask("describe")
             progress.advance(task)
-        progress.update(task, description="generating")
-        outputs: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
-        for number in range(rounds + 1):
-            for way in WAYS if number % 2 else reversed(WAYS):
-                outputs[way].append(engines[way].ask("generate"))
-                progress.advance(task)
-        progress.update(task, description="counting host reads")
+        outputs, counted = _take_turns(engines, rounds, progress)
+        task = progress.add_task("Counting host reads", total=len(WAYS), unit="engines")
         probes = {}
         for way, engine in engines.items():
             probes[way] = engine.ask("probe")
             progress.advance(task)
     reference = outputs[WAYS[0]][0]["tokens"]
-    results = tuple(_result(way, facts[way], outputs[way], probes[way], reference) for way in WAYS)
+    results = tuple(_result(way, facts[way], outputs[way], counted, probes[way], reference) for way in WAYS)
     return Comparison(
-        device, version, len(PROMPTS), max_tokens, draft_tokens, rounds, results, tuple(_failures(results))
+        device=device,
+        vllm=version,
+        prompts=len(PROMPTS),
+        max_tokens=max_tokens,
+        draft_tokens=draft_tokens,
+        rounds=counted.counted,
+        warm_up=counted.warm_up,
+        steady=counted.steady,
+        results=results,
+        failures=tuple(_failures(results)),
     )
+
+
+def _take_turns(
+    engines: dict[Way, Child], rounds: int, progress: Progress
+) -> tuple[dict[Way, list[dict[str, Any]]], Rounds]:
+    """Run rounds until enough count: each engine's answers, and which of its rounds count."""
+    outputs: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    least = WARM_UP + rounds
+    task = progress.add_task("Generating in rounds", total=least * len(WAYS), unit="turns")
+    for number in itertools.count():
+        if number >= least:
+            progress.update(task, total=(number + 1) * len(WAYS), description="Generating until speeds are steady")
+        for way in WAYS if number % 2 else reversed(WAYS):
+            outputs[way].append(engines[way].ask("generate"))
+            progress.advance(task)
+        took_s = sum(output["seconds"] for each in outputs.values() for output in each)
+        counted = enough([_speeds(each) for each in outputs.values()], rounds, took_s)
+        if counted is not None:
+            return outputs, counted
+    raise AssertionError("itertools.count ended")
+
+
+def _speeds(outputs: list[dict[str, Any]]) -> list[float]:
+    """Tokens/s of each round."""
+    return [sum(map(len, output["tokens"])) / output["seconds"] for output in outputs]
 
 
 def first_difference(reference: list[list[int]], tokens: list[list[int]]) -> str | None:
@@ -154,10 +194,14 @@ def first_difference(reference: list[list[int]], tokens: list[list[int]]) -> str
 
 
 def _result(
-    way: Way, facts: dict[str, Any], outputs: list[dict[str, Any]], probe: dict[str, Any], reference: list[list[int]]
+    way: Way,
+    facts: dict[str, Any],
+    outputs: list[dict[str, Any]],
+    counted: Rounds,
+    probe: dict[str, Any],
+    reference: list[list[int]],
 ) -> Result:
-    # The first round compiles and allocates; its tokens count, its time does not.
-    speeds = [sum(map(len, output["tokens"])) / output["seconds"] for output in outputs[1:]]
+    speeds = _speeds(outputs)[counted.warm_up :]
     differences = (first_difference(reference, output["tokens"]) for output in outputs)
     drafts, accepted = (sum(output[name] for output in outputs) for name in ("drafts", "accepted"))
     return Result(
@@ -166,6 +210,7 @@ def _result(
         runner=facts["runner"],
         tokens_per_second=statistics.median(speeds),
         spread=(min(speeds), max(speeds)),
+        deviation=deviation(speeds),
         acceptance_length=1 + accepted / drafts if drafts else None,
         reads_now=probe["now"],
         reads_late=probe["late"],
@@ -208,6 +253,10 @@ def _engine(
         "HF_HUB_OFFLINE": "1",
     }
     environment.pop("VLLM_ASYNC_SPEC_SYNC", None)
+    if not torch.cuda.is_available():
+        # These models are too small for threads. On a busy machine, threads that wait for each other slow a round down
+        # by a factor of ten, at random.
+        environment.setdefault("OMP_NUM_THREADS", "1")
     return json_child.start(
         [sys.executable, "-m", "vllm_async_spec.demo.engine", json.dumps(setup)],
         log=log_dir / f"{way.name.replace(', ', '-').replace(' ', '-')}.log",
@@ -219,8 +268,6 @@ def _engine(
 def _device_and_vllm() -> tuple[str, str]:
     import importlib.metadata
     import importlib.util
-
-    import torch
 
     if importlib.util.find_spec("vllm") is None:
         raise DemoError(

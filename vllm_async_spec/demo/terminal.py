@@ -1,4 +1,4 @@
-"""A demo's result for the terminal."""
+"""A demo's result for the terminal, in at most 80 columns."""
 
 from __future__ import annotations
 
@@ -7,31 +7,57 @@ from rich.table import Table
 
 from vllm_async_spec.demo.compare import Comparison
 
+_WIDTH = 80
+
 
 def print_comparison(found: Comparison, console: Console) -> None:
     """Print the table of a demo, and how to read it."""
-    title = (
+    width = min(_WIDTH, console.width)
+    console.print(
         f"vLLM {found.vllm} on {found.device}: {found.prompts} prompts, {found.max_tokens} tokens each, "
-        f"{found.draft_tokens} draft tokens"
+        f"{found.draft_tokens} draft tokens",
+        style="italic",
+        highlight=False,
+        width=width,
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(show_edge=False, pad_edge=False)
     for name in ("way", "async", "tokens/s", "accepted", "host reads", "tokens"):
-        table.add_column(name, justify="left" if name in ("way", "tokens") else "right")
+        table.add_column(name, justify="left" if name in ("way", "tokens") else "right", no_wrap=True)
     for result in found.results:
-        low, high = result.spread
+        speed = f"{result.tokens_per_second:.0f}"
         acceptance = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
         table.add_row(
             result.way,
             "yes" if result.async_scheduling else "no",
-            f"{result.tokens_per_second:.0f} ({low:.0f}-{high:.0f})",
+            f"{speed} ±{result.deviation:.0%}" if found.steady else f"~{speed}",
             acceptance,
             f"{result.reads_now:.2f} + {result.reads_late:.2f}",
-            "[green]identical[/]" if result.difference is None else f"[bold red]{result.difference}[/]",
+            "[green]identical[/]" if result.difference is None else "[bold red]differ[/]",
         )
-    console.print(table)
+    console.print()
+    console.print(table, width=width)
+    console.print()
+    run = found.warm_up + found.rounds
     console.print(
-        f"Tokens/s: median of {found.rounds} interleaved rounds (lowest-highest). Accepted: mean tokens a step and "
-        "request, with the target's own token. Host reads a step: blocking reads of the newest step + reads of the "
-        "step before, while the device has work. Tokens: compared with the tokens of the first row.",
+        f"Tokens/s: median of the last {found.rounds} of {run} interleaved rounds{_remark(found)} Accepted: mean "
+        "tokens a step and request, with the target's own token. Host reads a step: blocking reads of the newest step "
+        "+ reads of the step before, while the device has work. Tokens: of all rounds, compared with the tokens of "
+        "the first row.",
         style="dim",
+        highlight=False,
+        width=width,
     )
+    if not found.steady:
+        console.print(
+            f"Tokens/s are no result: after {run} rounds they still vary, so something else uses this machine. The "
+            "tokens and the host reads do not depend on that.",
+            style="yellow",
+            highlight=False,
+            width=width,
+        )
+
+
+def _remark(found: Comparison) -> str:
+    if not found.steady:
+        return f". The first {found.warm_up} do not count."
+    return f", ± the furthest of these. The first {found.warm_up} are warm-up."

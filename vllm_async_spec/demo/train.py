@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vllm_async_spec.demo.checkpoint import Checkpoint
 from vllm_async_spec.demo.model import RMS_EPS, ROPE_THETA, ModelShape, TinyLlama
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ CHAT_TEMPLATE = (
 
 _WARMUP_STEPS = 20
 _MAX_THREADS = 4  # more of them spend their time waiting for each other on matrices this small
+_CHECKPOINT_EVERY_S = 5.0  # a step takes 50 ms, or seconds on a busy machine
 _FILES_VERSION = 1  # raise it when the same weights would be trained or saved differently
 
 
@@ -106,7 +109,8 @@ def prepare_models(
 
     A directory is named for everything that shaped it (corpus, sizes, settings), so a change of any of these trains
     anew. It appears complete or not at all, and processes that train at the same time end with the same directory.
-    The caller's random state and thread count are left as they were.
+    An interrupted training goes on from its last checkpoint, a hidden file in `cache_dir`, and ends with the weights
+    of one that was not interrupted. The caller's random state and thread count are left as they were.
 
     Args:
         cache_dir: where the model directories live; made if needed.
@@ -121,7 +125,7 @@ def prepare_models(
 
     Raises:
         ImportError: `tokenizers` or `safetensors`, which come with vLLM, are not installed.
-        OSError: `cache_dir` cannot be written.
+        OSError: `cache_dir` can't be written, or a checkpoint can't be read.
     """
     training = training or Training()
     corpus = CORPUS.read_text(encoding="utf-8")
@@ -130,8 +134,12 @@ def prepare_models(
         path = cache_dir / f"{role}-{_fingerprint(corpus, shape, training)}"
         if not path.is_dir():
             tokenizer = byte_tokenizer()
-            model = train(shape, corpus_tokens(corpus, tokenizer), training, device, progress, f"Training the {role}")
+            tokens = corpus_tokens(corpus, tokenizer)
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            checkpoint = cache_dir / f".{path.name}.checkpoint"
+            model = train(shape, tokens, training, device, progress, f"Training the {role}", checkpoint)
             save(model, tokenizer, path)
+            checkpoint.unlink(missing_ok=True)
         paths[role] = path
     return DemoModels(**paths)
 
@@ -165,6 +173,7 @@ def train(
     device: str = "cpu",
     progress: Progress | None = None,
     description: str = "Training",
+    checkpoint: Path | None = None,
 ) -> TinyLlama:
     """Train a new model to predict each of `tokens` from those before it; the same arguments give the same weights.
 
@@ -175,9 +184,14 @@ def train(
         device: where to train; only on the CPU of one machine are the weights equal to the last bit.
         progress: a started progress display, or none.
         description: the label of its bar.
+        checkpoint: a file, in a directory that exists, from which the training goes on, and which it renews now and
+            then; None for a training that starts at its first step and leaves nothing.
 
     Returns:
         The model, float32, on `device`.
+
+    Raises:
+        OSError: the checkpoint can't be read or written.
     """
     generator = torch.Generator().manual_seed(training.seed)
     with _few_threads(), torch.inference_mode(False), torch.enable_grad():
@@ -185,8 +199,15 @@ def train(
             model = TinyLlama(shape)
         model.to_empty(device=device).initialise(generator)
         optimizers = _optimizers(model)
-        rounds = range(training.steps)
-        for step in rounds if progress is None else progress.track(rounds, description=description):
+        kept = None if checkpoint is None else Checkpoint(checkpoint, model, optimizers, generator)
+        first = 0 if kept is None else kept.restore()
+        saved_at = time.monotonic()
+        bar = (
+            None
+            if progress is None
+            else progress.add_task(description, total=training.steps, completed=first, unit="steps")
+        )
+        for step in range(first, training.steps):
             inputs, positions, labels = (t.to(device) for t in _batch(tokens, training, generator))
             F.cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten()).backward()
             for optimizer in optimizers:
@@ -194,6 +215,11 @@ def train(
                     group["lr"] = training.lr * min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
                 optimizer.step()
                 optimizer.zero_grad()
+            if kept is not None and time.monotonic() - saved_at >= _CHECKPOINT_EVERY_S:
+                kept.save(step + 1)
+                saved_at = time.monotonic()
+            if progress is not None and bar is not None:
+                progress.advance(bar)
     return model.requires_grad_(False).eval()
 
 
@@ -202,7 +228,7 @@ def save(model: TinyLlama, tokenizer: Tokenizer, path: Path) -> None:
 
     Raises:
         ImportError: `safetensors` is not installed.
-        OSError: the parent of `path` cannot be written.
+        OSError: the parent of `path` can't be written.
     """
     from safetensors.torch import save_file
 

@@ -1,33 +1,32 @@
 """Asynchronous `generate` for transformers: transformers' own loop, with stopping criteria that do not wait.
 
 The loop is transformers' unchanged `_sample`. It receives an `AsyncStoppingCriteriaList`, and its output is cropped.
-There are two ways in. `model.generate(custom_generate=generate)` serves one call. After `enable()`, a
-`GenerationConfig(async_stopping_criteria=True)` has the same effect.
+There are two ways in. `model.generate(custom_generate=generate)` serves one call; `enabling` has the other.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
+from vllm_async_spec.generation.dropped_arguments import dropped_arguments
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
-from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved
+from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved, why_not_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.reused_inputs import reused_inputs
 from vllm_async_spec.generation.rollback import crop_cache, crop_output, why_not_croppable
-from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, warn_once
-from vllm_async_spec.patching import Transaction
+from vllm_async_spec.generation.stopping_criteria import OWN_LOOP, AsyncStoppingCriteriaList, check_pace, fall_back
 
-_SWITCH = "async_stopping_criteria"
-_REMEDY = f"leave out custom_generate or {_SWITCH} to use transformers' own loop"
+_BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
+_OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
+_MARKS_GIVEN_CACHES = Version(transformers.__version__) >= Version("5.17")
+"""Whether transformers sets `_is_user_defined` on a cache that the caller passed. No attribute of its own shows it."""
 
 
 def generate(
@@ -45,6 +44,7 @@ def generate(
     cuda_graphs: bool | None = None,
     torch_compile: bool | str | dict[str, Any] | None = None,
     memory_limit: int | None = None,
+    strict: bool = False,
     **model_kwargs: Any,
 ) -> Any:
     """Decode greedily or by sampling, without waiting for the stop flags of each step.
@@ -68,17 +68,22 @@ def generate(
         torch_compile: whether the forward of a step is compiled. A name chooses the backend, a dict holds arguments of
             `torch.compile`; None means False.
         memory_limit: bytes that may stay allocated between generations; None means no limit.
+        strict: whether a generation that can't be asynchronous raises `ValueError`. If not, a
+            `SynchronousGenerationWarning` gives the reason once. Beam search, and with `interleaved` a model that this
+            package's loop does not support, then use transformers' own loop.
         model_kwargs: passed on.
 
     Returns:
         What `model.generate` returns.
 
     Raises:
-        ValueError: the mode is not greedy search or sampling; or transformers got an argument that it does not pass to
-            a `custom_generate` function; or this package's loop does not support the call.
+        ValueError: transformers got an argument that it does not pass to a `custom_generate` function; or an option is
+            out of range; or this package's loop does not support an argument of the call.
     """
-    _refuse_mode(generation_config.get_generation_mode(None))
-    given = _refuse_arguments_that_transformers_drops()
+    mode = generation_config.get_generation_mode(None)
+    dropped = dropped_arguments(model)
+    _refuse_what_is_lost(dropped.lost, mode)
+    check_pace(poll_every, max_in_flight)
     switches = DecodeSwitches.of(
         interleaved,
         static_cache=static_cache,
@@ -86,97 +91,43 @@ def generate(
         torch_compile=torch_compile,
         memory_limit=memory_limit,
     )
-    if switches is not None:
-        return decode_interleaved(
-            model,
+    why = why_not_mode(mode) if mode in _BEAMS else None
+    if why is None and switches is not None:
+        why = why_not_interleaved(model, generation_config, switches, model_kwargs)
+    if why is not None:
+        fall_back(why, strict=strict, instead=OWN_LOOP)
+        loop = model._beam_search if mode in _BEAMS else model._sample
+        return loop(
             input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            switches=switches,
-            poll_every=poll_every,
-            max_in_flight=max_in_flight,
-            open_channel=open_channel,
-            given=given,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
             **model_kwargs,
         )
-    return _decode(
+    options: dict[str, Any] = {
+        "poll_every": poll_every,
+        "max_in_flight": max_in_flight,
+        "open_channel": open_channel,
+        "strict": strict,
+    }
+    if switches is not None:
+        options |= {"switches": switches, "given": dropped.model_arguments}
+        return decode_interleaved(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, **options, **model_kwargs
+        )
+    return decode_late(
         model._sample,
         model,
         input_ids,
         logits_processor,
         stopping_criteria,
         generation_config,
-        options={"poll_every": poll_every, "max_in_flight": max_in_flight, "open_channel": open_channel},
+        options=options,
         **model_kwargs,
     )
 
 
-def enable() -> None:
-    """Make every transformers model honour `GenerationConfig(async_stopping_criteria=True)`.
-
-    A second call does nothing. The configuration may also set `async_stopping_poll_every` and
-    `async_stopping_max_in_flight`; both default to 1.
-    """
-    if _enabled:
-        return
-    with Transaction() as changes:
-        changes.set(GenerationMixin, "_sample", _switched(GenerationMixin._sample))
-        for name, mode in _REFUSED.items():
-            changes.set(GenerationMixin, name, _refusing(getattr(GenerationMixin, name), mode))
-        _enabled.append(changes)
-
-
-def disable() -> None:
-    """Undo `enable`."""
-    while _enabled:
-        _enabled.pop().roll_back()
-
-
-_enabled: list[Transaction] = []
-"""The changes of `enable`, until `disable` undoes them."""
-_REFUSED = {"_beam_search": GenerationMode.BEAM_SEARCH, "_assisted_decoding": GenerationMode.ASSISTED_GENERATION}
-_OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
-_MARKS_GIVEN_CACHES = Version(transformers.__version__) >= Version("5.17")
-"""Whether transformers sets `_is_user_defined` on a cache that the caller passed. No attribute of its own shows it."""
-
-
-def _switched(original: Callable[..., Any]) -> Callable[..., Any]:
-    # `wraps` keeps the signature of `_sample`, which transformers inspects.
-    @functools.wraps(original)
-    def _sample(
-        self: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **kwargs: Any,
-    ) -> Any:
-        loop = functools.partial(original, self)
-        if not getattr(generation_config, _SWITCH, False) or isinstance(stopping_criteria, AsyncStoppingCriteriaList):
-            return loop(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-        options = {
-            "poll_every": getattr(generation_config, "async_stopping_poll_every", 1),
-            "max_in_flight": getattr(generation_config, "async_stopping_max_in_flight", 1),
-        }
-        return _decode(
-            loop, self, input_ids, logits_processor, stopping_criteria, generation_config, options=options, **kwargs
-        )
-
-    return _sample
-
-
-def _refusing(original: Callable[..., Any], mode: GenerationMode) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(kwargs.get("generation_config"), _SWITCH, False):
-            _refuse_mode(mode)
-        return original(self, *args, **kwargs)
-
-    return refuse
-
-
-def _decode(
+def decode_late(
     loop: Callable[..., Any],
     model: Any,
     input_ids: torch.Tensor,
@@ -191,7 +142,7 @@ def _decode(
     run = functools.partial(loop, input_ids, logits_processor=logits_processor, generation_config=generation_config)
     reason = _why_synchronous(stopping_criteria, generation_config, kwargs)
     if reason is not None:
-        warn_once(reason)
+        fall_back(reason, strict=options["strict"])
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = bool(generation_config.do_sample or model.training)
     criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)
@@ -231,30 +182,19 @@ def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _refuse_mode(mode: Any) -> None:
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        name = getattr(mode, "value", mode)
-        raise ValueError(f"asynchronous stopping supports greedy search and sampling, not {name}; {_REMEDY}")
+def why_not_mode(mode: GenerationMode) -> str:
+    """The reason why a mode of generation is not asynchronous."""
+    return f"asynchronous stopping supports greedy search and sampling, not {getattr(mode, 'value', mode)}"
 
 
-def _refuse_arguments_that_transformers_drops() -> dict[str, Any]:
-    """Refuse arguments that `model.generate` accepts but does not pass to a `custom_generate` function.
-
-    Only the frame of `generate` still holds them. If the caller is another function, nothing is refused.
-
-    Returns:
-        The model arguments of `model.generate`; transformers 4.57 does not mark which ones its caller passed.
-    """
-    frame = sys._getframe(2)
-    if frame.f_code.co_name != "generate":
-        return {}
-    if frame.f_locals.get("assistant_model") is not None:
-        _refuse_mode(GenerationMode.ASSISTED_GENERATION)
-    for name in ("streamer", "synced_gpus"):
-        if frame.f_locals.get(name):
-            raise ValueError(
-                f"transformers passes no {name} to a custom_generate function; "
-                f"call vllm_async_spec.generation.enable() and set {_SWITCH}=True in the GenerationConfig"
-            )
-    given: dict[str, Any] = frame.f_locals.get("kwargs") or {}
-    return given
+def _refuse_what_is_lost(lost: dict[str, Any], mode: GenerationMode) -> None:
+    """Refuse what can't be passed on to transformers' own loop either, because transformers drops it."""
+    if "assistant_model" in lost:
+        mode = GenerationMode.ASSISTED_GENERATION
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, *_BEAMS):
+        raise ValueError(f"{why_not_mode(mode)}; leave out custom_generate to use transformers' own loop")
+    for name in lost:
+        raise ValueError(
+            f"transformers passes no {name} to a custom_generate function; leave out custom_generate, call "
+            "vllm_async_spec.generation.enable(), and pass async_stopping_criteria=True to generate"
+        )

@@ -16,6 +16,8 @@ from vllm_async_spec.generation.step_graphs import StepGraphs
 from vllm_async_spec.generation.workspace import Workspace
 from vllm_async_spec.patching import temporarily
 
+_RAW = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
 
 class Decode:
     """Runs the device work of one `generate` call, in the buffers of a workspace.
@@ -56,6 +58,9 @@ class Decode:
         Args:
             prompts: int64 (batch, length).
             generation_config: passed on to transformers' prefill.
+
+        Raises:
+            ValueError: the model's forward failed.
         """
         if self._workspace.cache is not None:
             self._workspace.cache.reset()
@@ -63,10 +68,11 @@ class Decode:
         self.buffers.begin(prompts, kwargs.get("attention_mask"), self._first_positions)
         if self._tells_cache_position:
             kwargs = self._model._get_initial_cache_position(prompts.shape[1], prompts.device, kwargs)
-        if hasattr(self._model, "_prefill"):
-            outputs = self._model._prefill(prompts, generation_config, kwargs)
-        else:
-            outputs = self._model(**self._model.prepare_inputs_for_generation(prompts, **kwargs), return_dict=True)
+        with self._errors_in_a_sentence():
+            if hasattr(self._model, "_prefill"):
+                outputs = self._model._prefill(prompts, generation_config, kwargs)
+            else:
+                outputs = self._model(**self._model.prepare_inputs_for_generation(prompts, **kwargs), return_dict=True)
         self.tail.settle(self.buffers, 0, prompts, _last(outputs.logits))
         if self._workspace.cache is None:
             _use_on(kwargs["past_key_values"], self._workspace.slots.streams)
@@ -90,9 +96,10 @@ class Decode:
         state = generator_state(device)
         try:
             # The first runs allocate the cache's tensors, load kernels and compile.
-            for slot in (0, 1):
-                self._rewind()
-                step(slot)
+            with self._errors_in_a_sentence():
+                for slot in (0, 1):
+                    self._rewind()
+                    step(slot)
             self._workspace.graphs = StepGraphs(self._workspace.slots, step, self._rewind)
             # A graph keeps only tensors from its capture alive, so the workspace keeps this tail's constants.
             self._workspace.read_by_graphs = self.tail.constants
@@ -111,9 +118,14 @@ class Decode:
 
         Returns:
             float32 (batch, vocabulary), logits for `settle`; None if a captured tail has settled them.
+
+        Raises:
+            ValueError: the model's forward failed.
         """
-        graphs = self._workspace.graphs
-        return self._logits(slot, length) if graphs is None else graphs.replay(slot)
+        if self._workspace.graphs is not None:
+            return self._workspace.graphs.replay(slot)
+        with self._errors_in_a_sentence():
+            return self._logits(slot, length)
 
     def settle(self, slot: int, length: int, logits: torch.Tensor) -> None:
         """Choose and write the tokens of a step of `slot`; `length` as in `launch`."""
@@ -133,6 +145,23 @@ class Decode:
     def ids(self, length: int) -> torch.Tensor:
         """int64 (batch, length): a copy of the first `length` tokens of each sequence."""
         return self.buffers.sequences[:, :length].clone(memory_format=torch.contiguous_format)
+
+    @contextlib.contextmanager
+    def _errors_in_a_sentence(self) -> Iterator[None]:
+        """Name the model and the remedy where its forward raises what no caller can use, such as a bad unpacking.
+
+        Passes on any exception with a class of its own, such as out of memory, because a caller may catch that class.
+        """
+        try:
+            yield
+        except Exception as error:
+            if type(error) not in _RAW:
+                raise
+            static = "pass static_cache=False, or " if self._workspace.cache is not None else ""
+            raise ValueError(
+                f"the forward of {type(self._model).__name__} failed in interleaved generation with "
+                f"{type(error).__name__}: {error}; {static}leave out interleaved to use transformers' own loop"
+            ) from error
 
     def _rewind(self) -> None:
         self._workspace.cache.reset()

@@ -114,18 +114,24 @@ def full_static_cache(model: Any, tokens: int) -> StaticCache:
     does. A captured step would repeat one decision for ever. So here such a layer keeps all tokens, and the mask alone
     makes the window. This costs memory for tokens that have left the window.
 
-    Raises:
-        ValueError: the model has a layer of another kind, such as a recurrent one.
+    Args:
+        model: one for which `layer_beside_keys_and_values` names no layer.
+        tokens: places of a row.
     """
-    cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
-    for place, layer in enumerate(cache.layers):
-        if type(layer) not in (StaticLayer, StaticSlidingWindowLayer):
-            raise ValueError(
-                f"the static cache of {type(model).__name__} has a {type(layer).__name__}, which keeps more than keys "
-                "and values; pass static_cache=False"
-            )
-        cache.layers[place] = StaticLayer(max_cache_len=tokens)
+    cache = _static_cache(model, tokens)
+    cache.layers = [StaticLayer(max_cache_len=tokens) for _ in cache.layers]
     return cache
+
+
+def layer_beside_keys_and_values(model: Any) -> str | None:
+    """The class of a layer in the static cache that keeps more, such as a recurrent state; None if there is none."""
+    kinds = (type(layer) for layer in _static_cache(model, 1).layers)
+    return next((kind.__name__ for kind in kinds if kind not in (StaticLayer, StaticSlidingWindowLayer)), None)
+
+
+def _static_cache(model: Any, tokens: int) -> StaticCache:
+    # transformers allocates nothing until the first step.
+    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
 
 
 def cache_bytes(cache: Any) -> int:

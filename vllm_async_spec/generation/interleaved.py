@@ -13,11 +13,11 @@ from transformers import LogitsProcessorList
 from vllm_async_spec.generation import decode_loops
 from vllm_async_spec.generation.compiling import Compile, compile_arguments
 from vllm_async_spec.generation.decode import Decode, first_positions
-from vllm_async_spec.generation.decode_buffers import DecodeBuffers, full_static_cache
+from vllm_async_spec.generation.decode_buffers import DecodeBuffers, full_static_cache, layer_beside_keys_and_values
 from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.rollback import RngHistory
-from vllm_async_spec.generation.stopping_criteria import HostCriteria, warn_once
+from vllm_async_spec.generation.stopping_criteria import HostCriteria, check_pace, fall_back
 from vllm_async_spec.generation.workspace import (
     Workspace,
     in_use,
@@ -102,6 +102,34 @@ _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_positio
 """Arguments that each step prepares anew; all others must be the same at each step."""
 
 
+def why_not_interleaved(
+    model: Any, generation_config: Any, switches: DecodeSwitches, kwargs: dict[str, Any]
+) -> str | None:
+    """The reason why this loop can't run a model at all; None if it can.
+
+    Args:
+        model: a `GenerationMixin`.
+        generation_config: the prepared configuration.
+        switches: of the call.
+        kwargs: the model arguments from transformers, with the cache.
+    """
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"interleaved generation supports only decoder-only models, and {name} has an encoder"
+    if generation_config.use_cache and kwargs.get("past_key_values") is None:
+        return f"interleaved generation needs a cache of keys and values, and transformers makes none for {name}"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        return f"interleaved generation runs on one device, and {name} is spread over several"
+    if switches.static_cache and not model._can_compile_fullgraph:
+        return f"{name} does not support a static cache, and interleaved generation needs static_cache=False for that"
+    if switches.static_cache and (layer := layer_beside_keys_and_values(model)) is not None:
+        return (
+            f"the static cache of {name} has a {layer}, which keeps more than keys and values, and interleaved "
+            "generation needs static_cache=False for that"
+        )
+    return None
+
+
 def decode_interleaved(
     model: Any,
     prompts: torch.Tensor,
@@ -113,13 +141,14 @@ def decode_interleaved(
     poll_every: int,
     max_in_flight: int,
     open_channel: OpenChannel,
+    strict: bool,
     given: dict[str, Any],
     **kwargs: Any,
 ) -> torch.Tensor:
     """Decode greedily or by sampling with the loop that `switches` select.
 
     Args:
-        model: a `GenerationMixin`, decoder only.
+        model: a `GenerationMixin` for which `why_not_interleaved` gives no reason.
         prompts: int64 (batch, length).
         logits_processor: a `LogitsProcessorList`, or None.
         stopping_criteria: a `StoppingCriteriaList`.
@@ -128,6 +157,7 @@ def decode_interleaved(
         poll_every: see `generate`.
         max_in_flight: see `generate`.
         open_channel: see `generate`.
+        strict: see `generate`.
         given: what the caller of `model.generate` has passed for the model.
         kwargs: the model arguments that transformers made from `given`.
 
@@ -138,13 +168,12 @@ def decode_interleaved(
         ValueError: the call needs something that this loop does not support.
     """
     _refuse(model, generation_config, switches, given, kwargs)
-    for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
+    check_pace(poll_every, max_in_flight)
     device = prompts.device
     if device.type != "cuda":
-        warn_once(
-            f"streams, CUDA graphs and asynchronous stop flags need a CUDA device, and input_ids are on {device.type}"
+        fall_back(
+            f"streams, CUDA graphs and asynchronous stop flags need a CUDA device, and input_ids are on {device.type}",
+            strict=strict,
         )
     compile_with = switches.compiles_with
     host = HostCriteria(stopping_criteria)
@@ -191,12 +220,10 @@ def decode_interleaved(
 def _refuse(
     model: Any, generation_config: Any, switches: DecodeSwitches, given: dict[str, Any], kwargs: dict[str, Any]
 ) -> None:
-    """Refuse calls that this loop does not support, or that transformers would answer differently."""
-    name = type(model).__name__
+    """Refuse arguments that this loop does not support, or that transformers would answer differently."""
     asked = generation_config.cache_implementation or ""
     for reason, applies in (
         ("returns only tokens, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
-        (f"supports only decoder-only models, and {name} has an encoder", model.config.is_encoder_decoder),
         ("needs a cache, and use_cache is off", not generation_config.use_cache),
         ("makes its own cache, and past_key_values were passed", given.get("past_key_values") is not None),
         (
@@ -205,20 +232,12 @@ def _refuse(
         ),
         ("makes its own cache, and cache_position was passed", given.get("cache_position") is not None),
         (
-            f"needs a cache, and transformers makes none for {name}",
-            kwargs.get("past_key_values") is None,
-        ),
-        (
             "prefills prompts in one step, and prefill_chunk_size is set",
             generation_config.prefill_chunk_size is not None,
         ),
         (
             "can't extend position_ids the way this version of transformers does, and position_ids were passed",
             given.get("position_ids") is not None and hasattr(model, "_get_initial_cache_position"),
-        ),
-        (
-            f"runs on one device, and {name} is spread over several",
-            len(set(getattr(model, "hf_device_map", {}).values())) > 1,
         ),
     ):
         if applies:
@@ -230,8 +249,6 @@ def _refuse(
         raise ValueError(
             "static_cache and cache_implementation='dynamic' contradict each other; leave out one of the two"
         )
-    if switches.static_cache and not model._can_compile_fullgraph:
-        raise ValueError(f"the class {name} does not support a static cache; pass static_cache=False")
 
 
 def _workspace(

@@ -21,12 +21,33 @@ class SynchronousGenerationWarning(UserWarning):
     """Asynchronous stopping was requested, but generation is synchronous: the same tokens, but no faster."""
 
 
-def warn_once(reason: str) -> None:
-    """Warn that generation is synchronous because of `reason`; each reason once a process."""
+_LATE = "stopping criteria are evaluated synchronously"
+OWN_LOOP = "transformers' own loop generates"
+
+
+def fall_back(reason: str, *, strict: bool, instead: str = _LATE) -> None:
+    """Warn that generation is synchronous because of `reason`; each reason once a process.
+
+    Args:
+        reason: why, in one clause.
+        strict: whether to raise instead.
+        instead: what happens now.
+
+    Raises:
+        ValueError: `strict` is set.
+    """
+    if strict:
+        raise ValueError(f"{reason}; leave out strict to generate synchronously instead")
     if reason not in _said:
         _said.add(reason)
-        message = f"stopping criteria are evaluated synchronously: {reason}"
-        warnings.warn(message, SynchronousGenerationWarning, stacklevel=2)
+        warnings.warn(f"{instead}: {reason}", SynchronousGenerationWarning, stacklevel=2)
+
+
+def check_pace(poll_every: int, max_in_flight: int) -> None:
+    """Raise `ValueError` for a number of steps or of copies that is less than 1."""
+    for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
 _KINDS = (MaxLengthCriteria, MaxTimeCriteria)
@@ -126,6 +147,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         pads: whether the list shows criteria with an `eos_token_id`, for which transformers' loop pads stopped rows. A
             single row needs no pads, because its tokens after the end are cropped; without pads a step launches less.
         open_channel: how flags reach the host; the default uses a CUDA stream and pinned memory.
+        strict: whether the first step raises `ValueError` where the list would be synchronous.
 
     Raises:
         ValueError: `poll_every` or `max_in_flight` is less than 1.
@@ -140,16 +162,16 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         rewind_generator: bool = True,
         pads: bool = True,
         open_channel: OpenChannel = open_channel,
+        strict: bool = False,
     ) -> None:
-        for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
+        check_pace(poll_every, max_in_flight)
         self._every = StoppingCriteriaList(criteria)
         super().__init__(each for each in self._every if pads or not hasattr(each, "eos_token_id"))
         self.poll_every = poll_every
         self.max_in_flight = max_in_flight
         self._rewind = rewind_generator
         self._open_channel = open_channel
+        self._strict = strict
         self._run: _Run | None = None
         self._synchronous = False
         self._length = 0
@@ -200,8 +222,10 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
     def _start(self, device: torch.device) -> None:
         channel = self._open_channel(device, self.poll_every, self.max_in_flight)
         if channel is None:
+            fall_back(
+                f"asynchronous stop flags need a CUDA device, and input_ids are on {device.type}", strict=self._strict
+            )
             self._synchronous = True
-            warn_once(f"asynchronous stop flags need a CUDA device, and input_ids are on {device.type}")
             return
         furthest = self.poll_every * (self.max_in_flight + 1)
         self._run = _Run(

@@ -14,7 +14,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, 
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
-from vllm_async_spec.vllm_plugin.settings import Audit, Mode, SettingError, Settings
+from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 from vllm_async_spec.vllm_plugin.state import Plugin, activate, active_plugin
 from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
 
@@ -87,7 +87,7 @@ def _install(plugin: Plugin, report: bool) -> None:
         strictness.watch({name for outcome in ledger.outcomes.values() for name in outcome.modules})
     ledger.install()
     if report and settings.mode is not Mode.OFF:
-        _report(ledger)
+        _report(settings)
 
 
 def _run_stock(plugin: Plugin, error: Exception) -> None:
@@ -134,13 +134,13 @@ def _is_vllms_command_line(program: Path) -> bool:
     return program.name == "vllm" or program.parts[-4:-1] == ("vllm", "entrypoints", "openai")
 
 
-def _report(ledger: Ledger) -> None:
-    count = {state: sum(o.state is state for o in ledger.outcomes.values()) for state in State}
-    summary = ", ".join(f"{number} {state.value}" for state, number in count.items() if number)
+def _report(settings: Settings) -> None:
+    """Log that the plugin is on. The counts of patches follow once an engine exists: see `engine_report`."""
+    mode = f"{MODE}={settings.mode.value}"
     if is_main_process():
-        inform("vllm-async-spec %s is on: patches %s; `vllm-async-spec status` lists them", __version__, summary)
+        inform("vllm-async-spec %s is on: %s; `vllm-async-spec status` lists the patches", __version__, mode)
     else:
-        logger.debug("vllm-async-spec %s is on in process %d: patches %s", __version__, os.getpid(), summary)
+        logger.debug("vllm-async-spec %s is on in process %d: %s", __version__, os.getpid(), mode)
 
 
 def _report_refusal(outcome: Outcome) -> None:

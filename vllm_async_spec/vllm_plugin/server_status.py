@@ -26,11 +26,19 @@ class ServerStatus:
     """How many patches are in each state."""
     refused: dict[str, str] = field(default_factory=dict)
     """The reason of each patch that some process of the server refused."""
+    async_scheduling: bool | None = None
+    """Whether scheduling is asynchronous; None if the server does not tell, as the next three."""
+    decided_by: str | None = None
+    """`user`, `vllm-async-spec`, `vLLM` or `unknown`."""
+    runner: str | None = None
+    """`V1`, `V2` or `unknown`."""
+    backend: str | None = None
+    """The attention backends, separated by commas."""
 
     @property
     def healthy(self) -> bool:
         """Whether no process refused a patch."""
-        return not self.patches.get("refused")
+        return not (self.refused or self.patches.get("refused"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -69,6 +77,10 @@ def _parsed(url: str, text: str) -> ServerStatus:
                 found.sync = sample.labels["sync"]
             elif family.name == "vllm:async_spec_patches":
                 found.patches[sample.labels["state"]] = int(sample.value)
+            elif family.name == "vllm:async_spec_async_scheduling":
+                found.async_scheduling = sample.value == 1 and found.async_scheduling is not False
+                found.decided_by = sample.labels["decided_by"]
+                found.runner, found.backend = sample.labels["runner"], sample.labels["backend"]
             elif family.name == "vllm:async_spec_refused_patch":
                 found.refused[sample.labels["patch"]] = sample.labels["reason"]
     if not found.version:

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,19 @@ from typing import Any
 import torch
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.vllm_plugin.ledger import Ledger, PatchError, PatchSpec, State, known_releases, read_ledger
-from vllm_async_spec.vllm_plugin.settings import Mode
+from vllm_async_spec.vllm_plugin.ledger import (
+    Ledger,
+    PatchError,
+    PatchSpec,
+    State,
+    count_states,
+    known_releases,
+    read_ledger,
+)
+from vllm_async_spec.vllm_plugin.scheduling import Decision, Stock, explain, one_line
+from vllm_async_spec.vllm_plugin.serve_arguments import ArgumentsError, read_arguments
+from vllm_async_spec.vllm_plugin.settings import Mode, Settings
+from vllm_async_spec.vllm_plugin.state import Plugin
 
 
 class NoVllmError(RuntimeError):
@@ -49,12 +60,24 @@ class Status:
     backend: str | None
     """The attention backend, if engine arguments were given."""
     scheduling: str
+    async_scheduling: bool | None
+    """Whether scheduling would be asynchronous; None without engine arguments, as the next three."""
+    decided_by: str | None
+    """`user`, `vllm-async-spec` or `vLLM`."""
+    reason: str | None
+    remedy: str | None
+    """What would turn asynchronous scheduling on; None if it is on, or nothing would."""
     settings: dict[str, dict[str, str]]
     failure: str | None
     """Why no patch is applied although the mode allows patches, or None."""
     loaded: bool
     """Whether vLLM would load the plugin: `VLLM_PLUGINS` may leave it out."""
     patches: tuple[PatchStatus, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many patches are in each state, as in the log, `/metrics` and the audit."""
+        return count_states({patch.name: patch.state for patch in self.patches})
 
     @property
     def healthy(self) -> bool:
@@ -64,31 +87,39 @@ class Status:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self) | {"healthy": self.healthy}
+        return asdict(self) | {"counts": self.counts, "healthy": self.healthy}
 
 
-def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
+def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str], None] = lambda stage: None) -> Status:
     """Load the plugin into this process, as vLLM would, and report its state.
 
     Args:
-        engine_arguments: arguments of vLLM's `EngineArgs`, for the engine's part of the report; may be None.
+        arguments: of `vllm serve`, for the engine's part of the report; may be None.
+        progress: called with what is being done.
 
     Raises:
         NoVllmError: vLLM is not installed or can't be imported.
         SettingError: an environment variable has an unknown value.
         StrictError: the mode is `strict` and a patch was refused.
+        ArgumentsError: vLLM does not take the arguments.
     """
-    vllm = _import_vllm()
+    Settings.read()
+    vllm = _import_vllm(progress)
     from vllm_async_spec.vllm_plugin.plugin import load
 
+    loaded = _is_allowed(os.environ.get("VLLM_PLUGINS"))
+    # Asked before the plugin is loaded, where vLLM would not load the plugin.
+    engine = None if loaded else _engine(arguments, _LEFT_OUT, progress)
     plugin = load(report=False)
+    settings = plugin.settings
     if plugin.ledger is not None:
+        progress("importing what the patches change")
         _import_targets(plugin.ledger)
     specs, unreadable = _entries()
     releases = known_releases(specs)
     summaries = {spec.name: spec.summary for spec in specs} | dict.fromkeys(unreadable, "")
-    runner, backend, scheduling = _engine(engine_arguments)
-    settings = plugin.settings
+    engine = engine or _engine(arguments, _stock(plugin), progress)
+    decision = engine.decision
     return Status(
         version=__version__,
         vllm=vllm,
@@ -97,26 +128,31 @@ def read_status(engine_arguments: Mapping[str, Any] | None = None) -> Status:
         torch=torch.__version__,
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         family=_family(),
-        runner=runner,
-        backend=backend,
-        scheduling=scheduling,
+        runner=engine.runner,
+        backend=engine.backend,
+        scheduling=str(decision) if decision else "depends on the engine's arguments; give them as to `vllm serve`",
+        async_scheduling=decision.enabled if decision else None,
+        decided_by=decision.by if decision else None,
+        reason=decision.why if decision else None,
+        remedy=decision.remedy if decision else None,
         settings={
             "VLLM_ASYNC_SPEC": {"value": settings.mode.value, "from": settings.mode_from},
             "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
             "VLLM_ASYNC_SPEC_AUDIT": {"value": settings.audit.value, "from": settings.audit_from},
         },
         failure=plugin.failure,
-        loaded=_is_allowed(os.environ.get("VLLM_PLUGINS")),
+        loaded=loaded,
         patches=_patches(plugin.ledger, summaries, settings.mode),
     )
 
 
-def _import_vllm() -> str:
+def _import_vllm(progress: Callable[[str], None]) -> str:
     if importlib.util.find_spec("vllm") is None:
         raise NoVllmError(
             "vLLM is not installed in this environment; run `pip install vllm`, or without a GPU follow the "
             "documentation's page on installing"
         )
+    progress("importing vLLM")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to stdout, between the lines of the report
     try:
         return str(importlib.import_module("vllm").__version__)
@@ -167,15 +203,43 @@ def _family() -> str:
     return ("device positions" if device else "host positions") + (", with a V2 runner" if v2.is_file() else "")
 
 
-def _engine(arguments: Mapping[str, Any] | None) -> tuple[str, str | None, str]:
-    """Runner, attention backend and scheduling of an engine with these arguments."""
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What an engine would use."""
+
+    runner: str = "depends on the model"
+    backend: str | None = None
+    decision: Decision | None = None
+
+
+def _engine(arguments: Sequence[str] | None, stock: Stock | None, progress: Callable[[str], None]) -> _Engine:
+    """What an engine with these arguments would use.
+
+    Raises:
+        ArgumentsError: vLLM does not take the arguments.
+    """
     if arguments is None:
-        return "depends on the model", None, "depends on the engine's arguments; give --model and --speculative-config"
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_async_spec.vllm_plugin.patches.async_scheduling import explain
-
-    config, decision = explain(EngineArgs(**arguments))
+        return _Engine()
+    progress("asking vLLM for the engine's configuration")
+    try:
+        given = read_arguments(arguments)
+        config, decision = explain(given.engine_args, stock=stock, said_no=given.said_no)
+    except ArgumentsError:
+        raise
+    except Exception as error:
+        raise ArgumentsError(one_line(error)) from error
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     name = getattr(backend, "name", None) or "vLLM's choice for this device"
-    return "V2" if getattr(config, "use_v2_model_runner", False) else "V1", name, str(decision)
+    return _Engine("V2" if getattr(config, "use_v2_model_runner", False) else "V1", name, decision)
+
+
+_LEFT_OUT = Stock("VLLM_PLUGINS leaves the plugin out, so vLLM runs as stock", "add async_spec to VLLM_PLUGINS")
+
+
+def _stock(plugin: Plugin) -> Stock | None:
+    """Why the loaded plugin leaves vLLM as stock, or None."""
+    if plugin.settings.mode is Mode.OFF:
+        return Stock("VLLM_ASYNC_SPEC is off, so vLLM runs as stock", "unset VLLM_ASYNC_SPEC")
+    if plugin.failure is not None:
+        return Stock("the plugin failed, so vLLM runs as stock", None)
+    return None

@@ -38,6 +38,7 @@ class EngineArgs(Protocol):
     """None if the user did not choose; in 0.12 and 0.13 only with the patch `async-scheduling-unset`."""
     speculative_config: dict[str, object] | None
     """As given by the user. vLLM adds entries while it makes the configuration."""
+    pipeline_parallel_size: int
 
     def create_engine_config(self) -> VllmConfig:
         """The configuration, validated."""

@@ -91,6 +91,8 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         q_data_type_decode: torch.dtype
         paged_kv_indices: torch.Tensor | CpuGpuBuffer
         """(pages,) int32."""
+        use_fa2_native_decode: bool
+        """From 0.33 on: whether decode wrappers of FlashAttention 2 take uniform drafts."""
         reorder_batch_threshold: int
         """Most query tokens of a request that vLLM treats as a decode."""
         _decode_cudagraph_max_bs: int

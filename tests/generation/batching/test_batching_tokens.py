@@ -17,6 +17,7 @@ from late_device import LateStreams
 from small_batchers import PROMPTS, WAYS, generated, make, prompts, tokens
 
 from vllm_async_spec import sync_policy
+from vllm_async_spec.generation.batching.request import RequestError
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
 
 
@@ -97,11 +98,44 @@ def test_sampling_depends_on_the_seed_and_not_on_the_company():
     assert tokens(temperature=0.0, new_tokens=24) != expected
 
 
+def answers(*seeds: int | None, generator: int = 0) -> list[list[int]]:
+    """One prompt, sampled once with each seed, after `torch.manual_seed(generator)`."""
+    torch.manual_seed(generator)
+    with make() as batcher:
+        found = [batcher.submit(PROMPTS[0], max_new_tokens=24, temperature=1.0, seed=seed) for seed in seeds]
+        batcher.run()
+    return [request.result() for request in found]
+
+
+def test_requests_without_a_seed_draw_fresh_and_those_with_one_repeat():
+    first, second, *seeded = answers(None, None, 7, 7)
+    assert first != second
+    assert seeded[0] == seeded[1] == answers(7, generator=1)[0]
+
+
+def test_the_default_generator_repeats_a_run_without_seeds():
+    expected = answers(None, None)
+    assert answers(None, None) == expected
+    assert answers(None, None, generator=1) != expected
+
+
+def test_the_seed_that_was_drawn_is_told_and_greedy_or_refused_requests_draw_none():
+    with make() as batcher:
+        state = torch.get_rng_state()
+        batcher.submit(PROMPTS[0], max_new_tokens=24)
+        with pytest.raises(RequestError, match="the prompt has token 99"):
+            batcher.submit([99], max_new_tokens=24, temperature=1.0)
+        assert torch.equal(torch.get_rng_state(), state)
+        drawn = batcher.submit(PROMPTS[0], max_new_tokens=24, temperature=1.0)
+        batcher.run()
+    assert answers(drawn.seed) == [drawn.result()]
+
+
 def test_a_greedy_request_is_greedy_beside_sampled_ones():
     expected = tokens()
     with make(max_batch=8) as batcher:
         found = [
-            batcher.submit(prompt, max_new_tokens=20, temperature=2.0 * (index % 2))
+            batcher.submit(prompt, max_new_tokens=20, temperature=2.0 * (index % 2), seed=0)
             for index, prompt in enumerate(PROMPTS)
         ]
         batcher.run()

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 from ledger_source import SOURCE, spec
 from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, PatchSpec, State, Target
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, PatchSpec, State, Target, targets
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 
 
@@ -210,3 +211,38 @@ def test_a_guard_in_another_module_must_be_as_known(upstream, tmp_path, changed)
     assert outcome.state is (State.REFUSED if changed else State.APPLIED)
     if changed:
         assert outcome.detail.startswith(f"{upstream}_guard:helper matches no release that this patch supports")
+
+
+@pytest.mark.parametrize(
+    ("change", "unneeded", "foreseen"),
+    [
+        ("tokens + 1", None, (State.APPLIED, "it is applied when vLLM imports its module")),
+        ("tokens + 2", None, (State.REFUSED, "matches no release that this patch supports")),
+        ("tokens + 2", "there is no such card", (State.NOT_NEEDED, "there is no such card")),
+    ],
+)
+def test_what_becomes_of_a_waiting_patch_is_foreseen_without_importing_its_module(
+    upstream, tmp_path, change, unneeded, foreseen
+):
+    (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", change))
+    ledger = installed(spec(upstream), unneeded=lambda: unneeded)
+    ((name, (state, why)),) = ledger.foresee(ledger.outcomes).items()
+    assert upstream not in sys.modules
+    assert (name, state) == ("double", foreseen[0])
+    assert why.endswith(foreseen[1])
+    importlib.import_module(upstream)
+    assert ledger.outcomes["double"].state is state
+    assert ledger.foresee(ledger.outcomes) == {}
+
+
+def test_two_patches_of_one_function_are_both_undone(upstream, monkeypatch):
+    monkeypatch.setattr(targets, "_OURS", str(Path(__file__).parent))
+    first = spec(upstream)
+    second = dataclasses.replace(first, name="double-again")
+    ledger = Ledger({each.name: Implementation(double) for each in (first, second)}, (first, second))
+    ledger.install()
+    module = importlib.import_module(upstream)
+    original = module.Runner.step.__wrapped__.__wrapped__
+    assert module.Runner().step(1) == 8
+    ledger.refuse_all("the plugin failed")
+    assert module.Runner.step is original

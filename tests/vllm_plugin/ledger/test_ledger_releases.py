@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping
 
 import pytest
+from ledger_source import spec
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from vllm_async_spec.vllm_plugin.ledger import known_releases, load_ledger
+from vllm_async_spec.compat.fetch import FetchError, releases_of_pip
+from vllm_async_spec.vllm_plugin.ledger import PatchSpec, known_releases, load_ledger
 
 OLDEST = "0.12.0"
 
@@ -35,23 +36,13 @@ def unknown_releases(
     return [str(each) for each in unknown if each < newest], [str(each) for each in unknown if each > newest]
 
 
-def releases_of_pip() -> list[str]:
-    """Those that `pip index versions` lists; skips where it lists none, and says why."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "vllm", "--disable-pip-version-check"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except subprocess.TimeoutExpired:
-        pytest.skip("pip index versions vllm did not answer within 120 seconds")
-    listed = re.search(r"^Available versions: (.+)$", done.stdout, re.MULTILINE)
-    if done.returncode or listed is None:
-        reason = (done.stderr.strip().splitlines() or ["it lists no versions"])[-1]
-        pytest.skip(f"no package index to ask for the releases of vLLM: {reason}")
-    return listed[1].split(", ")
-
-
 def test_the_ledger_knows_each_release_that_pip_finds() -> None:
     known = known_releases(load_ledger())
-    gaps, newer = unknown_releases(releases_of_pip(), known, LEFT_OUT)
+    try:
+        found = releases_of_pip()
+    except FetchError as error:
+        pytest.skip(str(error))
+    gaps, newer = unknown_releases(found, known, LEFT_OUT)
     remedy = "do what CONTRIBUTING.md says under 'Adding a release of vLLM to the ledger'"
     if newer:
         # Work to do, and no reason to fail.
@@ -59,6 +50,42 @@ def test_the_ledger_knows_each_release_that_pip_finds() -> None:
             f"vLLM {', '.join(newer)} came after {known[-1]}, the newest in the ledger; {remedy}", stacklevel=1
         )
     assert not gaps, f"the ledger in patches/ lacks vLLM {', '.join(gaps)}; {remedy}, or give a reason in LEFT_OUT"
+
+
+def without_fingerprints(specs: Iterable[PatchSpec]) -> dict[str, list[str]]:
+    """Of each entry the known releases in its ranges for which no target has a fingerprint, or a guard has none.
+
+    There the plugin would refuse the patch, though the ledger knows the release.
+    """
+    specs = tuple(specs)
+    found = {
+        spec.name: [
+            release
+            for release in known_releases(specs)
+            if spec.covers(release)
+            and (release not in spec.releases or any(release not in guard.fingerprints for guard in spec.guards))
+        ]
+        for spec in specs
+    }
+    return {name: releases for name, releases in found.items() if releases}
+
+
+def test_each_entry_has_fingerprints_of_each_known_release_in_its_ranges() -> None:
+    """Needs no index: what pip finds is compared above."""
+    assert without_fingerprints(load_ledger()) == {}
+
+
+def test_an_entry_without_the_fingerprints_of_a_release_is_listed() -> None:
+    full, ranges = spec("vllm.a"), (SpecifierSet(">=1.0"),)
+    (target,) = full.targets
+    newer = dataclasses.replace(target, fingerprints={"1.0": "00", "2.0": "00"})
+    specs = (
+        dataclasses.replace(full, name="full", targets=(newer,), ranges=ranges),
+        dataclasses.replace(full, name="lacking", ranges=ranges),
+        dataclasses.replace(full, name="without a guard's", targets=(newer,), guards=(target,), ranges=ranges),
+        dataclasses.replace(full, name="for others", ranges=(SpecifierSet("<2.0"),)),
+    )
+    assert without_fingerprints(specs) == {"lacking": ["2.0"], "without a guard's": ["2.0"]}
 
 
 def test_what_is_left_out_has_a_reason_and_is_not_known() -> None:

@@ -15,15 +15,15 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_async_spec.sync_policy import CallSite, ReadKind, SiteReport, SyncPolicy, SyncReport
-from vllm_async_spec.vllm_plugin.ledger import Outcome, PatchSpec, State
+from vllm_async_spec.vllm_plugin.ledger import Outcome, PatchSpec, State, count_states
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.collector import MAX_CAUSES, Collector
 from vllm_async_spec.vllm_plugin.metrics.publisher import SnapshotFile
-from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine, Snapshot
 from vllm_async_spec.vllm_plugin.settings import Settings
 
 SERVER = """
-import json, multiprocessing, os, signal, subprocess, sys, threading, time
+import dataclasses, json, multiprocessing, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 from vllm_async_spec.sync_policy import host_read, record_fallback
@@ -32,7 +32,13 @@ from vllm_async_spec.vllm_plugin.metrics.run_directory import VARIABLE
 from vllm_async_spec.vllm_plugin.plugin import load
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
 
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
+
 publishing.INTERVAL = 0.05
+
+def be_a_worker():
+    load()
+    publisher.report(engine=Engine(True, "user", "V1", "TORCH_SDPA"))
 
 def count(times):
     load()
@@ -217,8 +223,14 @@ def scraped(collector: Collector) -> dict[str, float]:
 
 def test_names_and_labels_are_those_of_the_documentation() -> None:
     found = snapshot(
-        site(3, count=2), fallbacks={"min_tokens": 7}, one=State.APPLIED, two=State.APPLIED, three=State.REFUSED
+        site(3, count=2),
+        fallbacks={"min_tokens": 7},
+        one=State.APPLIED,
+        two=State.APPLIED,
+        three=State.REFUSED,
+        **{"audit-worker": State.APPLIED},  # serves the audit alone, and is not counted
     )
+    found.engines = [Engine(True, "vLLM", "V2", "FLASH_ATTN")]
     assert scraped(Collector(lambda: found, Settings.read({"VLLM_ASYNC_SPEC": "strict"}))) == {
         'vllm:async_spec_host_waits_total{cause="seq_lens at model.py:3 run",kind="copy"}': 2,
         'vllm:async_spec_host_wait_seconds_total{cause="seq_lens at model.py:3 run",kind="copy"}': 0.5,
@@ -227,6 +239,7 @@ def test_names_and_labels_are_those_of_the_documentation() -> None:
         'vllm:async_spec_patches{state="not needed"}': 0,
         'vllm:async_spec_patches{state="refused"}': 1,
         'vllm:async_spec_patches{state="waiting"}': 0,
+        'vllm:async_spec_async_scheduling{backend="FLASH_ATTN",decided_by="vLLM",runner="V2"}': 1,
         'vllm:async_spec_refused_patch{patch="three",reason="its module has not been imported"}': 1,
         f'vllm:async_spec_info{{mode="strict",sync="allow",version="{_version()}"}}': 1,
     }
@@ -272,6 +285,46 @@ def test_together_adds_counts_and_shows_the_state_that_tells_most() -> None:
         assert total.seconds["seq_lens at model.py:1 run", "copy"] == 1.0
         assert total.fallbacks == {"min_tokens": 3}
         assert total.patches == {"a": State.APPLIED, "b": State.REFUSED, "c": State.WAITING}
+
+
+def test_together_settles_what_an_engine_foresees_unless_a_process_knows_better() -> None:
+    front = snapshot(a=State.WAITING, b=State.WAITING, c=State.REFUSED, d=State.WAITING)
+    worker = snapshot(a=State.WAITING, b=State.WAITING, c=State.WAITING, d=State.WAITING)
+    worker.foreseen = {"a": (State.APPLIED, ""), "b": (State.REFUSED, "changed"), "c": (State.APPLIED, "")}
+    for order in ([front, worker], [worker, front]):
+        total = Snapshot.together(Snapshot.from_json(each.to_json()) for each in order)
+        assert total.patches == {"a": State.APPLIED, "b": State.REFUSED, "c": State.REFUSED, "d": State.WAITING}
+        assert total.refused["b"] == "changed"
+    assert count_states(total.patches) == {"applied": 1, "not needed": 0, "refused": 2, "waiting": 1}
+
+
+def test_together_takes_the_workers_word_on_the_engine_before_the_front_ends() -> None:
+    front, first, second = snapshot(), snapshot(), snapshot()
+    front.engines = [Engine(False, "vLLM")]
+    assert Snapshot.together([front, front]).engines == front.engines
+    first.engines = second.engines = [Engine(False, "vLLM", "V1", "FLASHINFER")]
+    for order in ([front, first, second], [first, second, front]):
+        total = Snapshot.together(Snapshot.from_json(each.to_json()) for each in order)
+        assert total.engines == first.engines
+
+
+def test_engines_with_the_same_labels_are_one_sample() -> None:
+    found = snapshot()
+    found.engines = [Engine(on, "vLLM", "V1", "FLASHINFER") for on in (True, False, True)]
+    samples = scraped(Collector(lambda: found, Settings.read({})))
+    assert samples['vllm:async_spec_async_scheduling{backend="FLASHINFER",decided_by="vLLM",runner="V1"}'] == 0
+
+
+def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Callable[..., list[object]]) -> None:
+    lines = """
+        load()
+        publisher.report(engine=Engine(True, "user"))
+        child = multiprocessing.get_context("spawn").Process(target=be_a_worker)
+        child.start()
+        child.join()
+        print(json.dumps([dataclasses.astuple(engine) for engine in publisher.snapshot().engines]))
+    """
+    assert serve(lines) == [[[True, "user", "V1", "TORCH_SDPA"]]]
 
 
 def test_a_cause_names_its_file_as_python_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:

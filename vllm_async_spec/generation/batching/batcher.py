@@ -165,14 +165,17 @@ class ContinuousBatcher:
         """The error message for requests that are left."""
         self._gives_model_back = False
 
-    def submit(self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> Request:
+    def submit(
+        self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
+    ) -> Request:
         """Queue a request, from any thread; `step`, `run` or iteration over the request serves it.
 
         Args:
             prompt: token ids, in a sequence or a tensor, or text where there is a tokenizer.
             max_new_tokens: maximum new tokens; an end of sequence may come first.
             temperature: 0 is greedy.
-            seed: of sampling.
+            seed: of sampling: the same seed repeats the tokens. None draws one from PyTorch's default CPU generator,
+                so `torch.manual_seed` makes a run repeatable; `Request.seed` holds the seed used.
 
         Raises:
             RequestError: the request can never be served; nothing is queued.
@@ -237,9 +240,11 @@ class ContinuousBatcher:
             self.step()
 
     async def stream(
-        self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
+        self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
     ) -> AsyncIterator[int]:
         """Submit a request and yield its tokens as they arrive; leaving the loop early cancels the request.
+
+        Arguments as for `submit`.
 
         Steps run in a thread beside the event loop, which all streams of a batcher share.
 

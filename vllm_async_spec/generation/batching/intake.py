@@ -32,7 +32,7 @@ class Intake:
         self._samples = samples
         self._check = check
 
-    def request(self, prompt: Prompt, max_new_tokens: int, temperature: float, seed: int) -> Request:
+    def request(self, prompt: Prompt, max_new_tokens: int, temperature: float, seed: int | None) -> Request:
         """Make a request; arguments as for `ContinuousBatcher.submit`.
 
         Raises:
@@ -42,7 +42,7 @@ class Intake:
             self._encoded(prompt),
             _whole("max_new_tokens", max_new_tokens),
             float(temperature),
-            _whole("seed", seed),
+            0 if seed is None else _whole("seed", seed),
         )
         if made.temperature != 0 and not made.temperature >= _COLDEST:
             raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
@@ -59,6 +59,9 @@ class Intake:
                 raise RequestError(
                     f"the prompt has token {token}; the model's vocabulary is 0 to {self._vocabulary - 1}"
                 )
+        if seed is None and made.temperature != 0:
+            # Last, so that neither a refused request nor a greedy one moves the caller's generator.
+            made.seed = _drawn_seed()
         return made
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
@@ -70,6 +73,11 @@ class Intake:
                 "the prompt is text, and the batcher has no tokenizer; give token ids, or give the batcher a tokenizer"
             )
         return tuple(self._tokenizer(prompt)["input_ids"])
+
+
+def _drawn_seed() -> int:
+    """A seed from PyTorch's default CPU generator, which `torch.manual_seed` sets."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def _whole(name: str, value: int) -> int:

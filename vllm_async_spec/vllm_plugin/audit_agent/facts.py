@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.engine_facts import backend_names, runner_kind
+from vllm_async_spec.vllm_plugin.ledger import count_states, summary
+from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.scheduling import is_on, noted
 from vllm_async_spec.vllm_plugin.settings import Mode
 from vllm_async_spec.vllm_plugin.state import active_plugin
 
 if TYPE_CHECKING:
     from vllm_async_spec.vllm_plugin.upstream import AttentionGroup, ModelRunner
-    from vllm_async_spec.vllm_plugin.upstream_config import SpeculativeConfig
+    from vllm_async_spec.vllm_plugin.upstream_config import SpeculativeConfig, VllmConfig
 
 
 def worker_facts(runner: ModelRunner) -> dict[str, object]:
@@ -32,15 +35,22 @@ def worker_facts(runner: ModelRunner) -> dict[str, object]:
         "driver": f"driver {_driver()}, CUDA {torch.version.cuda}" if cuda else "",
         "python": platform.python_version(),
         "model": config.model_config.model,
-        "runner": "V2" if type(runner).__module__.startswith(("vllm.v1.worker.gpu.", "vllm.v1.worker.cpu.")) else "V1",
-        "backends": list(dict.fromkeys(group.backend.get_name() for group in groups)),
+        "runner": runner_kind(runner),
+        "backends": backend_names(runner),
         "builders": list(dict.fromkeys(builders)),
-        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "async_scheduling": is_on(config),
+        **_decided_by(config),
         "speculation": _speculation(config.speculative_config),
         "graphs": getattr(config.compilation_config.cudagraph_mode, "name", "none").lower() if cuda else "none",
         "plugin": _plugin(),
         "world_size": config.parallel_config.world_size,
     }
+
+
+def _decided_by(config: VllmConfig) -> dict[str, object]:
+    """Who decided about asynchronous scheduling; nothing where the plugin did not see the configuration made."""
+    decision = noted(config)
+    return {} if decision is None else {"decided_by": f"decided by {decision.by}"}
 
 
 def _builders(group: AttentionGroup) -> list[object]:
@@ -65,8 +75,6 @@ def _plugin() -> str:
     plugin = active_plugin()
     if plugin is None or plugin.settings.mode is Mode.OFF or plugin.ledger is None:
         return "off"
-    outcomes = [outcome for outcome in plugin.ledger.outcomes.values() if not outcome.spec.name.startswith("audit-")]
-    states = [outcome.state.value for outcome in outcomes]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    refused = "; ".join(f"{o.spec.name}: {o.detail}" for o in outcomes if o.state is State.REFUSED)
-    return f"on: patches {counts}" + (f"; refused {refused}" if refused else "")
+    snapshot = publisher.snapshot()
+    refused = "; ".join(f"{name}: {why}" for name, why in sorted(snapshot.refused.items()))
+    return f"on: patches {summary(count_states(snapshot.patches))}" + (f"; refused {refused}" if refused else "")

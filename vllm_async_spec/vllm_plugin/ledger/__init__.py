@@ -1,6 +1,7 @@
 """The patch ledger: the TOML entries in patches/, and each patch's state in this process."""
 
 from vllm_async_spec.vllm_plugin.ledger.applying import Implementation, Ledger, Outcome, State
+from vllm_async_spec.vllm_plugin.ledger.counting import count_states, summary
 from vllm_async_spec.vllm_plugin.ledger.entries import (
     PatchError,
     PatchSpec,
@@ -25,6 +26,7 @@ __all__ = [
     "State",
     "Target",
     "Verdict",
+    "count_states",
     "find_patch",
     "known_releases",
     "ledger_directory",
@@ -33,5 +35,6 @@ __all__ = [
     "release_order",
     "release_runs",
     "source_release",
+    "summary",
     "verify",
 ]

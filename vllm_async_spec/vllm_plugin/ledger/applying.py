@@ -144,9 +144,32 @@ class Ledger:
         finally:
             self._settling.discard(name)
 
+    def foresee(self, names: Iterable[str]) -> dict[str, tuple[State, str]]:
+        """What becomes of waiting patches when their modules are imported, according to vLLM's source, and why.
+
+        Call this once the platform is known. Patches that can't be foreseen are left out.
+        """
+        found = {}
+        for outcome in map(self.outcomes.__getitem__, names):
+            implementation = self._implementations[outcome.spec.name]
+            try:
+                reason = implementation.unneeded_here() or implementation.unneeded()
+                why = None if reason else self._foreseen(outcome, frozenset())
+            except Exception:  # the patch stays waiting, and its own attempt will tell
+                continue
+            if outcome.state is not State.WAITING:
+                continue
+            if reason is not None:
+                found[outcome.spec.name] = (State.NOT_NEEDED, reason)
+            elif why is not None:
+                found[outcome.spec.name] = (State.REFUSED, why)
+            else:
+                found[outcome.spec.name] = (State.APPLIED, "it is applied when vLLM imports its module")
+        return found
+
     def refuse_all(self, why: str) -> None:
         """Undo every applied patch, and refuse every waiting one."""
-        for outcome in self.outcomes.values():
+        for outcome in reversed(self.outcomes.values()):  # a later patch may wrap the wrapper of an earlier one
             if outcome.state in (State.APPLIED, State.WAITING):
                 self._refuse(outcome, why)
 

@@ -5,13 +5,12 @@ Imported only where vLLM has imported `prometheus_client` already.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from vllm_async_spec._version import __version__
-from vllm_async_spec.vllm_plugin.ledger import State
+from vllm_async_spec.vllm_plugin.ledger import count_states
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
 from vllm_async_spec.vllm_plugin.settings import Settings
 
@@ -54,10 +53,21 @@ class Collector:
         patches = GaugeMetricFamily(
             "vllm:async_spec_patches", "Number of vllm-async-spec patches in each state.", labels=["state"]
         )
-        states = Counter(snapshot.patches.values())
-        for state in (State.APPLIED, State.NOT_NEEDED, State.REFUSED, State.WAITING):
-            patches.add_metric([state.value], states[state])
+        for state, count in count_states(snapshot.patches).items():
+            patches.add_metric([state], count)
         yield patches
+        scheduling = GaugeMetricFamily(
+            "vllm:async_spec_async_scheduling",
+            "Whether scheduling is asynchronous (1) or not (0), and who decided.",
+            labels=["decided_by", "runner", "backend"],
+        )
+        engines: dict[tuple[str, str, str], bool] = {}
+        for engine in snapshot.engines:  # an earlier engine of this server may have the same labels
+            labels = (engine.decided_by, engine.runner, engine.backend)
+            engines[labels] = engine.asynchronous and engines.get(labels, True)
+        for labels, asynchronous in engines.items():
+            scheduling.add_metric(labels, asynchronous)
+        yield scheduling
         refused = GaugeMetricFamily(
             "vllm:async_spec_refused_patch",
             "Always 1: a patch of vllm-async-spec that a process refused, and the reason.",

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vllm_async_spec.sync_policy import on_first_count, sync_report
-from vllm_async_spec.vllm_plugin.ledger import Outcome
+from vllm_async_spec.vllm_plugin.ledger import Outcome, State
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.run_directory import run_directory, said_path, snapshot_path
-from vllm_async_spec.vllm_plugin.metrics.snapshot import Snapshot
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine, Snapshot
 
 INTERVAL = 1.0
 """Seconds between two checks of the counters."""
@@ -75,6 +75,8 @@ class Publisher:
     def __init__(self) -> None:
         self._outcomes: Mapping[str, Outcome] = {}
         self._file: SnapshotFile | None = None
+        self._engine: Engine | None = None
+        self._foreseen: dict[str, tuple[State, str]] = {}
         self.failure: OSError | None = None
         """Why only the counters of this process are known."""
 
@@ -93,6 +95,17 @@ class Publisher:
             self._begin(directory)
             os.register_at_fork(after_in_child=lambda: self._begin(directory))
 
+    def report(self, *, engine: Engine | None = None, foreseen: Mapping[str, tuple[State, str]] | None = None) -> None:
+        """Publish what only this process knows.
+
+        Args:
+            engine: what this process's engine runs with.
+            foreseen: the states that waiting patches will have.
+        """
+        self._engine = engine or self._engine
+        self._foreseen |= foreseen or {}
+        self.publish()
+
     def publish(self) -> None:
         """Write this process's counters now."""
         if self._file is not None:
@@ -109,7 +122,10 @@ class Publisher:
         return Snapshot.together([self._own(), *map(Snapshot.from_json, others)])
 
     def _own(self) -> Snapshot:
-        return Snapshot.of(sync_report(), self._outcomes)
+        snapshot = Snapshot.of(sync_report(), self._outcomes)
+        snapshot.foreseen = self._foreseen
+        snapshot.engines = [self._engine] if self._engine else []
+        return snapshot
 
     def _begin(self, directory: Path) -> None:
         self._file = SnapshotFile(directory)

@@ -7,13 +7,27 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from vllm_async_spec.sync_policy import CallSite, SyncReport
 from vllm_async_spec.vllm_plugin.ledger import Outcome, State
 
 _TELLING = (State.WAITING, State.NOT_NEEDED, State.APPLIED, State.REFUSED)
 """States by precedence, lowest first: a server's patch is refused if any process refused it, and so on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine runs with."""
+
+    asynchronous: bool
+    """Whether its scheduling is asynchronous."""
+    decided_by: str
+    """Who decided that: `user`, `vllm-async-spec`, `vLLM` or `unknown`."""
+    runner: str = "unknown"
+    """`V1` or `V2`; unknown to the front end."""
+    backend: str = "unknown"
+    """Its attention backends, separated by commas; unknown to the front end."""
 
 
 @dataclass(slots=True)
@@ -30,6 +44,10 @@ class Snapshot:
     """State of each patch."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why each refused patch was refused."""
+    foreseen: dict[str, tuple[State, str]] = field(default_factory=dict)
+    """The state of each patch whose module an engine did not import by its start, if a later import settles it."""
+    engines: list[Engine] = field(default_factory=list)
+    """What the engines run with. A front end's entry counts only if no worker has one."""
 
     @classmethod
     def of(cls, report: SyncReport, outcomes: Mapping[str, Outcome]) -> Snapshot:
@@ -55,12 +73,27 @@ class Snapshot:
             for name, state in snapshot.patches.items():
                 total.patches[name] = max(state, total.patches.get(name, state), key=_TELLING.index)
             total.refused |= snapshot.refused
+            total.foreseen |= snapshot.foreseen
+            total.engines += [engine for engine in snapshot.engines if engine not in total.engines]
+        for name, (state, why) in total.foreseen.items():
+            if total.patches.get(name) is State.WAITING:
+                total.patches[name] = state
+                total.refused |= {name: why} if state is State.REFUSED else {}
+        known = [engine for engine in total.engines if engine.runner != "unknown"]
+        total.engines = known or total.engines[-1:]
         return total
 
     def to_json(self) -> str:
         """JSON text for `from_json`."""
         waits = [[cause, kind, count, self.seconds[cause, kind]] for (cause, kind), count in self.waits.items()]
-        plain = {"waits": waits, "fallbacks": self.fallbacks, "patches": self.patches, "refused": self.refused}
+        plain = {
+            "waits": waits,
+            "fallbacks": self.fallbacks,
+            "patches": self.patches,
+            "refused": self.refused,
+            "foreseen": self.foreseen,
+            "engines": [astuple(engine) for engine in self.engines],
+        }
         return json.dumps(plain)
 
     @classmethod
@@ -71,6 +104,8 @@ class Snapshot:
             fallbacks=Counter(data["fallbacks"]),
             patches={name: State(state) for name, state in data["patches"].items()},
             refused=data["refused"],
+            foreseen={name: (State(state), why) for name, (state, why) in data["foreseen"].items()},
+            engines=[Engine(*values) for values in data["engines"]],
         )
         for wait in data["waits"]:
             snapshot.add_wait(*wait)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-import copy
+import contextvars
 import functools
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.log import inform
+from vllm_async_spec.vllm_plugin.log import inform, logger
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
+from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.scheduling import (
+    KEPT,
+    PLUGIN,
+    USER,
+    VLLM,
+    Decision,
+    Inquiry,
+    accepts,
+    choice_of,
+    concluded,
+    copied,
+    is_asking,
+    is_on,
+    note,
+    one_line,
+    why_off,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
     from vllm_async_spec.vllm_plugin.upstream_batch import EngineArgs
     from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Whether scheduling is asynchronous, who decided it (`user`, `vllm-async-spec` or `vLLM`), and why."""
-
-    enabled: bool
-    by: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"asynchronous scheduling is {'on' if self.enabled else 'off'}, decided by {self.by}: {self.why}"
 
 
 def decide(
@@ -52,55 +59,36 @@ def decide(
     """
     choice: bool | None = engine_args.async_scheduling
     if choice is not None:
-        return _checked(create(engine_args), choice, "user", f"async_scheduling={choice}")
-    reason = "there is no speculative decoding"
+        return _checked(create(engine_args), choice, USER, f"--{'' if choice else 'no-'}async-scheduling was given")
+    reason = None
     if engine_args.speculative_config is not None:
         try:
             config = create(_choosing(engine_args, True))
         except Exception as error:  # an error that is not about our choice comes again below
-            reason = _one_line(error)
+            reason = one_line(error)
         else:
             method = config.speculative_config.method
-            return _checked(config, True, "vllm-async-spec", f"vLLM accepts it with the method {method}")
+            return _checked(config, True, PLUGIN, accepts(method))
     config = create(_choosing(engine_args, stock))
-    return config, Decision(bool(config.scheduler_config.async_scheduling), "vLLM", reason)
+    decision = concluded(None, config)
+    return config, decision if reason is None else replace(decision, why=reason)
 
 
 def _checked(config: VllmConfig, asked: bool, by: str, why: str) -> tuple[VllmConfig, Decision]:
     """The decision, corrected if vLLM did not follow it: the CPU platform silently disables async scheduling."""
-    enabled = bool(config.scheduler_config.async_scheduling)
-    if enabled == asked:
-        return config, Decision(enabled, by, why)
-    return config, Decision(enabled, "vLLM", f"{by} asked for the opposite, and vLLM's platform did not take it")
-
-
-def explain(engine_args: EngineArgs) -> tuple[VllmConfig, Decision]:
-    """The configuration that vLLM makes of these arguments in this process, and who decided its scheduling."""
-    create = type(engine_args).create_engine_config
-    if (original := getattr(create, "__wrapped__", None)) is not None:
-        return decide(engine_args, original, stock=type(engine_args).async_scheduling)
-    config, choice = create(engine_args), engine_args.async_scheduling
-    if choice is not None:
-        return _checked(config, choice, "user", f"async_scheduling={choice}")
-    enabled = bool(config.scheduler_config.async_scheduling)
-    if getattr(config.scheduler_config, _KEPT, False):
-        return config, Decision(enabled, "vllm-async-spec", "vLLM accepts it, but its CPU platform would turn it off")
-    return config, Decision(enabled, "vLLM", "its own rule, which vllm-async-spec leaves alone in this release")
+    if is_on(config) is asked:
+        return config, Decision(asked, by, why)
+    return config, Decision(not asked, VLLM, f"{by} asked for the opposite, and vLLM's platform overruled it")
 
 
 def _choosing(engine_args: EngineArgs, choice: bool | None) -> EngineArgs:
-    """A copy with `async_scheduling` set. Copies `speculative_config` too, because vLLM adds entries to it."""
-    chosen = copy.copy(engine_args)
+    chosen = copied(engine_args)
     chosen.async_scheduling = choice
-    chosen.speculative_config = copy.copy(engine_args.speculative_config)
     return chosen
 
 
-def _one_line(error: Exception) -> str:
-    """The message of an exception on one line; for pydantic's, that of the first error."""
-    errors = getattr(error, "errors", None)
-    message = errors()[0]["msg"] if callable(errors) else str(error)
-    return " ".join(str(message).removeprefix("Value error, ").split())
+_DECIDING = contextvars.ContextVar("deciding", default=False)
+"""Whether the patch `async-scheduling-default` decides, and so announces the decision itself."""
 
 
 def _apply_default(transaction: Transaction, module: ModuleType) -> None:
@@ -109,12 +97,58 @@ def _apply_default(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        config, decision = decide(self, lambda chosen: original(chosen, *args, **kwargs), stock=stock)
-        if self.speculative_config is not None:
-            inform("vllm-async-spec: %s", decision)
+        def decided(asked: EngineArgs) -> tuple[VllmConfig, Decision]:
+            return decide(asked, lambda chosen: original(chosen, *args, **kwargs), stock=stock)
+
+        given = copied(self)
+        token = _DECIDING.set(True)
+        try:
+            config, decision = decided(self)
+            decision = _with_reason(decision, given, config, lambda asked: decided(asked)[0])
+        finally:
+            _DECIDING.reset(token)
+        _announce(config, decision)
         return config
 
     transaction.set(cls, "create_engine_config", create_engine_config)
+
+
+def _apply_decision(transaction: Transaction, module: ModuleType) -> None:
+    cls = module.EngineArgs
+    original = cls.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        given = copied(self)
+        config: VllmConfig = original(self, *args, **kwargs)
+        if not _DECIDING.get():
+            decision = concluded(choice_of(given), config)
+            _announce(config, _with_reason(decision, given, config, lambda asked: original(asked, *args, **kwargs)))
+        return config
+
+    transaction.set(cls, "create_engine_config", create_engine_config)
+
+
+def _with_reason(
+    decision: Decision, given: EngineArgs, config: VllmConfig, create: Callable[[EngineArgs], VllmConfig]
+) -> Decision:
+    """The decision, with the reason if vLLM did not schedule speculative decoding asynchronously."""
+    if decision.enabled or decision.by == USER or given.speculative_config is None or is_asking():
+        return decision
+    try:
+        return why_off(Inquiry(given, create), config, asked=choice_of(given) is True)
+    except Exception as error:  # must not end a server that stock vLLM starts
+        logger.debug("vllm-async-spec: the reason for synchronous scheduling is unknown: %s", error)
+        return decision
+
+
+def _announce(config: VllmConfig, decision: Decision) -> None:
+    """Note the decision in the configuration; log it once per server."""
+    note(config, decision)
+    if not is_asking():
+        publisher.report(engine=Engine(decision.enabled, decision.by))
+    if not is_asking() and publisher.is_first(str(decision)):
+        inform("vllm-async-spec: %s", decision)
 
 
 def _apply_unset(transaction: Transaction, module: ModuleType) -> None:
@@ -164,10 +198,6 @@ def _unset_the_one_being_made(cls: type[EngineArgs]) -> None:
         frame = caller  # type: ignore[assignment]  # None ends the loop
 
 
-_KEPT = "_async_spec_kept"
-"""Marks a SchedulerConfig whose asynchronous scheduling was kept on, also in the other processes."""
-
-
 def unneeded_off_cpu() -> str | None:
     """Why this process does not need a patch of vLLM's CPU platform, or None."""
     from vllm.platforms import current_platform
@@ -196,15 +226,18 @@ def _apply_cpu(transaction: Transaction, module: ModuleType) -> None:
         scheduler = vllm_config.scheduler_config
         wanted = scheduler.async_scheduling and vllm_config.speculative_config is not None
         original(platform, vllm_config)
-        if wanted or getattr(scheduler, _KEPT, False):
+        if wanted or getattr(scheduler, KEPT, False):
             scheduler.async_scheduling = True
-            setattr(scheduler, _KEPT, True)
+            setattr(scheduler, KEPT, True)
 
+    setattr(check_and_update_config, KEPT, True)
     transaction.set(cls, "check_and_update_config", classmethod(check_and_update_config))
 
 
 IMPLEMENTATIONS = {
     "async-scheduling-cpu": Implementation(_apply_cpu, unneeded_off_cpu),
+    # Before the default, which wraps this wrapper.
+    "async-scheduling-decision": Implementation(_apply_decision),
     "async-scheduling-default": Implementation(_apply_default),
     "async-scheduling-unset": Implementation(_apply_unset),
 }

@@ -112,6 +112,7 @@ class PlansFromBound(FlashInferBuilderBase):
             _unpin(self)
             compile_kernels(self.device)
         if _may_plan(self.vllm_config):
+            _plan_drafts_as_prefills(self)
             backend = _backend_of_wrappers(self, platform)
             if self.enable_cuda_graph and (self.reorder_batch_threshold == 1 or _takes_over(self, backend)):
                 # FlashInfer chooses between FlashAttention 2 and 3 on SM90 only.
@@ -201,6 +202,15 @@ def _may_plan(config: VllmConfig) -> bool:
     """Whether the configuration allows the plugin's wrappers to plan drafts."""
     # Batch invariance turns split-KV off, and without split-KV a graph's plan does not mark its valid tiles.
     return drafts_in_graphs(config) and not importlib.import_module("vllm.envs").VLLM_BATCH_INVARIANT
+
+
+def _plan_drafts_as_prefills(builder: FlashInferBuilderBase) -> None:
+    """Make vLLM leave drafts to prefill wrappers below SM90, for which our planners plan; vLLM 0.32 always did.
+
+    From 0.33 on vLLM has decode wrappers verify a uniform batch of drafts. Their graphs need a plan for each step.
+    """
+    if getattr(builder, "use_fa2_native_decode", False):
+        builder.use_fa2_native_decode, builder.reorder_batch_threshold = False, 1
 
 
 def _backend_of_wrappers(builder: FlashInferBuilderBase, platform: Platform) -> str:

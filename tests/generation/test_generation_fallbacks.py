@@ -1,0 +1,276 @@
+"""What neither asynchronous stopping nor interleaving can do: transformers' own loop with one warning, or an error.
+
+Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+
+import tiny_models
+import transformers
+from generating import seeded
+from late_device import LateChannel
+from switched_on import enabled, nothing_said
+
+from vllm_async_spec import generation
+from vllm_async_spec.generation import SynchronousGenerationWarning
+from vllm_async_spec.generation.dropped_arguments import dropped_arguments
+
+__all__ = ["enabled", "nothing_said"]  # fixtures
+
+OLD = transformers.__version__.startswith("4.")
+INTERLEAVED = {"interleaved": True}
+FALLBACKS = [
+    ("llama", {"num_beams": 3}, {}, "not beam_search"),
+    ("llama", {"num_beams": 3, "do_sample": True}, {}, "not beam_sample"),
+    ("llama", {"num_beams": 3}, INTERLEAVED, "not beam_search"),
+    ("encoder-decoder", {"num_beams": 3}, {}, "not beam_search"),
+    ("encoder-decoder", {}, INTERLEAVED, "only decoder-only models, and T5ForConditionalGeneration has an encoder"),
+    ("mamba", {"do_sample": True}, INTERLEAVED, "a cache of keys and values, and transformers makes none for Mamba"),
+    ("mamba", {}, {"interleaved": False, "static_cache": False}, "transformers makes none for MambaForCausalLM"),
+    (
+        "half mamba",
+        {},
+        INTERLEAVED,
+        "makes none for JambaForCausalLM" if OLD else "the static cache of JambaForCausalLM has a LinearAttentionLayer",
+    ),
+    ("own cache", {}, INTERLEAVED, "GPTNeoForCausalLM does not support a static cache"),
+]
+
+
+@contextlib.contextmanager
+def one_warning(sentence: str) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(each.message) for each in caught if each.category is SynchronousGenerationWarning]
+    assert len(found) == 1, found
+    assert sentence in found[0]
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "way", "sentence"), FALLBACKS)
+def test_it_is_transformers_own_loop_with_one_warning(
+    nothing_said: None, kind: str, kwargs: dict[str, Any], way: dict[str, Any], sentence: str
+):
+    model = tiny_models.model(kind)
+    inputs = tiny_models.prompts([4, 4], "left")
+    expected, _ = seeded(model, inputs, {}, max_new_tokens=6, **kwargs)
+    with one_warning(sentence):
+        for _ in range(2):
+            found, _ = seeded(
+                model, inputs, {"custom_generate": generation.generate, **way}, max_new_tokens=6, **kwargs
+            )
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "kwargs", "way", "sentence"), FALLBACKS)
+def test_strict_refuses_it(kind: str, kwargs: dict[str, Any], way: dict[str, Any], sentence: str):
+    model = tiny_models.model(kind)
+    inputs = tiny_models.prompts([4, 4], "left")
+    with pytest.raises(ValueError, match=f"{sentence}.*; leave out strict to generate synchronously instead"):
+        model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, strict=True, **way, **kwargs)
+
+
+@pytest.mark.parametrize("way", [{}, INTERLEAVED])
+def test_strict_refuses_a_cpu_too(way: dict[str, Any]):
+    with pytest.raises(ValueError, match="need a CUDA device, and input_ids are on cpu; leave out strict"):
+        tiny_models.model("llama").generate(
+            **tiny_models.prompts([4], "left"),
+            max_new_tokens=6,
+            custom_generate=generation.generate,
+            strict=True,
+            **way,
+        )
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 3}, INTERLEAVED, INTERLEAVED | {"num_beams": 3}])
+@pytest.mark.parametrize("kind", ["llama", "encoder-decoder"])
+def test_a_bad_option_is_refused_before_any_loop_runs(kind: str, way: dict[str, Any]):
+    with pytest.raises(ValueError, match="poll_every is 0; it must be at least 1"):
+        tiny_models.model(kind).generate(
+            **tiny_models.prompts([4], "left"), custom_generate=generation.generate, poll_every=0, **way
+        )
+
+
+def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_waits(nothing_said: None):
+    inputs = tiny_models.prompts([4, 4], "left")
+    channel = LateChannel(2)
+    late = {"custom_generate": generation.generate, "open_channel": channel.open}
+    with one_warning("the model makes its own cache, so it is unknown whether that cache can be cropped"):
+        (expected, _), (found, _) = (
+            seeded(tiny_models.model("mamba"), inputs, way, max_new_tokens=8, return_dict_in_generate=True)
+            for way in ({}, late)
+        )
+    assert torch.equal(found.sequences, expected.sequences)
+    assert channel.sent == 0
+
+
+# --- enable() ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"), [({"num_beams": 3}, "beam_search"), ({"prompt_lookup_num_tokens": 2}, "assisted_generation")]
+)
+def test_other_modes_fall_back_for_every_model(enabled: LateChannel, kwargs: dict[str, Any], name: str):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([4], "left")
+    expected = model.generate(**inputs, max_new_tokens=6, **kwargs)
+    with one_warning(
+        f"transformers' own loop generates: asynchronous stopping supports greedy search and sampling, not {name}"
+    ):
+        found = model.generate(**inputs, max_new_tokens=6, async_stopping_criteria=True, **kwargs)
+    assert torch.equal(found, expected)
+    assert enabled.sent == 0
+
+
+def test_a_model_with_a_loop_of_its_own_is_named(enabled: LateChannel):
+    class OwnLoop(transformers.LlamaForCausalLM):
+        def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return input_ids
+
+    model = OwnLoop(tiny_models.model("llama").config)
+    inputs = tiny_models.prompts([4], "left")
+    with one_warning("OwnLoop has a decode loop of its own"):
+        model.generate(**inputs, max_new_tokens=6, async_stopping_criteria=True)
+    with pytest.raises(ValueError, match="OwnLoop has a decode loop of its own; leave out strict"):
+        model.generate(**inputs, max_new_tokens=6, async_stopping_criteria=True, async_stopping_strict=True)
+
+
+def test_the_keywords_do_what_the_configuration_does(enabled: LateChannel):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": [2, 3, 4, 5], "do_sample": True}
+    torch.manual_seed(3)
+    expected = model.generate(**inputs, **settings)
+    extra = {"async_stopping_criteria": True, "async_stopping_max_in_flight": 3}
+    steps = expected.shape[1] - 3
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(**inputs, **settings, **extra), expected)
+    assert enabled.sent == steps + 2
+    torch.manual_seed(3)
+    config = transformers.GenerationConfig(**settings)
+    assert torch.equal(model.generate(**inputs, generation_config=config, **extra), expected)
+    assert enabled.sent == 2 * (steps + 2)
+    assert not hasattr(config, "async_stopping_criteria"), "the caller's configuration was changed"
+
+
+def test_false_is_transformers_own_loop(enabled: LateChannel):
+    inputs = tiny_models.prompts([3], "left")
+    tiny_models.model("llama").generate(**inputs, max_new_tokens=4, async_stopping_criteria=False)
+    assert enabled.sent == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sentence"),
+    [
+        ({"async_stopping_criteria": "yes"}, "async_stopping_criteria is 'yes'; it must be True or False"),
+        (
+            {"async_stopping_poll_every": 2},
+            "async_stopping_poll_every is 2, and async_stopping_criteria is not set; pass async_stopping_criteria=True",
+        ),
+        ({"async_stopping_criteria": True, "async_stopping_poll_every": 0}, "poll_every is 0; it must be at least 1"),
+        ({"async_stopping_criteria": True, "async_stopping_strict": 1}, "async_stopping_strict is 1; it must be True"),
+    ],
+)
+def test_bad_keywords_are_refused(enabled: LateChannel, kwargs: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        tiny_models.model("llama").generate(**tiny_models.prompts([3], "left"), max_new_tokens=4, **kwargs)
+
+
+def test_without_enable_the_keyword_is_unknown_to_transformers():
+    with pytest.raises(ValueError, match=r"not used by the model: \['async_stopping_criteria'\]"):
+        tiny_models.model("llama").generate(**tiny_models.prompts([3], "left"), async_stopping_criteria=True)
+
+
+# --- what transformers drops, and errors of models -----------------------------------------------------------------
+
+
+def test_a_streamer_is_found_behind_a_function_of_the_caller():
+    def mine(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return generation.generate(model, input_ids, **kwargs)
+
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3], "left")
+    streamer = transformers.TextStreamer(tiny_models.tokenizer())
+    with pytest.raises(ValueError, match="transformers passes no streamer to a custom_generate function"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=mine, streamer=streamer)
+    with pytest.raises(ValueError, match="not assisted_generation; leave out custom_generate"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=mine, assistant_model=model)
+
+
+def test_the_arguments_of_another_models_generation_are_not_ours():
+    model, other = tiny_models.model("llama"), tiny_models.model("gpt2")
+    streamer = transformers.TextStreamer(tiny_models.tokenizer())
+    found = []
+
+    class Looks(transformers.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            found.extend(dropped_arguments(each).lost for each in (model, other))
+            return scores
+
+    looks = transformers.LogitsProcessorList([Looks()])
+    inputs = tiny_models.prompts([3], "left")
+    model.generate(**inputs, max_new_tokens=1, logits_processor=looks, streamer=streamer)
+    assert found == [{"streamer": streamer}, {}]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "alibi",
+        pytest.param("bloom", marks=pytest.mark.skipif(OLD, reason="transformers 4 runs Bloom, static cache too")),
+    ],
+)
+def test_an_error_of_a_model_becomes_one_sentence(kind: str):
+    model = tiny_models.model(kind)
+    inputs = tiny_models.prompts([4, 4], "left")
+    way = {"custom_generate": generation.generate, "interleaved": True}
+    sentence = (
+        rf"the forward of {type(model).__name__} failed in interleaved generation with \w+Error: .*; pass "
+        "static_cache=False, or leave out interleaved"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        model.generate(**inputs, max_new_tokens=6, **way)
+    found = model.generate(**inputs, max_new_tokens=6, static_cache=False, **way)
+    assert torch.equal(found, model.generate(**inputs, max_new_tokens=6))
+
+
+class OwnError(RuntimeError):
+    """An error that a caller may catch."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(KeyError("x"), ValueError), (OwnError("x"), OwnError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+@pytest.mark.parametrize("call", [0, 1], ids=["prompt", "step"])
+def test_only_errors_without_a_class_of_their_own_are_reworded(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, seen: type[BaseException], call: int
+):
+    model = tiny_models.model("llama")
+    forward, calls = type(model).forward, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) > call:
+            raise raised
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", fails)
+    with pytest.raises(seen) as caught:
+        model.generate(
+            **tiny_models.prompts([3], "left"), max_new_tokens=6, custom_generate=generation.generate,
+            interleaved=True, static_cache=False,
+        )  # fmt: skip
+    assert (caught.value is raised) == (seen is not ValueError)
+    if seen is ValueError:
+        assert str(caught.value).endswith("with KeyError: 'x'; leave out interleaved to use transformers' own loop")

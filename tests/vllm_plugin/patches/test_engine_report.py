@@ -1,0 +1,93 @@
+"""A worker reports its engine once, and no failure of the report ends the worker."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vllm_async_spec.patching import temporarily
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchSpec, State, Target
+from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher
+from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
+from vllm_async_spec.vllm_plugin.patches import engine_report
+from vllm_async_spec.vllm_plugin.scheduling import Decision, note
+from vllm_async_spec.vllm_plugin.settings import Settings
+from vllm_async_spec.vllm_plugin.state import Plugin
+
+Start = Callable[..., tuple[Publisher, list[str]]]
+
+
+class WorkerWrapperBase:
+    """As vLLM's."""
+
+    def __init__(self, worker: object) -> None:
+        self.worker = worker
+
+    def initialize_from_config(self, configs: list[int]) -> int:
+        return configs[0]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a worker, and returns what it published and logged."""
+
+    def run(rank: int, runner: Any) -> tuple[Publisher, list[str]]:
+        lines: list[str] = []
+        publisher = Publisher()
+        spec = PatchSpec("later", "", "", "", "", (Target("no_such_module", "f", {"1.0": "0" * 16}),))
+        ledger = Ledger({"later": Implementation(lambda *_: None)}, (spec,))
+        monkeypatch.setattr(publisher, "_outcomes", ledger.outcomes | {"audit-worker": Outcome(spec, State.APPLIED)})
+        monkeypatch.setattr(engine_report, "publisher", publisher)
+        monkeypatch.setattr(engine_report, "active_plugin", lambda: Plugin(Settings.read({}), ledger))
+        monkeypatch.setattr(engine_report, "inform", lambda message, *values: lines.append(message % values))
+        monkeypatch.setattr(engine_report.logger, "warning", lambda message, *values: lines.append(message % values))
+        with temporarily() as transaction:
+            module: Any = types.SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase)
+            engine_report._apply(transaction, module)
+            worker = types.SimpleNamespace(rank=rank, model_runner=runner)
+            assert WorkerWrapperBase(worker).initialize_from_config([7]) == 7
+        return publisher, lines
+
+    return run
+
+
+def runner(*backends: str, decision: Decision | None = None, on: bool = True) -> Any:
+    groups = [
+        types.SimpleNamespace(backend=types.SimpleNamespace(get_name=lambda name=name: name)) for name in backends
+    ]
+    config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(async_scheduling=on))
+    if decision is not None:
+        note(config, decision)  # type: ignore[arg-type]
+    return types.SimpleNamespace(vllm_config=config, attn_groups=[groups])
+
+
+def test_the_engines_runner_backends_and_patches_are_published_and_logged(start: Start) -> None:
+    decided = Decision(True, "user", "--async-scheduling was given")
+    publisher, lines = start(0, runner("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN", decision=decided))
+    assert publisher.snapshot().engines == [Engine(True, "user", "V1", "FLASH_ATTN, FLASHINFER")]
+    assert lines == [
+        "vllm-async-spec: the engine has the V1 runner, attention FLASH_ATTN, FLASHINFER; patches: 1 refused"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("decision", "by"), [(None, "unknown"), (Decision(True, "vllm-async-spec", "because"), "vLLM")]
+)
+def test_a_decision_that_does_not_hold_is_not_repeated(start: Start, decision: Decision | None, by: str) -> None:
+    publisher, _ = start(0, runner("FLASH_ATTN", decision=decision, on=False))
+    assert publisher.snapshot().engines == [Engine(False, by, "V1", "FLASH_ATTN")]
+
+
+def test_only_the_first_rank_reports(start: Start) -> None:
+    publisher, lines = start(1, runner("FLASH_ATTN"))
+    assert (publisher.snapshot().engines, lines) == ([], [])
+
+
+def test_a_runner_that_nobody_knows_costs_one_line(start: Start) -> None:
+    publisher, lines = start(0, types.SimpleNamespace())
+    assert publisher.snapshot().engines == []
+    assert len(lines) == 1
+    assert lines[0].startswith("vllm-async-spec: the engine's state is not reported: AttributeError: ")
