@@ -60,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def async_spec_backend(request: pytest.FixtureRequest) -> BackendResult:
-    """The compatibility suite's result for a backend: `passed`, `need`, `waits`, `faults`, `cases`, `explain()`."""
+    """The compatibility suite's result for a backend: `passed`, `need`, `waits`, `faults`, `unreached`, `explain()`."""
     if request.param is None:
         pytest.fail(_NO_BACKEND, pytrace=False)
     found: BackendResult = _check(request.config, request.param)

@@ -105,7 +105,7 @@ def _backends() -> dict[str, int]:
 
 def _has_details(row: dict[str, Any]) -> bool:
     """Whether its page has a section on the builder."""
-    parts = ("failure", "faults", "at_capture", "not_run", "notes", "not_validated", "not_attended")
+    parts = ("failure", "faults", "at_capture", "not_run", "notes", "not_validated", "not_attended", "unreached")
     return any(row.get(part) for part in parts)
 
 

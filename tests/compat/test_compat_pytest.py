@@ -124,8 +124,9 @@ def test_the_suite_itself(tmp_path: Path):
     named = [f"--backend={backend}" for backend in backends]
     (tmp_path / "test_it.py").write_text("def test_it(async_spec_backend): assert async_spec_backend.passed\n")
     done = run_pytest(tmp_path, "--pyargs", "vllm_async_spec.compat", "test_it.py", *named, "-rf")
-    # All batches and the construction, and one test, of three builders; one waits while drafting, one fails at capture.
-    assert outcome(done) == {"passed": 54, "failed": 6}, done.stdout + done.stderr
+    # Of three builders all batches, the construction, the lines not reached, and one test; one builder waits while
+    # drafting, one fails at capture.
+    assert outcome(done) == {"passed": 57, "failed": 6}, done.stdout + done.stderr
     failed = re.findall(r"FAILED \S+::test_no_host_sync\[(.+?)\] ", done.stdout)
     assert failed == [
         *(f"{backends[1]}-draft step {step}" for step in (2, 3)),
@@ -133,6 +134,17 @@ def test_the_suite_itself(tmp_path: Path):
     ], done.stdout
     assert re.findall(r"FAILED test_it.py::test_it\[(.+?)\] ", done.stdout) == backends[1:]
     assert "told exact lengths, it fails: ValueError: no graphs at support/compat_failing.py:" in done.stdout
+
+
+def test_lines_that_no_batch_reached(tmp_path: Path):
+    code = "def test_it(async_spec_backend): assert not async_spec_backend.unreached, async_spec_backend.explain()\n"
+    (tmp_path / "test_it.py").write_text(code)
+    options = ["-k", "test_it or test_every_line", "-rs", "--backend=compat_unreached:Thresholds"]
+    done = run_pytest(tmp_path, "--pyargs", "vllm_async_spec.compat", "test_it.py", *options)
+    # By itself such a line is no failure; a test of the author's makes it one.
+    assert outcome(done) == {"passed": 1, "failed": 1, "skipped": 1}, done.stdout + done.stderr
+    assert done.stdout.count("copy to host (cpu): metadata.seq_lens.cpu()") >= 2
+    assert "not shown clean, no batch reached support/compat_unreached.py:" in done.stdout
 
 
 def test_no_backend_and_a_wrong_one_fail_in_a_sentence(tmp_path: Path):

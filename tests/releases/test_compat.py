@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from packaging.version import Version
 
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.builder_inputs import AbsentError
-from vllm_async_spec.compat.cases import CASES, Host
+from vllm_async_spec.compat.cases import CASES, Case, Host
 from vllm_async_spec.compat.check import build_batch, check
+from vllm_async_spec.compat.model_shapes import MODELS, THIRD_PARTY
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.suite import run
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
 
 # The verdict, and a line that is named: of 0.12.0, 0.13.0, 0.18.1, 0.26.0 and 0.32.0.
@@ -84,6 +87,7 @@ EXPECTED: dict[str, tuple[tuple[Need | None, str | None], ...]] = {
         (Need.NONE, None),
     ),
 }
+SUPPORT = str(Path(__file__).parents[1] / "support")
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 HAS_BOUND = ("0.26.0", "0.32.0", "0.33.0")
 AS_IN = {"0.33.0": "0.32.0"}
@@ -101,13 +105,21 @@ def device(loaded: VllmSource) -> Any:
     loaded.on_kernel = None
 
 
-def checked(name: str, device: SimulatedDevice, *names: str) -> BackendResult:
-    subject = backend_subject(name, device)
+def checked(name: str, device: SimulatedDevice, *names: str, model: str | None = None) -> BackendResult:
+    """With the numbers of the first model that uses the builder, or of another."""
+    return check_all(name, device, [case for case in CASES if case.name in (names or BATCHES)], model)
+
+
+def check_all(
+    name: str, device: SimulatedDevice, cases: Sequence[Case] | None = None, model: str | None = None
+) -> BackendResult:
+    """With all batches and those for the builder's own thresholds, unless some are given."""
+    subject = backend_subject(name, device, None if model is None else MODELS[model])
     tried_on = subject.device or device
     load = loaded_source()
     assert load is not None
     load.on_kernel = tried_on.kernel_did_not_run
-    return check(subject, tried_on, cases=[case for case in CASES if case.name in (names or BATCHES)])
+    return check(subject, tried_on, cases=cases)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -118,6 +130,60 @@ def test_the_verdict_is_what_the_source_says(name: str, device: SimulatedDevice,
     found = checked(name, device)
     assert found.need is need, found.explain()
     assert site is None or site in found.explain()
+
+
+def test_sparse_fp8_waits_with_deepseeks_heads_and_not_with_few(device: SimulatedDevice, release: str):
+    """0.18.1 copies the lengths of each batch with a prefill; with fewer heads it takes another path."""
+    if release != "0.18.1":
+        pytest.skip(f"vLLM {release} is not the one that copies there")
+    found = checked("FLASHMLA_SPARSE_FP8", device, model="deepseek-v3.2")
+    assert found.need is Need.BLOCKING, found.explain()
+    assert {"prefill with context", "mixed"} <= found.faults.keys()
+    assert "copy to host (cpu) at vllm/v1/attention/backends/mla/flashmla_sparse.py:367" in found.explain()
+    for few in ("tiny", "deepseek-v3.2-tp8"):
+        assert checked("FLASHMLA_SPARSE_FP8", device, model=few).passed
+
+
+def test_flash_attn_mla_waits_for_prompts_past_its_threshold_only(device: SimulatedDevice, release: str):
+    """0.18.1 takes prompts of up to 512 tokens for decodes, which need no copy; the suite's own are shorter."""
+    if release != "0.18.1":
+        pytest.skip(f"vLLM {release} is not the one that copies there")
+    found = check_all("FLASH_ATTN_MLA", device)
+    assert found.need is Need.BLOCKING, found.explain()
+    past = ["prompt past threshold", "prompt past threshold, with context"]
+    assert list(found.faults) == [*past, "contexts past chunked_prefill_workspace_size"]
+    assert "copy to host (cpu) at vllm/model_executor/layers/attention/mla_attention.py:1735" in found.explain()
+    assert check_all("FLASH_ATTN_MLA", device, CASES).passed
+
+
+def test_the_numbers_of_a_model_reach_the_builder(device: SimulatedDevice):
+    made = {}
+    for name in ("llama-70b", "llama-70b-tp8", "gpt-oss-120b-window", "gemma-3-27b"):
+        subject = backend_subject("FLASH_ATTN", device, MODELS[name])
+        built = build_batch(subject, CASES[0], Host.EXACT, device).builder
+        made[name] = built.num_heads_q, built.num_heads_kv, built.headdim, built.aot_schedule
+    assert made["llama-70b"] == (64, 8, 128, True)
+    assert made["llama-70b-tp8"] == (8, 1, 128, True)
+    # Layers with different windows share no schedule.
+    assert made["gpt-oss-120b-window"] == (64, 8, 64, False)
+    assert made["gemma-3-27b"] == (32, 16, 128, False)
+
+
+def test_a_builder_of_latent_attention_gets_no_other_model(device: SimulatedDevice):
+    with pytest.raises(AbsentError, match="FLASHMLA is not for llama-8b, which lacks latent attention; try deepseek"):
+        backend_subject("FLASHMLA", device, MODELS["llama-8b"])
+
+
+def test_an_authors_builder_is_tried_with_more_than_the_tiny_model(
+    device: SimulatedDevice, loaded: VllmSource, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(SUPPORT)
+    (found,) = run(["compat_outside:many_heads"], device, source=loaded).results
+    assert found.models == THIRD_PARTY
+    assert found.need is Need.BLOCKING
+    assert {name.partition(", llama-70b")[1:] for name in found.faults} == {(", llama-70b", "")}
+    (few,) = run(["compat_outside:many_heads"], device, models=["llama-70b-tp8"], source=loaded).results
+    assert (few.passed, few.models) == (True, ("llama-70b-tp8",))
 
 
 def test_every_builder_of_the_table_is_made_or_absent(device: SimulatedDevice, release: str):
@@ -242,7 +308,7 @@ def test_flex_attention_knows_no_request_of_padded_tokens(device: SimulatedDevic
 
     Releases that can be captured have a longer buffer there; the others are never given padded tokens by an engine.
     """
-    (padded,) = [case for case in CASES if case.token_padding]
+    padded = next(case for case in CASES if case.name == "padded rows")
     subject = backend_subject("FLEX_ATTENTION", device)
     built = build_batch(subject, padded, Host.EXACT, device, watched=False).metadata
     requests = built.doc_ids

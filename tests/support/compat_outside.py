@@ -49,3 +49,17 @@ class Breaks(compat_planted.Clean):
 
 class NoBuilder:
     pass
+
+
+class WaitsWithManyHeads(compat_planted.Builder):
+    def __init__(self, device: Any, heads: int) -> None:
+        super().__init__(device)
+        self.heads = heads
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.cpu() if self.heads >= 64 else None
+
+
+def many_heads(setting: BuilderInputs) -> Any:
+    config: Any = setting.vllm_config()
+    return WaitsWithManyHeads(setting.device, config.model_config.get_num_attention_heads(config.parallel_config))

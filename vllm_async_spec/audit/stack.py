@@ -47,7 +47,7 @@ def plain(stack: RawStack) -> Stack:
 
 def readable(stack: Stack, depth: int = 8) -> tuple[Frame, ...]:
     """Up to `depth` frames outside PyTorch, Python's library and this tool; the first is the line that waited."""
-    frames = [Frame(_short(file), line, function, _source(file, line)) for file, line, function in _theirs(stack)]
+    frames = [Frame(short_path(file), line, function, _source(file, line)) for file, line, function in _theirs(stack)]
     return tuple(frames[:depth])
 
 
@@ -63,7 +63,7 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_LIBRARY) and not any(part in file for part in _SITE)
 
 
-def _short(file: str) -> str:
+def short_path(file: str) -> str:
     """The path from the package's name on; outside a package, its last two parts."""
     for part in _SITE:
         if part in file:

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.compat.model_shapes import MODELS
 from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
 
+_MODELS = (
+    f"A model whose heads, sizes and windows the builders get; may be repeated. Default: the models that use a builder."
+    f" There are {', '.join(MODELS)}."
+)
 _FORWARD_SECONDS = 600.0
 
 
@@ -34,6 +39,10 @@ def compat(
     ] = "cpu",
     vllm_source: Annotated[
         Path | None, typer.Option(help="The directory that contains vllm/, such as an unpacked wheel.")
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME", help=_MODELS),
     ] = None,
     plugin: Annotated[bool, typer.Option("--plugin", help="Apply the plugin's patches first.")] = False,
     json_file: Annotated[
@@ -55,6 +64,7 @@ def compat(
     badge_file: Annotated[
         Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
     ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also if a builder is not shown clean.")] = False,
     forward_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds for the forwards of each backend.", show_default="600")
     ] = _FORWARD_SECONDS,
@@ -62,10 +72,12 @@ def compat(
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
-    fails, or builds wrong metadata; 2: a builder could not be tried, or a file could not be written.
+    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried, or a file
+    could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
+    from vllm_async_spec.compat.model_shapes import UnknownModelError
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
@@ -81,9 +93,16 @@ def compat(
     try:
         with stopped_by_signals(), console.status("") as status:
             found = _try(
-                backends or [], plugin, device, vllm_source, status.update, keep=kept, forward_seconds=forward_seconds
+                backends or [],
+                plugin,
+                device,
+                vllm_source,
+                status.update,
+                models=models or (),
+                keep=kept,
+                forward_seconds=forward_seconds,
             )
-    except (SubjectError, VllmSourceError) as error:
+    except (SubjectError, UnknownModelError, VllmSourceError) as error:
         kept.discard()
         fail(str(error), 2)
     except Stopped as stopped:
@@ -91,7 +110,8 @@ def compat(
     failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     kept.discard()
     print_report(found, Console())
-    raise typer.Exit(found.exit_code or (2 if failed else 0))
+    unsure = strict and not all(result.shown_clean for result in found.results)
+    raise typer.Exit(found.exit_code or (2 if failed else int(unsure)))
 
 
 def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:
@@ -114,28 +134,32 @@ def _try(
     device: str = "cuda",
     vllm_source: Path | None = None,
     progress: Callable[[str], None] = lambda name: None,
+    models: Sequence[str] = (),
     *,
     keep: Callable[[Callable[[], Report]], None] = lambda so_far: None,
     forward_seconds: float = _FORWARD_SECONDS,
 ) -> Report:
     """Run the suite in this process, which has imported no vLLM yet, and where it must in a second one."""
     from vllm_async_spec.compat.installed import divide, joined
+    from vllm_async_spec.compat.model_shapes import models_named
     from vllm_async_spec.compat.suite import open_device, prepare, run
 
+    models_named(models)  # a wrong name is told before vLLM is loaded
     division = divide(names, device, vllm_source)
     with _second_process() as second:
         # Started first, since this process sets variables that are not meant for the other.
-        there = functools.partial(_try, forward_seconds=forward_seconds)
+        there = functools.partial(_try, models=models, forward_seconds=forward_seconds)
         beside = second.submit(there, division.beside, plugin, device) if division.beside else None
         source = prepare(division.source or vllm_source, plugin=plugin)
         opened = open_device(device, source)
         found = run(
             names,
             opened,
+            models=models,
             source=source,
             patches=_load_plugin() if plugin else None,
             progress=progress,
-            elsewhere=functools.partial(_try_elsewhere, plugin=plugin, forward_seconds=forward_seconds),
+            elsewhere=functools.partial(_try_elsewhere, plugin=plugin, models=models, forward_seconds=forward_seconds),
             left_out=division.beside,
             keep=keep,
             forward_seconds=forward_seconds,
@@ -160,10 +184,12 @@ def try_in_new_process(name: str, device: str) -> BackendResult:
         return process.submit(_try, [name], False, device).result().results[0]
 
 
-def _try_elsewhere(names: Sequence[str], *, plugin: bool, forward_seconds: float) -> Sequence[BackendResult]:
+def _try_elsewhere(
+    names: Sequence[str], *, plugin: bool, models: Sequence[str], forward_seconds: float
+) -> Sequence[BackendResult]:
     """Run the suite on the GPU in a spawned process with its own CUDA context."""
     with _second_process() as process:
-        return process.submit(_try, names, plugin, forward_seconds=forward_seconds).result().results
+        return process.submit(_try, names, plugin, models=models, forward_seconds=forward_seconds).result().results
 
 
 def _second_process() -> NewProcess:

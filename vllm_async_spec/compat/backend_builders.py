@@ -17,6 +17,7 @@ import torch
 
 from vllm_async_spec.compat.builder_inputs import LAYER, AbsentError, BuilderInputs, context_parallel
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, NUM_BLOCKS
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
@@ -48,8 +49,38 @@ def triton_backend() -> Any:
 
 
 def plain_builder(cls: Any, setting: BuilderInputs) -> Any:
-    """Make a full-attention builder from the default arguments."""
-    return setting.construct(cls, *setting.arguments())
+    """Make an attention builder from the default arguments."""
+    return setting.construct(cls, *_with_layers(cls, setting, setting.arguments()))
+
+
+def _with_layers(cls: Any, setting: BuilderInputs, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the model's layers where FlashAttention's builder looks for the windows of all of them.
+
+    A layer here has only the attributes that builders read; nothing is allocated.
+    """
+    kind = getattr(importlib.import_module(cls.__module__), "FlashAttentionImpl", None)
+    if kind is None or setting.model is TINY:
+        return arguments
+    config = arguments[2]
+    context = config.compilation_config.static_forward_context
+    # The builder's own layer first: its window is the model's, or the group's.
+    own = setting.model.window
+    for at, window in enumerate((own, *(each for each in setting.model.windows if each != own))):
+        implementation = object.__new__(kind)
+        implementation.num_heads = config.model_config.get_num_attention_heads(config.parallel_config)
+        implementation.sliding_window = (-1, -1) if window is None else (window - 1, 0)
+        layer = object.__new__(_attention_class())
+        vars(layer)["impl"] = implementation  # a torch module that was not initialised takes no attributes
+        context[LAYER if at == 0 else f"model.layers.{at}.self_attn.attn"] = layer
+    return arguments
+
+
+def _attention_class() -> Any:
+    """The release's layer of attention."""
+    for name in ("vllm.model_executor.layers.attention", "vllm.attention.layer"):
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            return importlib.import_module(name).Attention
+    raise ImportError("the loaded vLLM has its attention layer in no known module")
 
 
 def flex_builder(cls: Any, setting: BuilderInputs) -> Any:
@@ -67,8 +98,8 @@ def mamba_builder(cls: Any, setting: BuilderInputs) -> Any:
     _, layers, config, device = setting.arguments(enable_prefix_caching=False)
     spec = MambaSpec(
         block_size=BLOCK_SIZE,
-        shapes=((4, 4), (4, 4, 4)),
-        dtypes=(torch.bfloat16, torch.bfloat16),
+        shapes=setting.model.state,
+        dtypes=(torch.bfloat16,) * len(setting.model.state),
         num_speculative_blocks=DRAFT_TOKENS,
     )
     return setting.construct(cls, spec, layers, config, device)
@@ -85,14 +116,14 @@ def before_hopper() -> Iterator[None]:
 
 def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder for version 2 of the kernels."""
-    arguments = setting.arguments()
+    arguments = _with_layers(cls, setting, setting.arguments())
     with before_hopper():
         return setting.construct(cls, *arguments)
 
 
 def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder with each request's KV cache spread over two GPUs."""
-    arguments = setting.arguments()
+    arguments = _with_layers(cls, setting, setting.arguments())
     with context_parallel(arguments[2], 2):
         return setting.construct(cls, *arguments)
 
@@ -128,8 +159,10 @@ def encoder_only_builder(found: Any, setting: BuilderInputs) -> Any:
     """Make encoder-only attention's builder; `found` is the release's factory, which wraps another backend."""
     from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-    _, layers, config, device = setting.arguments()
-    spec = EncoderOnlyAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    full, layers, config, device = setting.arguments()
+    spec = EncoderOnlyAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=torch.bfloat16
+    )
     return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)
 
 
@@ -142,8 +175,10 @@ def cross_attention_builder(found: Any, setting: BuilderInputs) -> Any:
     """Make cross-attention's builder; `found` is the release's factory, which wraps another backend."""
     from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
-    _, layers, config, device = setting.arguments()
-    spec = CrossAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    full, layers, config, device = setting.arguments()
+    spec = CrossAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=torch.bfloat16
+    )
     return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)
 
 
@@ -225,7 +260,9 @@ def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
         config.attention_config.use_trtllm_attention = forced
     if hasattr(config.cache_config, "kv_cache_layout"):  # since 0.30; an engine sets it at start-up
         config.cache_config.kv_cache_layout = "LBNHC"
-    _know_one_layer()
+    _know_one_layer(setting.model)
+    if loaded_source() is not None:
+        _no_workspace()
     if way is Way.CONTEXT_PARALLEL:
         with context_parallel(config, 2):
             return setting.construct(cls, *arguments)
@@ -238,8 +275,17 @@ def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     return builder
 
 
-def _know_one_layer() -> None:
+def _no_workspace() -> None:
+    """Keep FlashInfer's builder from sizing its workspace by the heads: no kernel of an unpacked release runs."""
+    module: Any = importlib.import_module(f"{_BACKENDS}flashinfer")
+    if hasattr(module, "FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM"):  # since 0.26
+        module.FLASHINFER_PREFILL_WORKSPACE_BYTES_PER_ELEM = 0
+
+
+def _know_one_layer(model: Model) -> None:
     """Give FlashInfer's builder one layer's parameters, which in an engine it reads from the model."""
     module = importlib.import_module(f"{_BACKENDS}flashinfer")
-    parameters = importlib.import_module(f"{_BACKENDS}utils").PerLayerParameters(-1, None, 0.125)
+    window_left = -1 if model.window is None else model.window - 1
+    made = importlib.import_module(f"{_BACKENDS}utils").PerLayerParameters
+    parameters = made(window_left, None, model.head_size**-0.5, model.sinks)
     module.get_per_layer_parameters = lambda *arguments: {LAYER: parameters}  # type: ignore[attr-defined]

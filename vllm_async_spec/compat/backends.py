@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from vllm_async_spec.compat.backend_builders import (
     Way,
     before_hopper,
@@ -30,14 +27,16 @@ from vllm_async_spec.compat.backend_builders import (
     plain_builder,
     triton_backend,
 )
+from vllm_async_spec.compat.batch_fields import accepted_fields, encoder_fields, logits_fields
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
 from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
 from vllm_async_spec.compat.model import FIELDS
+from vllm_async_spec.compat.model_shapes import MODELS, MODELS_OF, TINY, Model, why_not_for
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
 from vllm_async_spec.compat.vllm_source import loaded_source
@@ -108,19 +107,6 @@ class Backend:
     layer: MakeLayer | str = _LAYER
 
 
-def _accepted(case: Case, device: Device) -> Mapping[str, Any]:
-    """What vLLM's runner gives state-space builders: accepted counts, and draft counts, -1 for none; both int32."""
-    drafts = [
-        query - 1 if query > 1 and not prefilling else -1
-        for query, prefilling in zip(case.query_lens, case.prefilling, strict=True)
-    ]
-    accepted = [max(1, query - row % 3) for row, query in enumerate(case.query_lens)]
-    return {
-        "num_accepted_tokens": device.place(torch.tensor(accepted, dtype=torch.int32)),
-        "num_decode_draft_tokens_cpu": torch.tensor(drafts, dtype=torch.int32),
-    }
-
-
 def _mla(block_size: int) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: mla_builder(cls, setting, block_size)
 
@@ -158,25 +144,6 @@ def _chunked_local(found: Any, setting: BuilderInputs) -> Any:
     return local_attention_builder(triton_backend(), setting, _LOCAL_CHUNK, BLOCK_SIZE)
 
 
-def _logits(case: Case, device: Device) -> Mapping[str, Any]:
-    """Fields for KV-sharing fast prefill: the index of each live request's last token, int32."""
-    ends = torch.tensor(case.query_lens).cumsum(0)[: case.live] - 1
-    indices: Any = device.place(ends.to(torch.int32))
-    # The plugin's runner patches set this attribute; stock vLLM does not read it.
-    indices.tokens_per_request = np.ones(case.live, dtype=np.int32)
-    return {
-        "logits_indices_padded": indices,
-        "num_logits_indices": case.live,
-        "max_logits_per_req": 1,
-    }
-
-
-def _encoder(case: Case, device: Device) -> Mapping[str, Any]:
-    """Encoder outputs of 40 tokens for each request."""
-    lengths = torch.tensor([40 * (length > 0) for length in case.seq_lens], dtype=torch.int32)
-    return {"encoder_seq_lens": device.place(lengths.clone()), "encoder_seq_lens_cpu": lengths.numpy()}
-
-
 def _flashinfer(way: Way) -> Callable[[Any, BuilderInputs], Any]:
     return lambda cls, setting: flashinfer_builder(cls, setting, way)
 
@@ -193,7 +160,7 @@ _TILES = (".scheduler_metadata",)
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
 _STATE_SPACE: dict[str, Any] = {
-    "arguments": _accepted,
+    "arguments": accepted_fields,
     "may_refuse": _no_drafting,
     "layer": "a layer of state space attends to nothing",
 }
@@ -286,7 +253,7 @@ BACKENDS: dict[str, Backend] = {
             "FAST_PREFILL",
             (f"{_IN}utils:create_fast_prefill_custom_backend",),
             fast_prefill_builder,
-            fields=_logits,
+            fields=logits_fields,
             remakes=("query_start_loc", "query_start_loc_cpu", "max_query_len", "num_actual_tokens"),
             layer=_triton_layer(last_only=True),
         ),
@@ -294,7 +261,7 @@ BACKENDS: dict[str, Backend] = {
             "CROSS_ATTENTION",
             tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
             cross_attention_builder,
-            fields=_encoder,
+            fields=encoder_fields,
             remakes=("seq_lens", "max_seq_len", "slot_mapping"),
             layer="it attends to what an encoder made, and the suite has no encoder",
         ),
@@ -318,24 +285,29 @@ BACKENDS: dict[str, Backend] = {
 """All backends, in the order of the tables."""
 
 
-def backend_subject(name: str, device: Device) -> Subject:
+def backend_subject(name: str, device: Device, model: Model | None = None) -> Subject:
     """Describe one of vLLM's own builders for `check`, from the vLLM that this process imports.
 
     Args:
         name: A key of `BACKENDS`, in any case.
         device: Where the builder will be made; some modules allocate device memory on import.
+        model: The model whose numbers it gets; None for the first that uses it.
 
     Returns:
         The subject for `check`.
 
     Raises:
         SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.
-        AbsentError: This release lacks the backend, or the backend runs on the host and `device` is a GPU.
+        AbsentError: This release lacks the backend, the backend is for another kind of model, or the backend runs on
+            the host and `device` is a GPU.
     """
     backend = BACKENDS.get(name.upper())
     if backend is None:
         known = ", ".join(BACKENDS)
         raise SubjectError(f"there is no backend {name!r}; there are {known}; name your own as module:Builder")
+    model = model or MODELS[MODELS_OF[backend.name][0]]
+    if (misfit := why_not_for(backend.name, model)) is not None:
+        raise AbsentError(f"{backend.name} is not for {model.name}, which {misfit}", f"not for {model.name}")
     try:
         import vllm
     except ImportError as error:
@@ -352,7 +324,7 @@ def backend_subject(name: str, device: Device) -> Subject:
     def make(device: Device) -> Any:
         stand_on(backend.capability, backend.name)
         cls = found.get_builder_cls() if hasattr(found, "get_builder_cls") else found
-        return backend.make(cls, BuilderInputs(device.device))
+        return backend.make(cls, BuilderInputs(device.device, model))
 
     return Subject(
         backend.name,
@@ -369,7 +341,8 @@ def backend_subject(name: str, device: Device) -> Subject:
         layout=backend.layout,
         common_prefix=backend.common_prefix,
         device=HostDevice() if backend.on_host else None,
-        layer=_layer_of(backend, found, device),
+        layer=_layer_of(backend, found, device) if model is TINY else NOT_TINY,
+        model=model.name,
     )
 
 

@@ -1,4 +1,4 @@
-"""Inputs of a metadata builder: a tiny model's configuration, its KV-cache spec, and a machine.
+"""Inputs of a metadata builder: a model's configuration, its KV-cache spec, and a machine.
 
 A third-party factory gets a `BuilderInputs` and takes what its builder needs. Some of vLLM's own builders also need a
 GPU of a certain compute capability, or the state of a machine with several GPUs.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ import torch
 
 from vllm_async_spec.compat.builders import llama_config, ngram_drafts
 from vllm_async_spec.compat.cases import BLOCK_SIZE, DRAFT_TOKENS, MAX_MODEL_LEN
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
@@ -45,8 +47,11 @@ __all__ = [
 LAYER = "model.layers.0.self_attn.attn"
 """The name of the only layer of every builder."""
 
-HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 64
-"""The model's query heads, KV heads, and head size."""
+HEADS, KV_HEADS, HEAD_SIZE = TINY.heads, TINY.kv_heads, TINY.head_size
+"""Query heads, KV heads, and head size of the model whose attention the suite runs."""
+
+MAX_BATCHED_TOKENS = 8192
+"""Query tokens of a step at most: the default of `vllm serve` on an H200."""
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 """Compute capabilities: an H200's, and a B200's."""
@@ -77,24 +82,28 @@ class BuilderInputs:
 
     Attributes:
         device: Device of the builder's buffers: a GPU or a simulated device. Pass it on unchanged.
+        model: The model whose numbers the configuration has.
+        asked: Names of the models whose configuration was asked for. If none was, all models give the same builder.
     """
 
     device: torch.device
+    model: Model = TINY
+    asked: list[str] = field(default_factory=list, compare=False)
 
     def vllm_config(self, **engine_args: Any) -> VllmConfig:
-        """A new configuration of a two-layer Llama with `DRAFT_TOKENS` n-gram drafts.
+        """A new configuration of two layers with the model's numbers, with `DRAFT_TOKENS` n-gram drafts.
 
         Args:
             **engine_args: Arguments of vLLM's `EngineArgs`; they override the defaults here.
         """
+        self.asked.append(self.model.name)
         drafts = ngram_drafts(DRAFT_TOKENS)
-        wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts, "max_num_seqs": 256} | engine_args
+        limits = {"max_num_seqs": 256, "max_num_batched_tokens": MAX_BATCHED_TOKENS}
+        wanted = {"block_size": BLOCK_SIZE, "speculative_config": drafts} | limits | engine_args
         source = loaded_source()
-        key = repr((sorted(wanted.items()), source and source.capability))
+        key = repr((self.model.name, sorted(wanted.items()), source and source.capability))
         if key not in _MADE:
-            _MADE[key] = llama_config(
-                wanted, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, max_model_len=MAX_MODEL_LEN
-            )
+            _MADE[key] = _config(self.model, wanted)
         return copy.deepcopy(_MADE[key])
 
     def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
@@ -103,14 +112,8 @@ class BuilderInputs:
         Args:
             **engine_args: As `vllm_config` takes them.
         """
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
         config = self.vllm_config(**engine_args)
-        block_size = config.cache_config.block_size
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=KV_HEADS, head_size=HEAD_SIZE, dtype=torch.bfloat16
-        )
-        return spec, [LAYER], config, self.device
+        return _kv_cache_spec(self.model, config), [LAYER], config, self.device
 
     @staticmethod
     def construct(cls: Any, *arguments: Any) -> Any:
@@ -119,6 +122,44 @@ class BuilderInputs:
 
         with set_current_vllm_config(arguments[2]):
             return cls(*arguments)
+
+
+def _config(model: Model, wanted: dict[str, Any]) -> VllmConfig:
+    config = llama_config(
+        wanted,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_size=model.head_size,
+        max_model_len=MAX_MODEL_LEN,
+    )
+    for target in (config.model_config.hf_config, config.model_config.hf_text_config):
+        for name, value in model.attributes.items():
+            setattr(target, name, value)
+    # No process of the other ranks exists; builders only divide by their number.
+    config.parallel_config.tensor_parallel_size = model.tensor_parallel
+    cache: Any = config.cache_config
+    if model.cache_dtype != "auto":
+        cache.cache_dtype = model.cache_dtype
+    return config
+
+
+def _kv_cache_spec(model: Model, config: VllmConfig) -> Any:
+    """The spec of the KV cache of full attention, or of sliding-window attention if the model's layers have it."""
+    interface: Any = importlib.import_module("vllm.v1.kv_cache_interface")
+    kind = interface.FullAttentionSpec if model.window is None else interface.SlidingWindowSpec
+    known = {each.name for each in dataclasses.fields(kind)}
+    sizes: dict[str, Any] = {
+        "block_size": config.cache_config.block_size,
+        "num_kv_heads": config.model_config.get_num_kv_heads(config.parallel_config),
+        "head_size": model.head_size,
+        "dtype": torch.bfloat16,
+        "sliding_window": model.window,
+    }
+    if model.cache_dtype != "auto":
+        sizes["dtype"] = torch.uint8  # vLLM stores FP8 as bytes
+        if "kv_quant_mode" in known:  # since 0.19
+            sizes["kv_quant_mode"] = interface.get_kv_quant_mode(model.cache_dtype)
+    return kind(**{name: value for name, value in sizes.items() if name in known})
 
 
 _MADE: dict[str, VllmConfig] = {}

@@ -11,7 +11,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,15 @@ import torch
 from vllm_async_spec.audit.stack import readable
 from vllm_async_spec.compat import compare, declared
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, configured
-from vllm_async_spec.compat.cases import BLOCK_SIZE, CASES, Call, Case, Host, MetadataFactory
+from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.lacking import lacking
-from vllm_async_spec.compat.layer import Layer
 from vllm_async_spec.compat.model import against_model
+from vllm_async_spec.compat.reached import Trace, recorded
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
+from vllm_async_spec.compat.subject import Subject
+from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
 
 __all__ = [
     "Built",
@@ -42,65 +44,33 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A builder to be checked.
-
-    Attributes:
-        name: What the tables call it.
-        make: Makes a new builder on a device. May raise `SubjectError`.
-        metadata: Makes the common metadata.
-        source: Where the metadata's class comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
-        block_size: Tokens in a block of the KV cache.
-        fields: Further fields of the common metadata for a batch.
-        arguments: Further arguments of `build` for a batch; arguments that `build` does not take are left out.
-        not_for: Why a batch does not apply; None if it does.
-        may_refuse: Why the builder may fail with a batch; None if it must not.
-        remakes: Fields of vLLM's names to which the builder gives another meaning.
-        backend: The backend class, whose `supports_...` methods may allow a forward to fail; None if there is none.
-        common_prefix: Tokens of the common prefix that `build` is given for a batch.
-        device: The device that the builder needs; None for any.
-        layout: Parts of names of fields that say where data lies, not how long it is. Sized by a bound, such fields
-            may differ and still be right.
-        layer: Makes, from the builder, a layer that attends with its metadata; or a string that says why there is
-            none. May raise `NoForwardError`.
-    """
-
-    name: str
-    make: Callable[[Device], Any]
-    metadata: MetadataFactory
-    source: str
-    block_size: int = BLOCK_SIZE
-    fields: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
-    arguments: Callable[[Case, Device], Mapping[str, Any]] = field(default=lambda case, device: {})
-    not_for: Callable[[Case], str | None] = field(default=lambda case: None)
-    may_refuse: Callable[[Case], str | None] = field(default=lambda case: None)
-    remakes: tuple[str, ...] = ()
-    backend: Any = None
-    common_prefix: Callable[[Case], int] = field(default=lambda case: 0)
-    device: Device | None = None
-    layout: tuple[str, ...] = ()
-    layer: Callable[[Any, Device], Layer] | str = "only the builder was given"
+_RECORDED = (Host.EXACT, Host.ABSENT, Host.BOUND)
+"""Builds whose lines are recorded: with what an engine knows or could know. Recording costs a quarter of a build."""
 
 
 def check(
     subject: Subject,
     device: Device,
     *,
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
+    known: BackendResult | None = None,
     patched: bool = False,
     device_name: str = "cpu",
     keep: Callable[[BackendResult], None] = lambda found: None,
+    trace: Trace | None = None,
 ) -> BackendResult:
     """Try a builder with every batch.
 
     Args:
         subject: The builder.
         device: Where it is made and run.
-        cases: The batches.
+        cases: The batches; None for `CASES` and those of the builder's own thresholds.
+        known: The result for another model. Then the builder is not given garbage that it need not know, is not built
+            twice to find the fields that two builds disagree on, and is not built in turn.
         patched: Whether the plugin's patches are applied; for the report.
         device_name: For the report.
         keep: Called after each batch with the result so far.
+        trace: Records the lines that run, also those of an earlier check; None for a new one.
 
     Returns:
         The result. It records what the builder raises.
@@ -108,7 +78,7 @@ def check(
     Raises:
         AbsentError: Making the builder shows that this release lacks it.
     """
-    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name)
+    found = BackendResult(subject.name, subject.name, subject.source, patched, device_name, model=subject.model)
     try:
         builder = make_builder(subject, device)
     except AbsentError:
@@ -116,13 +86,20 @@ def check(
     except Exception as error:
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
+    if cases is None:
+        cases = (*CASES, *threshold_cases(builder, subject.block_size))
+    unsteady = {} if known is None else {each.case: frozenset(each.unsteady) for each in known.ran}
     found = replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}")
     snapshots: dict[str, Snapshot | None] = {}
-    for case in cases:
-        result, snapshots[case.name] = check_case(subject, case, device)
-        found = replace(found, cases=(*found.cases, result))
-        keep(found)
-    return replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
+    trace = trace or Trace()
+    with trace.active():
+        for case in cases:
+            result, snapshots[case.name] = check_case(subject, case, device, unsteady.get(case.name))
+            found = replace(found, cases=(*found.cases, result))
+            keep(found)
+        if known is None:
+            found = replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
+    return replace(found, reached=trace.result())
 
 
 def in_turn(
@@ -191,19 +168,23 @@ def make_builder(subject: Subject, device: Device) -> Any:
         return subject.make(device)
 
 
-def check_case(subject: Subject, case: Case, device: Device) -> tuple[CaseResult, Snapshot | None]:
+def check_case(
+    subject: Subject, case: Case, device: Device, known: frozenset[str] | None = None
+) -> tuple[CaseResult, Snapshot | None]:
     """Try the builder with one batch, as vLLM would give the batch to it.
 
     Args:
         subject: The builder.
         case: The batch.
         device: Where the builder is made and run.
+        known: Fields that two builds of the batch disagree on. If given, only what shows the least need is built.
 
     Returns:
         The result, and the snapshot of the build with the knowledge of an engine; None if that failed.
     """
-    result = CaseResult(case.name, None, subject.metadata.realistic, case.call is Call.CAPTURE)
-    reason = subject.not_for(case)
+    capture = case.call is Call.CAPTURE
+    result = CaseResult(case.name, None, subject.metadata.realistic, capture, model=subject.model)
+    reason = subject.not_for(case) or does_not_fit(case, subject.block_size)
     builder = make_builder(subject, device)
     case = declared.reordered(builder, case)
     try:
@@ -215,31 +196,41 @@ def check_case(subject: Subject, case: Case, device: Device) -> tuple[CaseResult
         return replace(result, failure=f"get_cudagraph_support() fails: {failure_sentence(error)}"), None
     if reason is not None:
         return replace(result, not_run=reason), None
-    tried = _try_case(subject, case, result, device)
+    tried = _try_case(subject, case, result, device, known)
     if tried[0].failure is not None and refused is not None:
         return replace(result, not_run=f"{refused}; the builder raises {tried[0].failure}"), None
     if tried[0].failure is not None and unpadded is not None:
-        return _try_case(subject, case.without_padded_rows(), replace(result, unpadded=unpadded), device)
+        return _try_case(subject, case.without_padded_rows(), replace(result, unpadded=unpadded), device, known)
     return tried
 
 
-def _try_case(subject: Subject, case: Case, result: CaseResult, device: Device) -> tuple[CaseResult, Snapshot | None]:
+def _try_case(
+    subject: Subject, case: Case, result: CaseResult, device: Device, known: frozenset[str] | None
+) -> tuple[CaseResult, Snapshot | None]:
     exact, reference = build_once(subject, case, Host.EXACT, device)
     if reference is None:
         return replace(result, failure=exact.failure), None
-    _, again = build_once(subject, case, Host.EXACT, device)
-    unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
+    unsteady = known
+    if unsteady is None:
+        _, again = build_once(subject, case, Host.EXACT, device)
+        unsteady = frozenset(each.field for each in (compare.differences(reference, again) if again else ()))
     builds, snapshots = {Host.EXACT: exact}, {Host.EXACT: reference}
-    for host in subject.metadata.hosts[1:]:
-        build, snapshot = build_once(subject, case, host, device)
-        if snapshot is not None:
-            build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
-            snapshots[host] = snapshot
-        builds[host] = build
+
+    def built(host: Host) -> Build:
+        if host not in builds:
+            build, snapshot = build_once(subject, case, host, device)
+            if snapshot is not None:
+                build = replace(build, differences=compare.differences(reference, snapshot, unsteady, subject.layout))
+                snapshots[host] = snapshot
+            builds[host] = build
+        return builds[host]
+
+    for host in subject.metadata.hosts if known is None else (subject.metadata.realistic,):
+        built(host)
     need = (
         Need.BLOCKING
         if exact.waits
-        else least_need(lambda host: builds[host].serves, has_bound=subject.metadata.has_bound)
+        else least_need(lambda host: built(host).serves, has_bound=subject.metadata.has_bound)
     )
     found = replace(
         result,
@@ -330,7 +321,8 @@ def build_batch(
     Returns:
         The build. It records what `build` raises.
     """
-    if builder is None:
+    is_new = builder is None
+    if is_new:
         builder = make_builder(subject, device)
     device.begin_batch()
     case = declared.reordered(builder, case)
@@ -341,7 +333,8 @@ def build_batch(
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
-    with without_warnings(), torch.no_grad(), configured(builder), watching as waits:
+    recording = recorded(builder, device) if is_new and watched and host in _RECORDED else contextlib.nullcontext()
+    with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
         except Exception as error:

@@ -17,7 +17,7 @@ from vllm_async_spec.compat.device import Device
 __all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "kept_differences", "take"]
 
 _DEPTH = 8
-_SCRATCH = 16 << 20
+_SCRATCH = 4 << 20
 """Bytes. Lengths and tables of the suite's batches need less, so a larger tensor is scratch memory of kernels."""
 
 

@@ -74,8 +74,16 @@ def attend(
     until = None
     attended: list[CaseResult] = []
     for number, each in enumerate(found.cases):
+        case = by_name.get(each.case)
+        if each.model != subject.model:
+            attended.append(each)
+            continue
+        if case is None:
+            told = () if each.need is None else (Attended(each.realistic, _THRESHOLD),)
+            attended.append(replace(each, attended=told))
+            continue
         try:
-            attended.append(_attended_as_given(subject, by_name[each.case], each, device, until))
+            attended.append(_attended_as_given(subject, case, each, device, until))
         except _LostError as error:
             failed = replace(each, attended=(Attended(error.host, failure=str(error)),))
             return replace(found, cases=(*attended, failed, *found.cases[number + 1 :]), not_attended=str(error))
@@ -95,6 +103,7 @@ def attend(
     return replace(found, cases=results, not_attended=reasons.most_common(1)[0][0] if reasons else "no batch was built")
 
 
+_THRESHOLD = "a batch for the builder's thresholds is built only, because a reference for it takes too long"
 _CAPTURE = "this batch only records a CUDA graph, which other batches replay"
 
 

@@ -26,6 +26,7 @@ from vllm_async_spec.compat.device import Device
 
 __all__ = [
     "NOTHING_COMPILED",
+    "NOT_TINY",
     "NO_KERNEL_RUNS",
     "POISON",
     "Batch",
@@ -44,6 +45,9 @@ POISON = 1000.0
 
 NOTHING_COMPILED = "nothing is compiled of a release that is only unpacked"
 """Why no layer of an unpacked release attends."""
+
+NOT_TINY = "attention runs with the tiny model only"
+"""Why no layer of another model attends."""
 
 NO_KERNEL_RUNS = "no kernel runs on a simulated device"
 """Why no layer of vLLM's own attends on a simulated device."""

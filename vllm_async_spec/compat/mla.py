@@ -31,8 +31,10 @@ __all__ = [
 
 _DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of the latent and rotary parts in DeepSeek V2 and V3."""
+_TINY = _DIMENSIONS | {"q_lora_rank": None, "index_topk": 2048}
+"""What the configuration of a small model lacks."""
 _HEADS, _SCALE = 8, 0.1
-"""Query heads, and the factor on their logits."""
+"""Query heads of the layer that attends, and the factor on their logits."""
 _LATENT, _NOPE, _ROPE, _VALUE = (
     _DIMENSIONS[name] for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 )
@@ -52,7 +54,7 @@ _FLAGS = {
 class _BuilderLayer(SimpleNamespace):
     """The layer attributes that a builder reads: dimensions and prefill kernels."""
 
-    num_heads = _HEADS
+    num_heads: int
     q_lora_rank = None
     dcp_manager = None
     prefill_class: Any = None
@@ -62,6 +64,11 @@ class _BuilderLayer(SimpleNamespace):
     def prefill_backend(self) -> Any:
         kernels = self.prefill_class or _no_kernels()
         return kernels(num_heads=self.num_heads, scale=_SCALE, vllm_config=self.vllm_config, **_DIMENSIONS)
+
+
+def _builder_layer(config: Any, prefill_class: Any = None) -> _BuilderLayer:
+    heads = config.model_config.get_num_attention_heads(config.parallel_config)
+    return _BuilderLayer(**_DIMENSIONS, num_heads=heads, prefill_class=prefill_class, vllm_config=config)
 
 
 def _no_kernels() -> Any:
@@ -84,14 +91,12 @@ def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, pre
             GPU, and elsewhere a class that prepares nothing.
 
     Returns:
-        The builder. Its model is a small Llama with the latent dimensions of DeepSeek V2.
+        The builder, with the latent dimensions of DeepSeek V2 and V3 and the heads of the inputs' model.
     """
     layers, config, device = _latent(setting, block_size)
     if prefill_class is None and device.type == "cuda" and (registry := _registry()) is not None:
         prefill_class = registry.MLAPrefillBackendEnum.FLASH_ATTN.get_class()
-    config.compilation_config.static_forward_context[LAYER] = _BuilderLayer(
-        **_DIMENSIONS, prefill_class=prefill_class, vllm_config=config
-    )
+    config.compilation_config.static_forward_context[LAYER] = _builder_layer(config, prefill_class)
     with workspace(device) if prefill_class is not None else contextlib.nullcontext():
         return setting.construct(builder_class, _spec(block_size, 576), layers, config, device)
 
@@ -175,7 +180,7 @@ def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: 
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     config.cache_config.cache_dtype = cache_dtype
-    config.compilation_config.static_forward_context[LAYER] = _BuilderLayer(**_DIMENSIONS, vllm_config=config)
+    config.compilation_config.static_forward_context[LAYER] = _builder_layer(config)
     return setting.construct(builder_class, _spec(_SPARSE_BLOCK, 576, cache_dtype), layers, config, device)
 
 
@@ -220,7 +225,7 @@ def _latent(setting: BuilderInputs, block_size: int) -> tuple[list[str], Any, to
     _, layers, config, device = setting.arguments(block_size=block_size)
     model: Any = config.model_config
     for target in (model.hf_text_config, model.hf_config):
-        for name, size in (_DIMENSIONS | {"q_lora_rank": None, "index_topk": 2048}).items():
+        for name, size in {**_TINY, **setting.model.attributes}.items():
             setattr(target, name, size)
     object.__setattr__(model, "get_head_size", lambda: 576)
     return layers, config, device

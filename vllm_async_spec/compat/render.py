@@ -17,7 +17,7 @@ from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.legend import EXCLUDED, LEGEND, excluded
 from vllm_async_spec.compat.report import CLASSES, NOT_RUN, Report, Row, Run
-from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
+from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult, CaseResult, Need
 
 __all__ = ["badge", "junit", "markdown", "print_report", "render_html"]
 
@@ -45,6 +45,7 @@ _MEANINGS = {
     "attention wrong": "with metadata built with an upper bound, attention differs from the reference",
     "waits in forward": "the layer's forward waits for the device",
     "wrong fields": "fields of vLLM's names differ from the batch even with exact lengths",
+    NOT_SHOWN_CLEAN: "no batch reached some lines that could wait; the evidence names them",
     "keeps other batches": "after other batches, the same builder builds something else",
 }
 _MARKS = {
@@ -55,8 +56,12 @@ _MARKS = {
     "waits in forward": "\u2021",
     "wrong fields": "\u00a7",
     "keeps other batches": "\u21ba",
+    NOT_SHOWN_CLEAN: "?",
 }
 """Marks for the limits of a verdict, in narrow columns."""
+
+_FEW = 5
+"""Most lines shown of each builder that no batch reached."""
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -72,15 +77,17 @@ def print_report(report: Report, console: Console) -> None:
     run = report.published
     attended = any(not row.attention.startswith(NOT_RUN) for row in run.rows)
     forward = ("waits in forward", "attention") if attended else ()
-    for name in ("backend", "needs of the host", "batches", "waits or fails at", *forward):
+    for name in ("backend", "needs of the host", "batches", "branches", "waits or fails at", *forward, "models"):
         table.add_column(name, overflow="fold", no_wrap=name == "backend")
     for result, row in zip(report.results, run.rows, strict=True):
-        style = "bold red" if result.faults else _STYLE[result.need]
-        at = "\n".join(row.sites)
-        cells = row.backend, f"[{style}]{escape_markup(row.cell)}[/]", f"{row.ran} of {row.batches}", escape_markup(at)
-        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()))
+        unsure = result.passed and not result.shown_clean
+        style = "bold red" if result.faults else "yellow" if unsure else _STYLE[result.need]
+        at = escape_markup("\n".join(row.sites))
+        ran = f"{row.ran} of {row.batches}"
+        cells = row.backend, f"[{style}]{escape_markup(row.cell)}[/]", ran, row.branches or "-", at
+        table.add_row(*cells, *((row.forward_waits, row.attention) if attended else ()), ", ".join(row.models))
     for name, why in run.absent.items():
-        table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "", *(("-", "-") if attended else ()))
+        table.add_row(name, f"[dim]{escape_markup(why)}[/]", "-", "-", "", *(("-", "-") if attended else ()))
     console.print(table)
     left_out = excluded(run)
     for line in (LEGEND, *([EXCLUDED] if left_out else []), *left_out):
@@ -109,7 +116,14 @@ def _first_faults(result: BackendResult) -> list[str]:
     for case, faults in result.faults.items():
         for fault in faults:
             found.setdefault(fault.partition(" is ")[0], f"{case}: {advised(fault)}")
-    return list(found.values())
+    return list(found.values()) or _not_shown(result)
+
+
+def _not_shown(result: BackendResult) -> list[str]:
+    """The lines that could wait and that no batch reached; the first few."""
+    told = [f"{NOT_SHOWN_CLEAN}, no batch reached {each}" for each in result.unreached[:_FEW]]
+    left = len(result.unreached) - _FEW
+    return [*told, *([f"{NOT_SHOWN_CLEAN}, and {left} more such lines: see --json"] if left > 0 else [])]
 
 
 def junit(report: Report) -> str:
@@ -120,7 +134,7 @@ def junit(report: Report) -> str:
         cases = result.cases or (CaseResult("construction", None, Host.EXACT),)
         counts = {"tests": len(cases), "failures": 0, "skipped": 0, "errors": 0}
         for case in cases:
-            test = ET.SubElement(suite, "testcase", classname=result.backend, name=case.case)
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name=result.label(case))
             faults = () if case.capture and not case.failed else case.faults
             if result.failure is not None:
                 counts["errors"] += 1
@@ -131,6 +145,11 @@ def junit(report: Report) -> str:
             elif faults:
                 counts["failures"] += 1
                 ET.SubElement(test, "failure", message=faults[0]).text = "\n".join(map(advised, faults))
+        if result.passed and not result.shown_clean:
+            counts |= {"tests": counts["tests"] + 1, "skipped": counts["skipped"] + 1}
+            test = ET.SubElement(suite, "testcase", classname=result.backend, name=NOT_SHOWN_CLEAN)
+            told = "\n".join(f"no batch reached {each}" for each in result.unreached)
+            ET.SubElement(test, "skipped", message=told.partition("\n")[0]).text = told
         if result.unfinished is not None:
             counts |= {"tests": counts["tests"] + 1, "errors": counts["errors"] + 1}
             test = ET.SubElement(suite, "testcase", classname=result.backend, name="left out")
@@ -157,14 +176,24 @@ def markdown(run: Run) -> str:
     ]
     if run.plugin is not None:
         lines += ["", f"Patches applied: {', '.join(run.plugin) or 'none'}."]
-    columns = ("backend", "needs of the host", "batches run", "waits or fails at", "waits in forward", "attention")
-    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    heads = (
+        "backend",
+        "needs of the host",
+        "batches run",
+        "branches reached",
+        "waits or fails at",
+        "waits in forward",
+        "attention",
+        "models",
+    )
+    lines += ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in run.rows:
         at = "<br>".join(f"`{site}`" for site in row.sites)
         link = f"[{row.backend}](#{row.backend.lower()})" if row.evidence else row.backend
-        ran = f"{row.ran} of {row.batches}"
-        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} |")
-    lines += [f"| {name} | {why} | - |  | - | - |" for name, why in run.absent.items()]
+        ran = f"{row.ran} of {row.batches} | {row.branches or '-'}"
+        models = ", ".join(row.models)
+        lines.append(f"| {link} | {row.cell} | {ran} | {at} | {row.forward_waits} | {row.attention} | {models} |")
+    lines += [f"| {name} | {why} | - | - |  | - | - |  |" for name, why in run.absent.items()]
     for row in run.rows:
         if row.evidence:
             told = [f"- {line} ({'; '.join(cases)})" if cases else f"- {line}" for line, cases in row.evidence]
@@ -210,11 +239,16 @@ def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()
 
 
 def badge(run: Run) -> str:
-    """The run's line as an SVG of 20 pixels' height, readable on light and on dark pages."""
+    """The run's line as an SVG of 20 pixels' height, readable on light and on dark pages.
+
+    Green: all builders are shown clean. Ochre: none has a fault, and some are not shown clean. Red: any other result.
+    """
     name, _, text = run.line.partition(": ")
     good = all(row.passed for row in run.rows) and bool(run.rows)
+    unsure = any(NOT_SHOWN_CLEAN in row.limits for row in run.rows)
+    colour = "#9a3412" if not good else "#7a5c00" if unsure else "#1f6f43"
     return _PAGES.get_template("badge.svg").render(
-        name=name, text=text, left=_width(name), right=_width(text), colour="#1f6f43" if good else "#9a3412"
+        name=name, text=text, left=_width(name), right=_width(text), colour=colour
     )
 
 

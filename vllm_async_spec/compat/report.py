@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.compat.advice import advised
+from vllm_async_spec.compat.batch_names import Grouped, grouped_batches
 from vllm_async_spec.compat.cases import Host
-from vllm_async_spec.compat.results import BackendResult
+from vllm_async_spec.compat.json_text import compact_json
+from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
 
 __all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "compact_json", "read_runs"]
 
@@ -33,7 +35,6 @@ NOT_RUN = "not run"
 _SHOWN_SITES = 3
 _WAITS = re.compile(r" it waits: .+ at (\S+)(?: < \S+)?$")
 _FAILS = re.compile(r" (?:it|its forward) fails: .+ at (\S+)$")
-_Grouped = dict[str, list[str]]
 
 
 class PublishedError(ValueError):
@@ -63,6 +64,10 @@ class Row:
         not_attended: Why some batches ran without attention, and which.
         unpadded: The declaration by which batches were given without padding rows, and which.
         unfinished: What was left out though it could have run, and why; None if nothing was.
+        branches: How many branches the batches reached, such as `31 of 44`; empty if an older suite made the file.
+        unreached: Lines that could wait and that no batch reached, a sentence each.
+        models: The models whose numbers the builder was tried with; empty if it asks for none. A batch of some of them
+            only has their names behind its own.
     """
 
     backend: str
@@ -72,17 +77,20 @@ class Row:
     ran: int
     batches: int
     limits: list[str] = field(default_factory=list)
-    faults: _Grouped = field(default_factory=dict)
-    at_capture: _Grouped = field(default_factory=dict)
-    not_run: _Grouped = field(default_factory=dict)
+    faults: Grouped = field(default_factory=dict)
+    at_capture: Grouped = field(default_factory=dict)
+    not_run: Grouped = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     not_validated: list[str] = field(default_factory=list)
     failure: str | None = None
     attention: str = NOT_RUN
     forward_waits: str = NOT_RUN
-    not_attended: _Grouped = field(default_factory=dict)
-    unpadded: _Grouped = field(default_factory=dict)
+    not_attended: Grouped = field(default_factory=dict)
+    unpadded: Grouped = field(default_factory=dict)
     unfinished: str | None = None
+    branches: str = ""
+    unreached: list[str] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
 
     @property
     def cell(self) -> str:
@@ -102,6 +110,7 @@ class Row:
         found += [(advised(fault), cases) for fault, cases in self.faults.items()]
         found += [(f"at capture, {advised(fault)}", cases) for fault, cases in self.at_capture.items()]
         found += [] if self.unfinished is None else [(self.unfinished, [])]
+        found += [(f"no batch reached {line}", []) for line in self.unreached]
         found += [(f"not run: {reason}", cases) for reason, cases in self.not_run.items()]
         found += [(f"without padding rows: {reason}", cases) for reason, cases in self.unpadded.items()]
         found += [(note, []) for note in self.notes]
@@ -161,13 +170,15 @@ class Run:
         """The text of a badge."""
         if len(self.rows) == 1:
             return f"async-spec: {self.rows[0].cell}"
-        clean = sum(row.passed for row in self.rows)
-        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens"
+        unsure = sum(NOT_SHOWN_CLEAN in row.limits for row in self.rows)
+        clean = sum(row.passed for row in self.rows) - unsure
+        tail = f", {unsure} {NOT_SHOWN_CLEAN}" if unsure else ""
+        return f"async-spec: {clean} of {len(self.rows)} builders build from device seq_lens{tail}"
 
     def to_json(self) -> str:
         """The JSON text that is committed; a row leaves out what is empty."""
         rows = [
-            {name: value for name, value in asdict(row).items() if value not in ([], {}, None)} for row in self.rows
+            {name: value for name, value in asdict(row).items() if value not in ([], {}, None, "")} for row in self.rows
         ]
         return compact_json(asdict(self) | {"rows": rows})
 
@@ -242,8 +253,9 @@ class Report:
     @property
     def summary(self) -> str:
         """The run in one line."""
-        clean = sum(result.passed for result in self.results)
+        clean = sum(result.shown_clean for result in self.results)
         counts = {
+            NOT_SHOWN_CLEAN: sum(result.passed for result in self.results) - clean,
             "fail": sum(bool(result.failed) for result in self.results),
             "could not be tried": sum(result.untried for result in self.results),
             "not tried, because the run was stopped": len(self.not_tried),
@@ -311,10 +323,12 @@ def _row(backend: Mapping[str, Any]) -> Row:
     # A batch that raises is a fault at capture too: the server does not start.
     failed = [case for case in backend["cases"] if case.get("failed")]
     faulty = [case for case in backend["cases"] if case in steps or case in failed]
-    faults = _grouped((fault, case["case"]) for case in faulty for fault in case["faults"])
+    grouped = functools.partial(grouped_batches, batches=backend["cases"])
     realistic = [build for case in steps for build in case["builds"] if build["realistic"]]
     attended = [each for case in steps for each in case.get("attended", ()) if each["realistic"]]
+    reached = backend.get("reached") or {"branches": "", "unreached": []}
     limits = {
+        NOT_SHOWN_CLEAN: backend["passed"] and not backend.get("shown_clean", True),
         "wrong with slack": any(each["judgement"] == "wrong" for build in realistic for each in build["differences"]),
         "changes the batch": any(build["changed"] for build in realistic),
         "kernels not validated": bool(backend["not_validated"]),
@@ -331,16 +345,19 @@ def _row(backend: Mapping[str, Any]) -> Row:
         passed=backend["passed"],
         ran=len(ran),
         batches=len(backend["cases"]),
-        faults=faults,
-        at_capture=_grouped(
-            (fault, case["case"]) for case in ran if case["capture"] and case not in failed for fault in case["faults"]
+        faults=grouped((fault, case) for case in faulty for fault in case["faults"]),
+        at_capture=grouped(
+            (fault, case) for case in ran if case["capture"] and case not in failed for fault in case["faults"]
         ),
-        not_run=_grouped((case["not_run"], case["case"]) for case in backend["cases"] if case["not_run"] is not None),
-        unpadded=_grouped((case["unpadded"], case["case"]) for case in backend["cases"] if case.get("unpadded")),
+        not_run=grouped((case["not_run"], case) for case in backend["cases"] if case["not_run"] is not None),
+        unpadded=grouped((case["unpadded"], case) for case in backend["cases"] if case.get("unpadded")),
         unfinished=backend.get("unfinished"),
         notes=sorted({note for case in steps for note in case["notes"]}),
         not_validated=backend["not_validated"],
         failure=backend["failure"],
+        branches=reached["branches"],
+        unreached=reached["unreached"],
+        models=backend.get("models", []),
         **_forward(backend, steps),
     )
 
@@ -350,6 +367,9 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     reason = backend.get("not_attended", "made by an older suite, which ran no attention")
     if reason is not None:
         return {"attention": f"{NOT_RUN}: {reason}"}
+    # A layer attends with the numbers of one model only.
+    tried = {case.get("model") for case in steps if case["attended"]}
+    steps = [case for case in steps if case.get("model") in tried]
     each = [(case["case"], attended) for case in steps for attended in case["attended"]]
     ran = [(case, attended) for case, attended in each if attended["difference"] is not None]
     batches = {case for case, attended in ran if attended["realistic"]}
@@ -365,29 +385,7 @@ def _forward(backend: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     return {
         "attention": f"{said}, {len(batches)} of {len(steps)} batches{fails}",
         "forward_waits": f"{len(sites)} {'place' if len(sites) == 1 else 'places'}" if sites else "none",
-        "not_attended": {
-            sentence: list(dict.fromkeys(cases))
-            for sentence, cases in _grouped(
-                (a["not_run"], case) for case, a in each if a["not_run"] is not None
-            ).items()
-        },
+        "not_attended": grouped_batches(
+            ((a["not_run"], case) for case in steps for a in case["attended"] if a["not_run"] is not None), steps
+        ),
     }
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> _Grouped:
-    found: _Grouped = {}
-    for sentence, case in pairs:
-        found.setdefault(sentence, []).append(case)
-    return found
-
-
-def compact_json(document: Mapping[str, Any]) -> str:
-    """JSON for git: a line for each member, and for each element of a list; 40 % shorter than indented."""
-    dumps = functools.partial(json.dumps, separators=(",", ":"))
-    members = []
-    for name, value in document.items():
-        text = dumps(value)
-        if isinstance(value, list) and value:
-            text = "[\n  " + ",\n  ".join(map(dumps, value)) + "\n ]"
-        members.append(f" {json.dumps(name)}: {text}")
-    return "{\n" + ",\n".join(members) + "\n}\n"

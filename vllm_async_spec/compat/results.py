@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_async_spec.compat.advice import advised
@@ -11,8 +11,12 @@ from vllm_async_spec.compat.build_result import Build, differences_data, waits_d
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
+from vllm_async_spec.compat.reached import Reached, Unreached
 
-__all__ = ["TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
+__all__ = ["NOT_SHOWN_CLEAN", "TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
+
+NOT_SHOWN_CLEAN = "not shown clean"
+"""Said of a builder without a fault, if no batch reached a line that could wait."""
 
 TOLERANCE = 0.02
 """Greatest allowed |output - reference| / (1 + |reference|), for bfloat16 output and a float32 reference.
@@ -95,6 +99,7 @@ class CaseResult:
         unpadded: The declaration by which the batch was given without padding rows, because with them it fails.
         against_model: Fields of vLLM's names that are wrong even with exact lengths.
         in_turn: The build after other batches by one builder, with what it does only then.
+        model: The model whose numbers the builder had; empty if the builder asks for none.
     """
 
     case: str
@@ -109,6 +114,7 @@ class CaseResult:
     unpadded: str | None = None
     against_model: tuple[Difference, ...] = ()
     in_turn: Build | None = None
+    model: str = ""
 
     def build(self, host: Host) -> Build | None:
         """The build under `host`, if there was one."""
@@ -178,9 +184,11 @@ class BackendResult:
         patched: Whether the plugin's patches were applied.
         device: `cpu`, where device memory is simulated, or the GPU's name.
         failure: Why there is no builder; None if there is one.
-        cases: All batches, in the order of `cases.CASES`.
+        cases: All batches with the first model, in the order of `cases.CASES`, then with the next one.
         not_attended: Why attention ran with none of its builds; None if it ran.
         unfinished: What was left out though it could have run, and why; None if nothing was.
+        model: The first model whose numbers the builder had; empty if the builder asks for none.
+        reached: Lines and branches that the batches reached, with all models; None if not all batches were tried.
     """
 
     backend: str
@@ -192,6 +200,23 @@ class BackendResult:
     cases: tuple[CaseResult, ...] = ()
     not_attended: str | None = "attention was not tried"
     unfinished: str | None = None
+    model: str = ""
+    reached: Reached | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models whose numbers the builder was tried with; empty if it asks for none."""
+        return tuple(dict.fromkeys(case.model for case in self.cases if case.model and case.not_run is None))
+
+    def joined(self, other: BackendResult) -> BackendResult:
+        """This result, with the batches of another model; a model without a builder is a batch that did not run."""
+        unmade = CaseResult("construction", other.failure, Host.EXACT, model=other.model)
+        cases = self.cases + (other.cases if other.failure is None else (unmade,))
+        return replace(self, cases=cases, reached=other.reached or self.reached)
+
+    def label(self, case: CaseResult) -> str:
+        """The batch's name, with the model if the builder was tried with several."""
+        return f"{case.case}, {case.model}" if len(self.models) > 1 else case.case
 
     @property
     def ran(self) -> tuple[CaseResult, ...]:
@@ -225,12 +250,14 @@ class BackendResult:
     @property
     def faults(self) -> dict[str, tuple[str, ...]]:
         """Faults in a step of an engine with asynchronous speculative decoding, by batch; and all that raises."""
-        return {case.case: case.faults for case in self.cases if case.faults and (case.failed or not case.capture)}
+        told = (case for case in self.cases if case.faults and (case.failed or not case.capture))
+        return {self.label(case): case.faults for case in told}
 
     @property
     def at_capture(self) -> dict[str, tuple[str, ...]]:
         """Faults while a CUDA graph is recorded, which delays no step, by batch."""
-        return {case.case: case.faults for case in self.ran if case.capture and case.faults and not case.failed}
+        told = (case for case in self.ran if case.capture and case.faults and not case.failed)
+        return {self.label(case): case.faults for case in told}
 
     @property
     def waits(self) -> tuple[Wait, ...]:
@@ -250,6 +277,16 @@ class BackendResult:
         return bool(self.steps) and not self.faults and self.unfinished is None
 
     @property
+    def unreached(self) -> tuple[Unreached, ...]:
+        """Lines of the builder, and of what it calls, that could wait and that no batch reached."""
+        return () if self.reached is None else self.reached.unreached
+
+    @property
+    def shown_clean(self) -> bool:
+        """Whether it passed, and the batches reached every line that could wait."""
+        return self.passed and not self.unreached
+
+    @property
     def untried(self) -> bool:
         """Whether the builder can't be judged: it was not made, no batch ran, or something was left out."""
         return not self.faults and (not self.steps or self.unfinished is not None)
@@ -263,7 +300,11 @@ class BackendResult:
             return f"{self.backend}: no batch ran; {advised(next(reasons, 'there are no batches'))}"
         lines = [f"{case}: {advised(fault)}" for case, faults in self.faults.items() for fault in faults]
         lines += [] if self.unfinished is None else [f"{self.backend}: {self.unfinished}"]
-        return "\n".join(lines) or f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
+        if lines:
+            return "\n".join(lines)
+        clean = f"{self.backend}: {len(self.steps)} batches ran, and none waits for the device"
+        missed = [f"{self.backend}: {NOT_SHOWN_CLEAN}, no batch reached {each}" for each in self.unreached]
+        return "\n".join([clean, *missed])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, for JSON; all evidence is in it."""
@@ -278,7 +319,10 @@ class BackendResult:
             "passed": self.passed,
             "not_validated": list(self.not_validated),
             "not_attended": self.not_attended,
+            "models": list(self.models),
             "unfinished": self.unfinished,
+            "shown_clean": self.shown_clean,
+            "reached": None if self.reached is None else self.reached.to_dict(),
             "cases": [_case(case) for case in self.cases],
         }
 
@@ -286,6 +330,7 @@ class BackendResult:
 def _case(case: CaseResult) -> dict[str, Any]:
     return {
         "case": case.case,
+        "model": case.model,
         "capture": case.capture,
         "not_run": case.not_run,
         "failure": case.failure,

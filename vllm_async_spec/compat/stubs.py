@@ -245,6 +245,14 @@ class _Prefill(_Wrapper):
     """Stub of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`."""
 
 
+class _Sink(_Prefill):
+    """Stub of `flashinfer.BatchAttentionWithAttentionSinkWrapper`, a prefill wrapper whose kernel knows sinks."""
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD", **given: Any) -> None:
+        # Beside buffers it takes what its kernel is compiled for.
+        super().__init__(workspace, kv_layout, **{name: value for name, value in given.items() if "_buf" in name})
+
+
 class _Ragged:
     """Stub of `flashinfer.BatchPrefillWithRaggedKVCacheWrapper`; `plan` reads both offset tensors on the host."""
 
@@ -322,6 +330,7 @@ _CONTENTS: dict[str, dict[str, Callable[..., Any]]] = {
         "BatchDecodeWithPagedKVCacheWrapper": _Decode,
         "BatchPrefillWithPagedKVCacheWrapper": _Prefill,
         "BatchPrefillWithRaggedKVCacheWrapper": _Ragged,
+        "BatchAttentionWithAttentionSinkWrapper": _Sink,
         "get_seq_lens": _get_seq_lens,
     },
     "flashinfer.decode": {"fast_decode_plan": _fast_decode_plan},

@@ -20,6 +20,8 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, sta
 from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import FORWARD_SECONDS, attend
+from vllm_async_spec.compat.model_shapes import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
+from vllm_async_spec.compat.reached import Trace
 from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
@@ -91,6 +93,7 @@ def run(
     names: Sequence[str],
     device: Device,
     *,
+    models: Sequence[str] = (),
     source: VllmSource | None = None,
     patches: Callable[[], Mapping[str, str]] | None = None,
     progress: Callable[[str], None] = lambda name: None,
@@ -104,6 +107,8 @@ def run(
     Args:
         names: Names of vLLM's backends, and `module:name`; all of vLLM's if empty.
         device: Where they are made and run.
+        models: Names of the models whose numbers the builders get. If empty, each builder gets those of the models that
+            use it: `MODELS_OF`, or `THIRD_PARTY`.
         source: The unpacked release, if that is what is imported.
         patches: Returns the state of each of the plugin's patches; None for stock vLLM.
         progress: Called with each name before it is tried.
@@ -118,7 +123,9 @@ def run(
 
     Raises:
         SubjectError: A given name can't be checked.
+        UnknownModelError: A name of `models` is no model's.
     """
+    wanted = models_named(models)
     patched = patches is not None
     device_name = torch.cuda.get_device_name() if device.device.type == "cuda" else "cpu"
     results: dict[str, BackendResult] = {}
@@ -149,14 +156,10 @@ def run(
     for name in tuple(pending):
         progress(name)
         try:
-            subjects[name] = subject = _subject(name, device, source)
-            results[name] = check(
-                subject,
-                subject.device or device,
-                patched=patched,
-                device_name=device_name,
-                keep=functools.partial(found, name),
-            )
+            shaped = _subjects(name, device, source, wanted)
+            subjects[name] = shaped[0]
+            each = functools.partial(found, name)
+            results[name] = _check(shaped, device, patched=patched, device_name=device_name, keep=each)
         except AbsentError as error:
             if names:
                 raise
@@ -196,13 +199,51 @@ def run(
     return so_far()
 
 
-def _subject(name: str, device: Device, source: VllmSource | None) -> Subject:
+def _check(
+    subjects: Sequence[Subject],
+    device: Device,
+    *,
+    patched: bool,
+    device_name: str,
+    keep: Callable[[BackendResult], None],
+) -> BackendResult:
+    """Check a builder with the numbers of each model.
+
+    Raises:
+        AbsentError: This release lacks the builder for the first model.
+    """
+    tried_on = subjects[0].device or device
+    trace = Trace()
+    first = found = check(subjects[0], tried_on, patched=patched, device_name=device_name, keep=keep, trace=trace)
+    for subject in subjects[1:] if first.failure is None else ():
+        kept = functools.partial(_keep_joined, found, keep)
+        try:
+            other = check(
+                subject, tried_on, known=first, patched=patched, device_name=device_name, keep=kept, trace=trace
+            )
+        except AbsentError as error:
+            other = replace(first, failure=error.cell, cases=(), model=subject.model)
+        found = found.joined(other)
+    return found
+
+
+def _keep_joined(found: BackendResult, keep: Callable[[BackendResult], None], part: BackendResult) -> None:
+    keep(found.joined(part))
+
+
+def _subjects(name: str, device: Device, source: VllmSource | None, models: Sequence[Model]) -> list[Subject]:
+    """The builder with the numbers of each model; the tiny model first, if a layer can attend."""
     if is_third_party(name):
         stand_on(None, name)
-        subject = third_party_subject(name, device)
+        first, *others = models or models_named(THIRD_PARTY)
+        subjects = [third_party_subject(name, device, first)]
+        if subjects[0].model:  # else all models give the same builder
+            subjects += [third_party_subject(name, device, model) for model in others]
     else:
-        subject = backend_subject(name, device)
-    tried_on = subject.device or device
+        tiny = backend_subject(name, device, TINY)
+        subjects = [] if models or isinstance(tiny.layer, str) else [tiny]
+        subjects += [backend_subject(name, device, model) for model in models or models_named(MODELS_OF[name.upper()])]
+    tried_on = subjects[0].device or device
     if source is not None and isinstance(tried_on, SimulatedDevice):
         source.on_kernel = tried_on.kernel_did_not_run
-    return subject
+    return subjects

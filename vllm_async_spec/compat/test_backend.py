@@ -24,3 +24,10 @@ def test_no_host_sync(async_spec_backend: BackendResult, case: str) -> None:
     if found.capture and found.faults and not found.failed:
         pytest.skip(f"only a CUDA graph capture is affected, which delays no step: {found.faults[0]}")
     assert not found.faults, "\n".join(map(advised, found.faults))
+
+
+def test_every_line_that_could_wait_ran(async_spec_backend: BackendResult) -> None:
+    """No line of the builder that could wait is left that no batch reached; skipped otherwise, with the lines."""
+    if async_spec_backend.unreached:
+        pytest.skip(f"no batch reached {'; '.join(map(str, async_spec_backend.unreached))}")
+    assert async_spec_backend.reached is not None, async_spec_backend.explain()

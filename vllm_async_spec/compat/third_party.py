@@ -7,6 +7,7 @@ adapter, or a factory: a function that is given a `BuilderInputs` and returns a 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -18,7 +19,8 @@ from vllm_async_spec.compat.builder_inputs import BuilderInputs, SubjectError
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
 from vllm_async_spec.compat.check import Subject, failure_sentence
 from vllm_async_spec.compat.device import Device
-from vllm_async_spec.compat.layer import NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
+from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 __all__ = ["is_third_party", "third_party_subject"]
@@ -36,12 +38,13 @@ def is_third_party(name: str) -> bool:
     return ":" in name
 
 
-def third_party_subject(name: str, device: Device) -> Subject:
+def third_party_subject(name: str, device: Device, model: Model = TINY) -> Subject:
     """Describe the builder `module:name` for `check`.
 
     Args:
         name: Importable from the current directory or from where Python looks.
-        device: Where the builder will be made. A factory is called once to see what it makes.
+        device: Where the builder will be made. The builder is made once to see what it is and what it asks for.
+        model: The model whose numbers the builder gets.
 
     Returns:
         The subject for `check`. A subclass of a vLLM class gets vLLM's metadata, any other builder this package's.
@@ -51,9 +54,14 @@ def third_party_subject(name: str, device: Device) -> Subject:
     """
     named = _resolve(name)
     target = named.get_builder_cls() if hasattr(named, "get_builder_cls") else named
-    make = _maker(name, target)
+    asked: list[str] = []
+    make = _maker(name, target, model, asked)
     metadata, source = _metadata_for(target if inspect.isclass(target) else type(make(device)))
-    return Subject(name, make, metadata, source, backend=named, layer=_layer(named))
+    if inspect.isclass(target):
+        with contextlib.suppress(SubjectError):  # `check` makes the builder again, and tells the failure
+            make(device)
+    layer = _layer(named) if model is TINY else NOT_TINY
+    return Subject(name, make, metadata, source, backend=named, layer=layer, model=model.name if asked else "")
 
 
 def _layer(named: Any) -> Callable[[Any, Device], Layer] | str:
@@ -86,20 +94,20 @@ def _resolve(name: str) -> Any:
     return value
 
 
-def _maker(name: str, target: Any) -> Callable[[Device], Any]:
+def _maker(name: str, target: Any, model: Model, asked: list[str]) -> Callable[[Device], Any]:
     if inspect.isclass(target):
         if not hasattr(target, "build") and not hasattr(target, "arguments"):
             raise SubjectError(
                 f"{name}: {target.__name__} has no build(); name a metadata builder, a backend or a factory"
             )
-        return lambda device: _construct(target, BuilderInputs(device.device))
+        return lambda device: _construct(target, BuilderInputs(device.device, model, asked))
     if hasattr(target, "arguments"):
         return lambda device: target
     if not callable(target):
         raise SubjectError(
             f"{name} is of type {type(target).__name__}, which makes no builder; name a class or a factory"
         )
-    return lambda device: _call_factory(name, target, BuilderInputs(device.device))
+    return lambda device: _call_factory(name, target, BuilderInputs(device.device, model, asked))
 
 
 def _call_factory(name: str, factory: Callable[[BuilderInputs], Any], setting: BuilderInputs) -> Any:
