@@ -243,6 +243,7 @@ def test_a_builder_that_this_release_does_not_have(device: SimulatedDevice, rele
 FLASHINFER = """
 import json, sys
 from pathlib import Path
+from vllm_async_spec.compat.model_shapes import MODELS_OF
 from vllm_async_spec.compat.suite import open_device, prepare, run
 way, source, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 handle = prepare(source, plugin=way != "stock")
@@ -253,7 +254,7 @@ if way != "stock":
     load(report=False)
     if way == "uncorrected":
         flashinfer_builder.write_exact_lengths = lambda *arguments: None
-(found,) = run([name], device, source=handle).results
+(found,) = run([name], device, models=MODELS_OF[name][:1], source=handle).results
 print(json.dumps([found.verdict, found.passed, found.explain()]))
 """
 
