@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from compat_checked import NAMED, subject
 
+from vllm_async_spec.compat import builder_inputs
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.builder_inputs import MAX_BATCHED_TOKENS
 from vllm_async_spec.compat.cases import CASES, Host
@@ -176,3 +179,26 @@ def test_a_model_without_a_builder_is_a_batch_that_did_not_run():
     joined = found.joined(refused)
     assert joined.models == ("tiny",)
     assert report(joined).published.rows[0].not_run == {"can't be made: no sinks": ["construction"]}
+
+
+def test_another_machine_is_asked_anew_though_a_patch_has_wrapped_the_question(monkeypatch: pytest.MonkeyPatch):
+    machine = ["sm90"]
+
+    @functools.cache
+    def original() -> str:
+        return machine[0]
+
+    @functools.cache
+    def patched() -> str:
+        return original()
+
+    @functools.wraps(original)
+    def asked() -> str:
+        return patched()
+
+    asked.cache_clear = patched.cache_clear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", SimpleNamespace(asked=asked))
+    assert asked() == "sm90"
+    machine[0] = "sm100"
+    builder_inputs._forget()
+    assert asked() == "sm100"

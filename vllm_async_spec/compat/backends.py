@@ -157,6 +157,8 @@ _PAGE_TABLE = ("_copy_page_indices_kernel", ".page ends", ".last page")
 """Where pages lie among the indices. Kernels mask by the lengths, which the page ends and last pages give together."""
 _TILES = (".scheduler_metadata",)
 """FlashAttention's work split, which its planner sizes by the longest request. Other fields hold the lengths."""
+_GATHERED = (".workspace_starts",)
+"""Offsets into a workspace that one kernel fills and another reads, both by these offsets."""
 _TWO_RANKS = "its ranks talk to each other while they attend, and here is one"
 _CHOSEN = "it attends to what an indexer chose, and the suite has none that chooses"
 _STATE_SPACE: dict[str, Any] = {
@@ -225,7 +227,14 @@ BACKENDS: dict[str, Backend] = {
             layer="it chooses what others attend to",
         ),
         Backend("FLASHMLA_SPARSE", (_FLASHMLA_SPARSE,), _sparse("auto"), block_size=64, layer=_CHOSEN),
-        Backend("FLASHMLA_SPARSE_FP8", (_FLASHMLA_SPARSE,), _sparse("fp8_ds_mla"), block_size=64, layer=_CHOSEN),
+        Backend(
+            "FLASHMLA_SPARSE_FP8",
+            (_FLASHMLA_SPARSE,),
+            _sparse("fp8_ds_mla"),
+            block_size=64,
+            layout=_GATHERED,
+            layer=_CHOSEN,
+        ),
         Backend("FLASHINFER", (_FLASHINFER,), _flashinfer(Way.NATIVE), layout=_PAGE_TABLE),
         Backend("FLASHINFER_XQA", (_FLASHINFER,), _flashinfer(Way.XQA), layout=_PAGE_TABLE),
         Backend("FLASHINFER_TRTLLM", (_FLASHINFER,), _flashinfer(Way.TRTLLM), layout=_PAGE_TABLE, capability=BLACKWELL),

@@ -208,8 +208,11 @@ def stand_on(capability: tuple[int, int] | None, name: str) -> None:
 def _forget() -> None:
     for name in _ASKED_ONCE:
         for value in list(vars(sys.modules.get(name, SimpleNamespace())).values()):
-            if isinstance(value, FunctionType | functools._lru_cache_wrapper) and hasattr(value, "cache_clear"):
-                value.cache_clear()
+            # A patch of the plugin may have wrapped a function that caches too.
+            while isinstance(value, FunctionType | functools._lru_cache_wrapper):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+                value = getattr(value, "__wrapped__", None)
 
 
 @contextlib.contextmanager

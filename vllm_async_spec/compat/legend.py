@@ -8,8 +8,9 @@ from vllm_async_spec.compat.report import Run
 __all__ = ["EXCLUDED", "LEGEND", "excluded"]
 
 LEGEND = (
-    f"batches: how many of the {len(CASES)} kinds of batches that vLLM's engine makes were built. The kinds, with "
-    f"K = {DRAFT_TOKENS} draft tokens: {'; '.join(case.name for case in CASES)}. A kind that fails is a fault."
+    f"batches: how many of the {len(CASES)} kinds of batches that vLLM's engine makes were built, with each model, and "
+    f"how many for a builder's own thresholds. The kinds, with K = {DRAFT_TOKENS} draft tokens: "
+    f"{'; '.join(case.name for case in CASES)}. A kind that fails is a fault."
 )
 """What the column `batches` counts."""
 
@@ -25,7 +26,9 @@ def excluded(run: Run) -> list[str]:
     for row in run.rows:
         for reasons, said in ((row.not_run, ""), (row.unpadded, " without padding rows")):
             for reason, cases in reasons.items():
-                found.setdefault((reason, _listed(cases, row.batches) + said), []).append(row.backend)
+                found.setdefault((reason, _listed(cases, row.batches // max(1, len(row.models))) + said), []).append(
+                    row.backend
+                )
     return [f"  {', '.join(names)}: {cases} ({reason})" for (reason, cases), names in found.items()]
 
 
