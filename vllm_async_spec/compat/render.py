@@ -230,6 +230,7 @@ def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()
         classes=[name for name in CLASSES if any(cell.colour == _slug(name) for row in table.values() for cell in row)],
         meanings=_MEANINGS,
         marks=_MARKS,
+        unsure=NOT_SHOWN_CLEAN,
         limits={limit for run in runs for row in run.rows for limit in row.limits},
         slug=_slug,
         releases=list(dict.fromkeys(label[0] for label, _ in columns)),
