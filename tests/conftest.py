@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,18 @@ def one_thread() -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def settings_stay() -> Iterator[None]:
+    """Undo what a command sets for its process where it runs in this one: variables, and vLLM's log level."""
+    log = logging.getLogger("vllm")
+    before, level = dict(os.environ), log.level
+    yield
+    log.setLevel(level)
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
