@@ -210,9 +210,10 @@ def _asking() -> Iterator[None]:
     finally:
         logging.disable(disabled)
         _ASKING.reset(token)
-        if os.environ != environment:
-            os.environ.clear()
-            os.environ.update(environment)
+        # Only what differs: another thread must not find the environment empty.
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
 
 
 @dataclass(frozen=True, slots=True)
