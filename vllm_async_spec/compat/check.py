@@ -18,13 +18,13 @@ import torch
 
 from vllm_async_spec.audit.stack import readable
 from vllm_async_spec.compat import compare, declared
+from vllm_async_spec.compat.branches.reached import Trace, recorded
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, configured
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.model import against_model
-from vllm_async_spec.compat.reached import Trace, recorded
 from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
 from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases

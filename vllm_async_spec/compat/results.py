@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_async_spec.compat.advice import advised
+from vllm_async_spec.compat.branches.reached import Reached, Unreached
 from vllm_async_spec.compat.build_result import Build, differences_data, waits_data
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
-from vllm_async_spec.compat.reached import Reached, Unreached
 
 __all__ = ["NOT_SHOWN_CLEAN", "TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
 

@@ -16,12 +16,12 @@ import torch
 
 from vllm_async_spec._version import __version__
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
+from vllm_async_spec.compat.branches.reached import Trace
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, stand_on
 from vllm_async_spec.compat.check import Subject, check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import FORWARD_SECONDS, attend
 from vllm_async_spec.compat.model_shapes import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
-from vllm_async_spec.compat.reached import Trace
 from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice

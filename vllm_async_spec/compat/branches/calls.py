@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from vllm_async_spec.compat.source_lines import Function
+from vllm_async_spec.compat.branches.source_lines import Function
 
 __all__ = ["code_of", "loaded_modules", "target"]
 

@@ -18,9 +18,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_async_spec.cli import app
+from vllm_async_spec.compat.branches.could_wait import suspects
+from vllm_async_spec.compat.branches.host_values import HostValues
 from vllm_async_spec.compat.check import check
-from vllm_async_spec.compat.could_wait import suspects
-from vllm_async_spec.compat.host_values import HostValues
 from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
 from vllm_async_spec.compat.report import Report, Run
 from vllm_async_spec.compat.results import BackendResult

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vllm_async_spec.audit.report import WaitKind
-from vllm_async_spec.compat.host_values import HostValues, text
+from vllm_async_spec.compat.branches.host_values import HostValues, text
 
 __all__ = ["COULD_WAIT", "HOST_LENGTHS", "Suspect", "suspects"]
 

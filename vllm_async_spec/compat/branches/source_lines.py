@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_async_spec.compat.could_wait import Suspect, suspects
-from vllm_async_spec.compat.host_values import HostValues
+from vllm_async_spec.compat.branches.could_wait import Suspect, suspects
+from vllm_async_spec.compat.branches.host_values import HostValues
 
 __all__ = ["Branch", "Function", "Statement", "functions_of"]
 

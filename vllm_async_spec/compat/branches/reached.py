@@ -23,11 +23,11 @@ import coverage
 from torch.overrides import TorchFunctionMode
 
 from vllm_async_spec.audit.stack import short_path
-from vllm_async_spec.compat.calls import code_of, loaded_modules, target
-from vllm_async_spec.compat.could_wait import COULD_WAIT, HOST_LENGTHS, Suspect
+from vllm_async_spec.compat.branches.calls import code_of, loaded_modules, target
+from vllm_async_spec.compat.branches.could_wait import COULD_WAIT, HOST_LENGTHS, Suspect
+from vllm_async_spec.compat.branches.source_lines import Function, Statement, functions_of
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.simulated_device import HostDevice
-from vllm_async_spec.compat.source_lines import Function, Statement, functions_of
 
 __all__ = ["NOTHING_REACHED", "Reached", "Trace", "Unreached", "recorded"]
 
