@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
+import os
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from compat_checked import checked, subject
 from rich.console import Console
 from typer.testing import CliRunner
 
+import vllm_async_spec
 from vllm_async_spec.cli import app
+from vllm_async_spec.compat.branches import reached
 from vllm_async_spec.compat.branches.could_wait import suspects
 from vllm_async_spec.compat.branches.host_values import HostValues
 from vllm_async_spec.compat.check import check
@@ -232,3 +236,11 @@ def test_strict_makes_it_the_exit_code(options: tuple[str, ...], code: int):
     done = CliRunner().invoke(app, ["compat", "--backend", "compat_unreached:Thresholds", *options])
     assert done.exit_code == code, done.output
     assert "not shown clean, no batch reached support/compat_unreached.py:" in done.output.replace("\n", "")
+
+
+def test_the_plugins_own_lines_are_recorded():
+    importlib.import_module("vllm_async_spec.attention.flashinfer")  # only parts that are imported can run
+    where = reached._places(planted.Clean)
+    ours = Path(str(vllm_async_spec.__file__)).parent
+    assert str(ours / "attention") + os.sep in where
+    assert not any(str(ours / "metadata.py").startswith(each) for each in where)

@@ -92,7 +92,7 @@ NOTHING_REACHED = Reached(0, 0)
 _ENTRIES = ("build", "build_for_drafting", "arguments")
 """What the suite calls in a step. A batch for CUDA graph capture delays no step, so its own lines may wait."""
 _CAPTURE = "build_for_cudagraph_capture"
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 _OUR_PARTS = ("vllm_plugin", "attention", "kernels", "spec_decode")
 """The parts of this package that builders run. A host length is told where it is read, not where it is copied."""
 _INSTALLED = tuple(os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
