@@ -321,6 +321,16 @@ def test_what_is_compiled_while_it_is_watched_is_compiled_as_elsewhere(monkeypat
     assert compiler.frame_count == 2
 
 
+def test_a_default_device_works_while_it_is_watched_and_afterwards(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch keeps the functions that take a default device from its first use on."""
+    without_cuda(monkeypatch)
+    torch.utils._device._device_constructors.cache_clear()
+    with PassesForCuda().watching(), torch.device("meta"):
+        assert torch.empty(1).is_meta
+    with torch.device("meta"):
+        assert torch.empty(1).is_meta
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits and kernels need a CUDA device")
 @pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)

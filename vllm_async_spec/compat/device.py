@@ -98,6 +98,9 @@ class CudaDevice:
         """Collect what PyTorch's sync debug mode warns of, and waits for events and for the device."""
         found: list[Wait] = []
         torch.cuda.synchronize()
+        # The first use of a default device makes PyTorch keep the functions that take one; keep its own, not ours.
+        with torch.device("cpu"):
+            torch.empty(0)
         recorder = CudaWaits()
         recorder.start()
         try:
