@@ -186,10 +186,18 @@ def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(
     assert found["not_attended"] == "its forward launches fill_ones, and no kernel runs on a simulated device"
 
 
+def test_the_plugin_that_is_off_is_no_silent_no_op():
+    result = compat("--plugin", "--backend", "compat_planted:Clean")
+    assert result.exit_code == 1
+    assert "--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable" in one_line(result)
+
+
 @pytest.mark.slow
 @needs_vllm
-def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path):
+def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also those for FlashAttention 2 with drafts, for which the plugin reads FlashInfer's plan."""
+    monkeypatch.delenv("VLLM_ASYNC_SPEC")
+    monkeypatch.delenv("VLLM_HAS_FLASHINFER_CUBIN")
     file = tmp_path / "found.json"
     done = installed("--backend=FLASHINFER", "--plugin", f"--json={file}")
     assert done.returncode == 0, done.stderr + done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -88,6 +89,8 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
+    if plugin and os.environ.get("VLLM_ASYNC_SPEC") == "off":
+        fail("--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable, or leave out --plugin")
     console = Console(stderr=True)
     kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
