@@ -192,6 +192,13 @@ def test_the_plugin_that_is_off_is_no_silent_no_op():
     assert "--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable" in one_line(result)
 
 
+def test_a_wrong_setting_of_the_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_ASYNC_SPEC", "on")
+    result = compat("--plugin", "--backend", "compat_planted:Clean")
+    assert result.exit_code == 1
+    assert "VLLM_ASYNC_SPEC" in one_line(result)
+
+
 @pytest.mark.slow
 @needs_vllm
 def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

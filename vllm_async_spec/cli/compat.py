@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -89,8 +88,8 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
-    if plugin and os.environ.get("VLLM_ASYNC_SPEC") == "off":
-        fail("--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable, or leave out --plugin")
+    if plugin:
+        _insist_on_the_plugin()
     console = Console(stderr=True)
     kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
@@ -198,6 +197,18 @@ def _try_elsewhere(
 def _second_process() -> NewProcess:
     """Runs what is submitted in a process that imports everything anew, and ends with this process."""
     return NewProcess()
+
+
+def _insist_on_the_plugin() -> None:
+    """End the command if a setting leaves the plugin off, or can't be read."""
+    from vllm_async_spec.vllm_plugin.settings import Mode, SettingError, Settings
+
+    try:
+        mode = Settings.read().mode
+    except SettingError as error:
+        fail(str(error))
+    if mode is Mode.OFF:
+        fail("--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable, or leave out --plugin")
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:
