@@ -15,28 +15,16 @@ from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from compat_command import compat, in_support
+from typer.testing import Result
 
-from vllm_async_spec.cli import app
 from vllm_async_spec.cli.compat import _second_process
 from vllm_async_spec.compat.vllm_source import installed_vllm
 
-SUPPORT = Path(__file__).parents[1] / "support"
+__all__ = ["in_support"]  # a fixture
+pytestmark = pytest.mark.usefixtures("in_support")
+
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SUPPORT)
-    monkeypatch.setenv("COLUMNS", "200")
-    # The command sets these for its process, which is this one.
-    monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
-
-
-def compat(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["compat", *arguments])
 
 
 def one_line(result: Result) -> str:

@@ -16,28 +16,17 @@ import compat_planted as planted
 import pytest
 import torch
 from compat_checked import checked
-from typer.testing import CliRunner, Result
+from compat_command import SUPPORT, compat, in_support
 
-from vllm_async_spec.cli import app
 from vllm_async_spec.compat import keep
 from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
 from vllm_async_spec.compat.publish import main as publish
 from vllm_async_spec.compat.report import PublishedError, Report, read_runs
 
-SUPPORT = Path(__file__).parents[1] / "support"
+__all__ = ["in_support"]  # a fixture
+pytestmark = pytest.mark.usefixtures("in_support")
+
 BEFORE = ["decode", "spec K + 1", "non-uniform spec", "prefill", "prefill with context", "mixed", "long"]
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SUPPORT)
-    monkeypatch.setenv("VLLM_ASYNC_SPEC", "off")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    monkeypatch.setenv("VLLM_HAS_FLASHINFER_CUBIN", "1")
-
-
-def compat(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["compat", *arguments])
 
 
 def batches(path: Path) -> dict[str, list[str]]:
