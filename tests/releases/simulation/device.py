@@ -141,9 +141,11 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, gpu: Gpu, writes: list[int] | None = None) -> DeviceTensor:
         # To PyTorch it is on the CPU, for a build without CUDA can't index what is not. Python sees a CUDA tensor.
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
-        )
+        # It is no inference tensor, for vLLM 0.24 makes buffers that are none, whose views must have versions, too.
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+            )
         made.inner, made.gpu, made.writes = inner, gpu, [0] if writes is None else writes
         return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -86,6 +87,7 @@ class Engine:
         )
         with (
             one_process(),
+            mock.patch.dict(os.environ, VLLM_USE_FLASHINFER_SAMPLER="0", VLLM_USE_V2_MODEL_RUNNER="0"),
             torch.inference_mode(),
             self.gpu.active(),
             interpreting(self.gpu),
@@ -226,7 +228,11 @@ class Engine:
 
     def plan(self, *, drafts: int, tokens: int) -> None:
         """From now on the scheduler plans with so many drafts a request, and so many tokens a step."""
-        if hasattr(self.scheduler, "_spec_token_placeholders"):
+        if hasattr(self.scheduler, "dynamic_sd_lookup"):
+            # From 0.24 the drafter makes no more than are planned; fewer come from a table by batch size.
+            fewer = [drafts] * (self.shape.rows + 1)
+            self.scheduler.dynamic_sd_lookup = None if drafts == self.shape.drafts else fewer
+        elif hasattr(self.scheduler, "_spec_token_placeholders"):
             self.scheduler._spec_token_placeholders = [-1] * drafts
         else:
             self.scheduler.num_spec_tokens = drafts
