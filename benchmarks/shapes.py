@@ -150,6 +150,7 @@ _QWEN3_MOE = _COMMON | {
     "mlp_only_layers": [],
     "vocab_size": 151_936,
 }
+_QWEN3_30B_A3B = _QWEN3_MOE | {"num_hidden_layers": 48, "num_experts": 128}
 _QWEN3_MOE_EAGLE = _llama(
     hidden=2048, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocabulary=151_936
 )  # fmt: skip
@@ -255,6 +256,7 @@ SHAPES = {
             _QWEN3_MOE,
             {Method.EAGLE: _QWEN3_MOE_EAGLE, Method.DRAFT_MODEL: _small_llama(151_936)},
         ),
+        Shape("a3b", "Qwen3-30B-A3B", 30.5e9, _QWEN3_30B_A3B, {Method.EAGLE: _QWEN3_MOE_EAGLE}),
         Shape(
             "mla",
             "DeepSeek-V2-Lite's sizes in DeepSeek-V3's architecture, with one prediction layer",

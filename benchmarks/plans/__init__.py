@@ -9,6 +9,7 @@ from benchmarks.plans.baseline import baseline, baseline_tiny
 from benchmarks.plans.flashinfer import defaults, flashinfer, flashinfer_audit, flashinfer_before, flashinfer_older_gpu
 from benchmarks.plans.optimistic import optimistic, optimistic_audit, optimistic_peers
 from benchmarks.plans.overhead import overhead, overhead_tiny
+from benchmarks.plans.v1_runner import v1_runner
 
 
 def find_plan(name: str) -> Plan:
@@ -43,6 +44,10 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "optimistic-peers-8b": lambda: optimistic_peers("8b"),
     "optimistic-audit-1b": lambda: optimistic_audit("1b"),
     "optimistic-audit-8b": lambda: optimistic_audit("8b"),
+    "v1-1b-0.26.0": lambda: v1_runner("1b", "0.26.0"),
+    "v1-8b-0.26.0": lambda: v1_runner("8b", "0.26.0"),
+    "v1-moe-0.26.0": lambda: v1_runner("moe", "0.26.0"),
+    "v1-a3b-0.26.0": lambda: v1_runner("a3b", "0.26.0"),
     "baseline": baseline,
     "baseline-tiny": baseline_tiny,
 }

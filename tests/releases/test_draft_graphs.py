@@ -1,4 +1,4 @@
-"""The real proposers of 0.14 to 0.18, drafting by replays for batches that all have drafts, in simulated engines.
+"""The real proposers of 0.14 to 0.29, drafting by replays for batches that all have drafts, in simulated engines.
 
 There are no graphs on that device, so a replay launches again; all that graphs are given and all that they leave is as
 on a GPU.
@@ -17,10 +17,11 @@ from simulation.judge import differences, mistakes
 from simulation.schedule import random_schedule, run
 from undone import applied
 
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
+from vllm_async_spec.vllm_plugin.ledger import find_patch
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "draft-graphs")
+SPEC = find_patch("draft-graphs")
+RUNNER = find_patch("optimistic-runner")
 SEEDS = [seed for seed in range(20) if not random_schedule(seed).shape.axes][:5]
 """Of loads with plain positions; with several axes drafting is left as it is."""
 
@@ -34,9 +35,9 @@ def stock(release: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def subject(stock: Any) -> Iterator[Any]:
+def subject(stock: Any, release: str) -> Iterator[Any]:
     """The class with all patches of the runner, whose drafter replays from its first batch on."""
-    with applied("optimistic-runner", SPEC.name):
+    with applied(*[spec.name for spec in (RUNNER, SPEC) if release in spec.releases]):
         yield replaying(importlib.import_module(stock.__module__).GPUModelRunner)
 
 

@@ -1,4 +1,4 @@
-"""Replays the drafting of vLLM's V1 runner up to 0.18 as CUDA graphs.
+"""Replays the drafting of vLLM's V1 runner as CUDA graphs.
 
 The runner launches each draft step kernel by kernel. With a small target model these launches take two thirds of the
 host's step, and the device waits for them. vLLM captures the target, and at most the drafter's pieces between attention
@@ -31,11 +31,15 @@ if TYPE_CHECKING:
     from vllm_async_spec.spec_decode.draft_graphs import Replay
     from vllm_async_spec.vllm_plugin.upstream import Proposer, RunnerBase
 
-BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
+BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
 """Builders whose builds for drafting only launch kernels, and read only device tensors and upper bounds."""
+PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
+"""Drafters, by class, whose `propose` takes no state from the runner beyond its arguments. EAGLE's is MTP's too."""
 
 _LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
 """Parameter of `propose` with the index of each request's last accepted token, newer name first."""
+_DRAFTS = "num_speculative_tokens"
+"""Parameter of `propose` with the number of drafts to make."""
 
 
 def refused(runner: RunnerBase) -> str | None:
@@ -55,7 +59,9 @@ def refused(runner: RunnerBase) -> str | None:
         "the model takes other inputs than text": bool(drafter.supports_mm_inputs),
         "positions have several axes": runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0) > 0,
         "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
-        "drafts are a tree": drafter.tree_choices[-1] != (0,) * len(drafter.tree_choices),
+        "drafts are a tree": any(any(path) for path in getattr(drafter, "tree_choices", ())),
+        "drafts are drawn at random": bool(getattr(drafter, "_enable_probabilistic_draft_probs", False)),
+        f"drafts are made by {type(drafter).__name__}": type(drafter).__name__ not in PROPOSERS,
         "the engine serves LoRA adapters": runner.lora_config is not None,
         "keys go to another engine": runner.vllm_config.kv_transfer_config is not None,
         "scales of the KV cache are computed": bool(getattr(runner.cache_config, "calculate_kv_scales", False)),
@@ -131,6 +137,9 @@ class Drafter:
     Args:
         runner: the runner that owns the drafter.
         capture: captures a function and returns its replay.
+
+    Raises:
+        ValueError: `propose` keeps state of each step in the drafter.
     """
 
     def __init__(self, runner: RunnerBase, capture: Callable[[Callable[[], torch.Tensor]], Replay]) -> None:
@@ -138,7 +147,10 @@ class Drafter:
         self._propose = propose = drafter.propose
         signature = inspect.signature(propose)
         self._last_indices = next(name for name in _LAST_INDICES if name in signature.parameters)
-        self._tokens = drafter.num_speculative_tokens + 1
+        self._drafter, self._drafts = drafter, drafter.num_speculative_tokens
+        self._tokens = self._drafts + 1
+        # From 0.24 on the scheduler chooses the number of drafts.
+        chosen = {_DRAFTS: self._drafts} if _DRAFTS in signature.parameters else {}
         metadata_class = inspect.unwrap(type(drafter).propose).__globals__["CommonAttentionMetadata"]
         most = _most_rows(runner)
         table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
@@ -159,7 +171,7 @@ class Drafter:
                 slot_mapping=given["slot_mapping"],
                 causal=True,
             )
-            with _launched_plainly(drafter):
+            with _launched_plainly(drafter), self._watched():
                 drafts: torch.Tensor = propose(
                     target_token_ids=given["token_ids"],
                     target_positions=given["positions"],
@@ -169,11 +181,23 @@ class Drafter:
                     sampling_metadata=None,
                     num_rejected_tokens_gpu=given["rejected"],
                     **{self._last_indices: given["last_indices"]},
+                    **chosen,
                 )
             return drafts
 
+        self._set: set[str] = set()
         self._graphs = DraftGraphs(drafting, inputs, batch_sizes(most), capture)
         self.sizes = self._graphs.sizes
+        if self._set:
+            raise ValueError(f"each step sets {', '.join(sorted(self._set))} of the drafter, which no replay does")
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note the drafter's attributes that the block sets to another object; the last block counts."""
+        before = dict(vars(self._drafter))
+        yield
+        after = vars(self._drafter)
+        self._set = {name for name in after if after[name] is not before.get(name)}
 
     def propose(self, **given: Any) -> torch.Tensor:
         """Replay a graph if every request has all its drafts to verify; else call vLLM's `propose`."""
@@ -181,12 +205,15 @@ class Drafter:
         rows = metadata.num_reqs
         if (
             given["num_rejected_tokens_gpu"] is None
+            or given.get(_DRAFTS, self._drafts) != self._drafts
             or metadata.max_query_len != self._tokens
             or metadata.num_actual_tokens != rows * self._tokens
             or rows > self.sizes[-1]
         ):
             drafts: torch.Tensor = self._propose(**given)
             return drafts
+        # As `propose` leaves it; a batch before this one may have got fewer drafts.
+        self._drafter.num_speculative_tokens = self._drafts
         tensors = {
             "token_ids": given["target_token_ids"],
             "positions": given["target_positions"],
