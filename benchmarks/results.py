@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
+from benchmarks.records import as_text, read_json
 from benchmarks.summary import SPREADS, summarise
 from vllm_async_spec.cli.outputs import keep_elsewhere
-from vllm_async_spec.compat.report import compact_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
@@ -75,7 +75,7 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         partial = self.path.with_suffix(".partial")
         measured = {name: value for name, value in self.document.items() if name != "summary"}
-        text = compact_json(_rounded(measured))
+        text = as_text(_rounded(measured))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(text)
@@ -92,7 +92,7 @@ def read_result(path: Path) -> Document:
         PlanError: this release can't read the file.
     """
     try:
-        document: Document = json.loads(path.read_text())
+        document: Document = read_json(path)
         schema = document["schema"]
         if schema == SCHEMA:
             document["summary"] = summarise(document)
@@ -107,12 +107,12 @@ def read_result(path: Path) -> Document:
 
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Result files of plans in a folder, ordered by name."""
-    return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
+    return [path for path in sorted(folder.glob("*.json")) if "schema" in read_json(path)]
 
 
 def read_trace(path: Path) -> Document | None:
     """A file of `python -m benchmarks trace`; None if the file is something else."""
-    found = json.loads(path.read_text())
+    found = read_json(path)
     return found if isinstance(found, dict) and "trace" in found else None
 
 
@@ -128,7 +128,10 @@ def figure_of(path: Path, form: str = "svg") -> Path:
 
 
 def _drop_single_runs(turns: Sequence[Turn]) -> None:
-    """Drop the single runs of each arm that has several turns of a load, and what no spread needs of the others."""
+    """Drop the single runs of each arm that has several turns of a load, and what no spread needs of the others.
+
+    The runs of a single turn become two: their lowest values, and their highest.
+    """
     loads: dict[tuple[str, str], list[Turn]] = {}
     for turn in turns:
         for name, load in turn.get("loads", {}).items():
@@ -137,7 +140,7 @@ def _drop_single_runs(turns: Sequence[Turn]) -> None:
         for load in same:
             runs = load.pop("runs", None)
             if len(same) == 1 and runs is not None:
-                load["runs"] = [{name: run[name] for name in SPREADS} for run in runs]
+                load["runs"] = [{name: end(run[name] for run in runs) for name in SPREADS} for end in (min, max)]
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
+from benchmarks.records import read_json
 from benchmarks.results import RESULTS, read_result
 from benchmarks.summary import against
 
@@ -119,14 +119,14 @@ def _ungraphed(results: Path) -> str:
 
 
 def _generated(paths: Iterable[Path]) -> str:
-    found = [json.loads(path.read_text()) for path in paths]
+    found = [read_json(path) for path in paths]
     rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
 
 
 def _batching(results: Path) -> str:
     paths = [path for size in batching.MODELS[::-1] for path in sorted(results.glob(f"batching-{size}*-h200.json"))]
-    found = [json.loads(path.read_text()) for path in paths]
+    found = [read_json(path) for path in paths]
     rows = [
         (each["model"], f"{each['new_tokens']:,}", "yes" if each.get("compiled") else "no", *row)
         for each in found
@@ -136,7 +136,7 @@ def _batching(results: Path) -> str:
 
 
 def _held(results: Path) -> str:
-    found = json.loads((results / "held-h200.json").read_text())
+    found = read_json(results / "held-h200.json")
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
@@ -160,24 +160,24 @@ def _flashinfer(results: Path) -> str:
 
 
 def _kernels(results: Path) -> str:
-    found = json.loads((results / "kernels-h200.json").read_text())
+    found = read_json(results / "kernels-h200.json")
     return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
 
 
 def _kernels_by_rows(results: Path) -> str:
-    found = [json.loads(path.read_text()) for path in results.glob("kernels-h200*.json")]
+    found = [read_json(path) for path in results.glob("kernels-h200*.json")]
     found.sort(key=lambda each: each["tokens"] * each["group"])
     told = (f"{each['tokens']} tokens, groups of {each['group']}" for each in found)
     return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()
 
 
 def _plan_time(results: Path) -> str:
-    found = json.loads((results / "plan-time-h200.json").read_text())
+    found = read_json(results / "plan-time-h200.json")
     return Grid(plan_time.columns(found), list(plan_time.rows(found))).markdown()
 
 
 def _step_time(results: Path) -> str:
-    found = json.loads((results / "step-time-h200.json").read_text())
+    found = read_json(results / "step-time-h200.json")
     rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
     return Grid(("part", "stock, µs a step", "with the plugin"), rows).markdown()
 
@@ -238,5 +238,5 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
 
 def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:
     """Results of that pattern, newest release first."""
-    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in results.glob(pattern)]
+    found: list[dict[str, Any]] = [read_json(path) for path in results.glob(pattern)]
     return sorted(found, key=lambda each: [int(part) for part in each["vllm"].split(".")], reverse=True)

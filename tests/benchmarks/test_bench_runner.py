@@ -20,6 +20,7 @@ from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.plans.baseline import baseline
+from benchmarks.records import read_json
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
 
@@ -124,7 +125,7 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
-    before = json.loads((tmp_path / "result.json").read_text())["turns"]
+    before = read_json(tmp_path / "result.json")["turns"]
     assert len(before) == 5
 
     monkeypatch.setattr(child, "start", engines.start)
@@ -145,7 +146,7 @@ def test_single_runs_are_kept_only_where_they_are_the_spread(engines, tmp_path):
     for name, plan, kept in (("one", single, True), ("several", PLAN, False)):
         (tmp_path / name).mkdir()
         run(tmp_path / name, plan)
-        turns = json.loads((tmp_path / name / "result.json").read_text())["turns"]
+        turns = read_json(tmp_path / name / "result.json")["turns"]
         assert {"runs" in load for turn in turns for load in turn["loads"].values()} == {kept}
 
 
