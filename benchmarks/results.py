@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
-from benchmarks.records import as_text, read_json
+from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import SPREADS, summarise
 from vllm_async_spec.cli.outputs import keep_elsewhere
+from vllm_async_spec.compat.json_text import compact_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
@@ -38,7 +39,7 @@ class ResultFile:
         """
         self.path = path
         declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
-        if path.is_file() and not fresh:
+        if exists(path) and not fresh:
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
                 raise PlanError(
@@ -75,7 +76,7 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         partial = self.path.with_suffix(".partial")
         measured = {name: value for name, value in self.document.items() if name != "summary"}
-        text = as_text(_rounded(measured))
+        text = compact_json(_rounded(measured))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(text)
@@ -107,7 +108,7 @@ def read_result(path: Path) -> Document:
 
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Result files of plans in a folder, ordered by name."""
-    return [path for path in sorted(folder.glob("*.json")) if "schema" in read_json(path)]
+    return [path for path in files(folder) if "schema" in read_json(path)]
 
 
 def read_trace(path: Path) -> Document | None:
@@ -118,7 +119,7 @@ def read_trace(path: Path) -> Document | None:
 
 def trace_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Trace files in a folder, ordered by name."""
-    return [path for path in sorted(folder.glob("*.json")) if read_trace(path) is not None]
+    return [path for path in files(folder) if read_trace(path) is not None]
 
 
 def figure_of(path: Path, form: str = "svg") -> Path:

@@ -19,8 +19,8 @@ from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
-from benchmarks.records import read_json
 from benchmarks.results import RESULTS, read_result
+from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def _table(name: str, results: Path, document: Path) -> str:
     if make is not None:
         return make(results)
     path = results / f"{name}.json"
-    if not path.is_file():
+    if not exists(path):
         raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
     found = read_result(path)
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
@@ -109,9 +109,7 @@ def _host_time(results: Path) -> str:
 
 def _generation(results: Path) -> str:
     # Some sizes are not measured, and some are measured with two releases of transformers.
-    return _generated(
-        path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))
-    )
+    return _generated(path for size in generation.SIZES for path in files(results, f"generation-{size}-h200*.json"))
 
 
 def _ungraphed(results: Path) -> str:
@@ -125,7 +123,7 @@ def _generated(paths: Iterable[Path]) -> str:
 
 
 def _batching(results: Path) -> str:
-    paths = [path for size in batching.MODELS[::-1] for path in sorted(results.glob(f"batching-{size}*-h200.json"))]
+    paths = [path for size in batching.MODELS[::-1] for path in files(results, f"batching-{size}*-h200.json")]
     found = [read_json(path) for path in paths]
     rows = [
         (each["model"], f"{each['new_tokens']:,}", "yes" if each.get("compiled") else "no", *row)
@@ -165,7 +163,7 @@ def _kernels(results: Path) -> str:
 
 
 def _kernels_by_rows(results: Path) -> str:
-    found = [read_json(path) for path in results.glob("kernels-h200*.json")]
+    found = [read_json(path) for path in files(results, "kernels-h200*.json")]
     found.sort(key=lambda each: each["tokens"] * each["group"])
     told = (f"{each['tokens']} tokens, groups of {each['group']}" for each in found)
     return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()
@@ -238,5 +236,5 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
 
 def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:
     """Results of that pattern, newest release first."""
-    found: list[dict[str, Any]] = [read_json(path) for path in results.glob(pattern)]
+    found: list[dict[str, Any]] = [read_json(path) for path in files(results, pattern)]
     return sorted(found, key=lambda each: [int(part) for part in each["vllm"].split(".")], reverse=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator
@@ -25,7 +26,6 @@ from benchmarks.batching_arms import Arms, make_arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model
 from benchmarks.machine import MachineError
 from benchmarks.middle import Middle, MiddleError, OnStep, Run, before_each, record_middle
-from benchmarks.records import as_text
 from benchmarks.shapes import SHAPES
 from vllm_async_spec.audit.device_trace import DeviceTrace, cupti_thread
 from vllm_async_spec.audit.recorded import Recorded
@@ -138,6 +138,11 @@ def reduced(about: dict[str, Any], middles: dict[str, Middle], steps: int) -> di
         if len(as_text(found)) <= LARGEST:
             return found
         join_us *= 1.5
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The result of `record` as compact JSON."""
+    return json.dumps(found, separators=(",", ":")) + "\n"
 
 
 def _make_generation(

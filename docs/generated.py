@@ -1,7 +1,7 @@
 """Files of the site that MkDocs makes while it builds, from summaries in git; git does not have them.
 
 - `compat/RUN.md`, `compat/RUN.json`, `assets/compatibility.html` and a badge, from `docs/compat/runs.json.xz`.
-- `assets/results/RESULT.svg`, from `benchmarks/results/RESULT.json`, for each figure that a page shows.
+- `assets/results/RESULT.svg`, from the archive in `benchmarks/results`, for each figure that a page shows.
 - `assets/audit-example.html`, from `docs/examples/audit.json.xz`.
 """
 
@@ -58,7 +58,7 @@ def audit_example() -> tuple[str, str]:
     """Path and content of the page of the audit that docs/audit.md shows."""
     from vllm_async_spec.audit.html import render_html
     from vllm_async_spec.audit.report import Report
-    from vllm_async_spec.compat.archive import unpacked
+    from vllm_async_spec.compat.json_text import unpacked
 
     found = json.loads(unpacked(DOCS / "examples" / "audit.json.xz"))
     page = render_html(Report.from_dict(found["report"]), before=Report.from_dict(found["before"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.machine import MachineError, installed_vllm
-from benchmarks.records import as_text
 from vllm_async_spec.cli.interrupts import InterruptibleGroup
 from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
 
@@ -99,7 +99,7 @@ def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), js
 def write_json(found: Mapping[str, Any], json_file: Path | None) -> None:
     """Write a result to `json_file`, if given; a result that can't be written is kept elsewhere, with exit code 1."""
     if json_file:
-        write("--json", json_file, as_text(found))
+        write("--json", json_file, json.dumps(found, indent=2) + "\n")
 
 
 def write(option: str, path: Path, text: str) -> None:

@@ -29,8 +29,7 @@ def trace(
     drafts: Annotated[int, typer.Option(min=0, help="Draft tokens of each sequence and step, for batching only.")] = 0,
 ) -> None:
     """Record a few decode steps of a technique on a GPU, with and without its wait."""
-    from benchmarks.records import as_text
-    from benchmarks.tracing import TraceError, record
+    from benchmarks.tracing import TraceError, as_text, record
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
     command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,6 @@ from benchmarks.child import ChildError
 from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, write
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
-from benchmarks.records import as_text
 from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
@@ -155,5 +155,5 @@ def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:
     path = folder / f"{stem}{kind}.json"
     with contextlib.suppress(OSError):  # writing tells why
         folder.mkdir(parents=True, exist_ok=True)
-    write("--out", path, as_text(found))
+    write("--out", path, json.dumps(found, indent=1) + "\n")
     return path

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.features.cases import FEATURES, STOCK_AGAIN, Feature
 from benchmarks.present import Grid
-from benchmarks.records import read_json
+from benchmarks.stored import exists, read_json
 
 NOT_RUN = "not run"
 _HEAD = ("feature", "drafts", "vLLM", "tokens", "with the device late", "seen", "waits for exact counts")
@@ -19,7 +19,7 @@ def feature_grid(results: Path) -> Grid:
     rows = []
     for feature in FEATURES.values():
         path = results / f"features-{feature.name}.json"
-        found = read_json(path) if path.is_file() else None
+        found = read_json(path) if exists(path) else None
         rows.append(_row(feature, found))
     return Grid(_HEAD, rows)
 

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from benchmarks import kernels
 from benchmarks.cli import app
-from benchmarks.records import read_json
 from benchmarks.results import RESULTS
+from benchmarks.stored import files, read_json
 from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("kernels-h200*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files(RESULTS, "kernels-h200*.json"), ids=lambda path: path.stem)
 def test_xqa_is_faster_than_flash_attention_2_for_none_but_many_rows_and_keys(path: Path):
     found = read_json(path)
     rows = found["tokens"] * found["group"]

@@ -20,9 +20,9 @@ from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.plans.baseline import baseline
-from benchmarks.records import read_json
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
+from benchmarks.stored import read_json
 
 
 class Engines:
@@ -244,7 +244,7 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     monkeypatch.setattr(runner, "has_gpu", lambda: False)
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     there = tmp_path / "flashinfer-8b.json"
-    there.write_text((RESULTS / "flashinfer-8b.json").read_text())
+    there.write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
     before = there.read_text()
     done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
@@ -260,7 +260,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
-    (tmp_path / "flashinfer-8b.json").write_text((RESULTS / "flashinfer-8b.json").read_text())
+    (tmp_path / "flashinfer-8b.json").write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
     done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")

@@ -16,8 +16,8 @@ from benchmarks.arms import Acceptance
 from benchmarks.cli import app
 from benchmarks.plans.baseline import baseline
 from benchmarks.present import grid, notes
-from benchmarks.records import read_json
 from benchmarks.results import RESULTS, result_files, trace_files
+from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}

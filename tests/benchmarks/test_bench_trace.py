@@ -24,7 +24,6 @@ from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE
 from benchmarks.cli import app
 from benchmarks.middle import Middle, MiddleError, before_each, record_middle
-from benchmarks.records import as_text
 from benchmarks.results import FIGURES, RESULTS, figure_of, read_trace, trace_files
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent
 from vllm_async_spec.audit.report import Place
@@ -144,7 +143,7 @@ def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tracing, "LARGEST", 700)
     small = tracing.reduced(ABOUT, middles, 5)
     assert small["join_us"] > 1
-    (tmp_path / "small.json").write_text(as_text(small))
+    (tmp_path / "small.json").write_text(tracing.as_text(small))
     assert (tmp_path / "small.json").stat().st_size <= 700
     assert small["arms"]["synchronous"]["gpu_busy"] == pytest.approx(0.21)
 
@@ -152,7 +151,7 @@ def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'vllm-async-spec[bench]'")
-    (tmp_path / "made-up.json").write_text(as_text(found))
+    (tmp_path / "made-up.json").write_text(tracing.as_text(found))
     pictures = []
     for _ in range(2):
         done = CliRunner().invoke(app, ["plot", str(tmp_path / "made-up.json"), "--format", form])
@@ -166,13 +165,14 @@ def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any]
 
 
 def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "trace-stopping.json").write_text(as_text(found))
+    (tmp_path / "trace-stopping.json").write_text(tracing.as_text(found))
     (tmp_path / "other.json").write_text(json.dumps({"schema": 1}))
     assert trace_files(tmp_path) == [tmp_path / "trace-stopping.json"]
     assert figure_of(RESULTS / "trace-stopping.json") == FIGURES / "trace-stopping.svg"
     for path in trace_files():
-        assert path.stat().st_size <= tracing.LARGEST
-        assert read_trace(path)["trace"] in tracing.TECHNIQUES
+        found = read_trace(path)
+        assert found["trace"] in tracing.TECHNIQUES
+        assert len(tracing.as_text(found)) <= tracing.LARGEST
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_a_gpu_is_recorded(technique: str, drafts: int, monkeypatch: pytest.Monk
     """Batches keep the device longer than the host; else a tiny model's step may be over before it is asked for."""
     make_batches_late(monkeypatch)
     found = tracing.record(technique, size="tiny", drafts=drafts)
-    assert len(as_text(found)) < 60_000
+    assert len(tracing.as_text(found)) < 60_000
     arms = found["arms"]
     for arm in arms.values():
         assert arm["recorded_steps"] == 24

@@ -12,11 +12,12 @@ import compat_planted as planted
 import pytest
 import torch
 
-from vllm_async_spec.compat.archive import ARCHIVE, read_archive, unpacked, write_archive
+from vllm_async_spec.compat.archive import ARCHIVE, read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import CASES, our_metadata
 from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.fetch import RELEASES
+from vllm_async_spec.compat.json_text import unpacked
 from vllm_async_spec.compat.model_shapes import MODELS_OF
 from vllm_async_spec.compat.publish import documents, main
 from vllm_async_spec.compat.render import badge

@@ -7,13 +7,13 @@ The content is JSON, a line for each builder of each run; `xz -dc docs/compat/ru
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_async_spec.compat.json_text import packed, unpacked
 from vllm_async_spec.compat.report import PublishedError, Run
 
-__all__ = ["ARCHIVE", "read_archive", "unpacked", "write_archive"]
+__all__ = ["ARCHIVE", "read_archive", "write_archive"]
 
 ARCHIVE = "runs.json.xz"
 """Its name in `docs/compat`."""
@@ -30,17 +30,11 @@ def read_archive(folder: Path) -> list[Run]:
         return []
     try:
         return sorted(map(Run.read, json.loads(unpacked(path))), key=lambda run: run.order)
-    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PublishedError(f"{path} can't be read: {error}; restore it with git") from error
 
 
 def write_archive(folder: Path, runs: Sequence[Run]) -> None:
     """Replace the published runs by these."""
     text = "[\n" + ",\n".join(run.to_json().rstrip("\n") for run in sorted(runs, key=lambda run: run.order)) + "\n]\n"
-    packed = lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
-    (folder / ARCHIVE).write_bytes(packed)
-
-
-def unpacked(path: Path) -> str:
-    """The text of a compressed file."""
-    return lzma.decompress(path.read_bytes()).decode()
+    (folder / ARCHIVE).write_bytes(packed(text))
