@@ -139,7 +139,7 @@ def _held(results: Path) -> str:
 
 
 def _flashinfer(results: Path) -> str:
-    """Speeds of FlashInfer with the plugin, with a column for each arm compared."""
+    """Speeds of FlashInfer with the plugin, with the control's and a column for each arm compared."""
     others = ("stock", "stock-xqa", "FLASH_ATTN")
     rows = []
     for name in ("flashinfer-8b", "flashinfer-8b-0.26.0-V2", "flashinfer-8b-0.26.0-V1"):
@@ -151,10 +151,13 @@ def _flashinfer(results: Path) -> str:
             for other in others
             if other in arms
         }
+        noop = {row["load"]: row for row in found["summary"] if row["arm"] == found["plan"]["control"]}
         for load, row in by_load["stock"].items():
             ratios = [ratio(by_load[other][load]) if other in by_load else "-" for other in others]
-            rows.append((facts["vllm"], facts["runner"], load, speed(row), *ratios))
-    return Grid(("vLLM", "runner", "load", "plugin", *(f"{other} = 1" for other in others)), rows).markdown()
+            rows.append((facts["vllm"], facts["runner"], load, speed(row), ratio(noop[load]), *ratios))
+    return Grid(
+        ("vLLM", "runner", "load", "plugin", "noop, stock = 1", *(f"{other} = 1" for other in others)), rows
+    ).markdown()
 
 
 def _kernels(results: Path) -> str:
