@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
+from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import SPREADS, summarise
 from vllm_async_spec.cli.outputs import keep_elsewhere
-from vllm_async_spec.compat.report import compact_json
+from vllm_async_spec.compat.json_text import compact_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).parent / "results"
@@ -38,7 +39,7 @@ class ResultFile:
         """
         self.path = path
         declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
-        if path.is_file() and not fresh:
+        if exists(path) and not fresh:
             self.document = read_result(path)
             if _identity(self.document["plan"]) != _identity(declared):
                 raise PlanError(
@@ -92,7 +93,7 @@ def read_result(path: Path) -> Document:
         PlanError: this release can't read the file.
     """
     try:
-        document: Document = json.loads(path.read_text())
+        document: Document = read_json(path)
         schema = document["schema"]
         if schema == SCHEMA:
             document["summary"] = summarise(document)
@@ -107,18 +108,18 @@ def read_result(path: Path) -> Document:
 
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Result files of plans in a folder, ordered by name."""
-    return [path for path in sorted(folder.glob("*.json")) if "schema" in json.loads(path.read_text())]
+    return [path for path in files(folder) if "schema" in read_json(path)]
 
 
 def read_trace(path: Path) -> Document | None:
     """A file of `python -m benchmarks trace`; None if the file is something else."""
-    found = json.loads(path.read_text())
+    found = read_json(path)
     return found if isinstance(found, dict) and "trace" in found else None
 
 
 def trace_files(folder: Path = RESULTS) -> Sequence[Path]:
     """Trace files in a folder, ordered by name."""
-    return [path for path in sorted(folder.glob("*.json")) if read_trace(path) is not None]
+    return [path for path in files(folder) if read_trace(path) is not None]
 
 
 def figure_of(path: Path, form: str = "svg") -> Path:
@@ -128,7 +129,10 @@ def figure_of(path: Path, form: str = "svg") -> Path:
 
 
 def _drop_single_runs(turns: Sequence[Turn]) -> None:
-    """Drop the single runs of each arm that has several turns of a load, and what no spread needs of the others."""
+    """Drop the single runs of each arm that has several turns of a load, and what no spread needs of the others.
+
+    The runs of a single turn become two: their lowest values, and their highest.
+    """
     loads: dict[tuple[str, str], list[Turn]] = {}
     for turn in turns:
         for name, load in turn.get("loads", {}).items():
@@ -137,7 +141,7 @@ def _drop_single_runs(turns: Sequence[Turn]) -> None:
         for load in same:
             runs = load.pop("runs", None)
             if len(same) == 1 and runs is not None:
-                load["runs"] = [{name: run[name] for name in SPREADS} for run in runs]
+                load["runs"] = [{name: end(run[name] for run in runs) for name in SPREADS} for end in (min, max)]
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.results import RESULTS, read_result
+from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def _table(name: str, results: Path, document: Path) -> str:
     if make is not None:
         return make(results)
     path = results / f"{name}.json"
-    if not path.is_file():
+    if not exists(path):
         raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
     found = read_result(path)
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
@@ -109,9 +109,7 @@ def _host_time(results: Path) -> str:
 
 def _generation(results: Path) -> str:
     # Some sizes are not measured, and some are measured with two releases of transformers.
-    return _generated(
-        path for size in generation.SIZES for path in sorted(results.glob(f"generation-{size}-h200*.json"))
-    )
+    return _generated(path for size in generation.SIZES for path in files(results, f"generation-{size}-h200*.json"))
 
 
 def _ungraphed(results: Path) -> str:
@@ -119,14 +117,14 @@ def _ungraphed(results: Path) -> str:
 
 
 def _generated(paths: Iterable[Path]) -> str:
-    found = [json.loads(path.read_text()) for path in paths]
+    found = [read_json(path) for path in paths]
     rows = [(each["model"], each["transformers"], *row) for each in found for row in generation.rows(each)]
     return Grid(("model", "transformers", *generation.COLUMNS), rows).markdown()
 
 
 def _batching(results: Path) -> str:
-    paths = [path for size in batching.MODELS[::-1] for path in sorted(results.glob(f"batching-{size}*-h200.json"))]
-    found = [json.loads(path.read_text()) for path in paths]
+    paths = [path for size in batching.MODELS[::-1] for path in files(results, f"batching-{size}*-h200.json")]
+    found = [read_json(path) for path in paths]
     rows = [
         (each["model"], f"{each['new_tokens']:,}", "yes" if each.get("compiled") else "no", *row)
         for each in found
@@ -136,12 +134,12 @@ def _batching(results: Path) -> str:
 
 
 def _held(results: Path) -> str:
-    found = json.loads((results / "held-h200.json").read_text())
+    found = read_json(results / "held-h200.json")
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
 def _flashinfer(results: Path) -> str:
-    """Speeds of FlashInfer with the plugin, with a column for each arm compared."""
+    """Speeds of FlashInfer with the plugin, with the control's and a column for each arm compared."""
     others = ("stock", "stock-xqa", "FLASH_ATTN")
     rows = []
     for name in ("flashinfer-8b", "flashinfer-8b-0.26.0-V2", "flashinfer-8b-0.26.0-V1"):
@@ -153,31 +151,34 @@ def _flashinfer(results: Path) -> str:
             for other in others
             if other in arms
         }
+        noop = {row["load"]: row for row in found["summary"] if row["arm"] == found["plan"]["control"]}
         for load, row in by_load["stock"].items():
             ratios = [ratio(by_load[other][load]) if other in by_load else "-" for other in others]
-            rows.append((facts["vllm"], facts["runner"], load, speed(row), *ratios))
-    return Grid(("vLLM", "runner", "load", "plugin", *(f"{other} = 1" for other in others)), rows).markdown()
+            rows.append((facts["vllm"], facts["runner"], load, speed(row), ratio(noop[load]), *ratios))
+    return Grid(
+        ("vLLM", "runner", "load", "plugin", "noop, stock = 1", *(f"{other} = 1" for other in others)), rows
+    ).markdown()
 
 
 def _kernels(results: Path) -> str:
-    found = json.loads((results / "kernels-h200.json").read_text())
+    found = read_json(results / "kernels-h200.json")
     return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
 
 
 def _kernels_by_rows(results: Path) -> str:
-    found = [json.loads(path.read_text()) for path in results.glob("kernels-h200*.json")]
+    found = [read_json(path) for path in files(results, "kernels-h200*.json")]
     found.sort(key=lambda each: each["tokens"] * each["group"])
     told = (f"{each['tokens']} tokens, groups of {each['group']}" for each in found)
     return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()
 
 
 def _plan_time(results: Path) -> str:
-    found = json.loads((results / "plan-time-h200.json").read_text())
+    found = read_json(results / "plan-time-h200.json")
     return Grid(plan_time.columns(found), list(plan_time.rows(found))).markdown()
 
 
 def _step_time(results: Path) -> str:
-    found = json.loads((results / "step-time-h200.json").read_text())
+    found = read_json(results / "step-time-h200.json")
     rows = [(part, *step_time.in_words(kinds)) for part, kinds in found["parts"].items()]
     return Grid(("part", "stock, µs a step", "with the plugin"), rows).markdown()
 
@@ -238,5 +239,5 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
 
 def _by_release(results: Path, pattern: str) -> list[dict[str, Any]]:
     """Results of that pattern, newest release first."""
-    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in results.glob(pattern)]
+    found: list[dict[str, Any]] = [read_json(path) for path in files(results, pattern)]
     return sorted(found, key=lambda each: [int(part) for part in each["vllm"].split(".")], reverse=True)

@@ -36,7 +36,7 @@ CALL, CRITICAL, OVERLAPPED = "call", "critical", "overlapped"
 """Blocks of the host: in a CUDA call, in a critical wait, in an overlapped wait."""
 KERNELS, COPIES = "kernels", "copies"
 """Blocks of a stream."""
-LARGEST = 20_000
+LARGEST = 10_000
 """Most bytes of a file, because files are committed."""
 
 _JOIN_US = 1.0

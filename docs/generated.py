@@ -1,8 +1,8 @@
 """Files of the site that MkDocs makes while it builds, from summaries in git; git does not have them.
 
-- `compat/RUN.md`, `assets/compatibility.html` and a badge, from `docs/compat/RUN.json`.
-- `assets/results/RESULT.svg`, from `benchmarks/results/RESULT.json`, for each figure that a page shows.
-- `assets/audit-example.html`, from `docs/examples/audit.json`.
+- `compat/RUN.md`, `compat/RUN.json`, `assets/compatibility.html` and a badge, from `docs/compat/runs.json.xz`.
+- `assets/results/RESULT.svg`, from the archive in `benchmarks/results`, for each figure that a page shows.
+- `assets/audit-example.html`, from `docs/examples/audit.json.xz`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def compatibility() -> Iterator[tuple[str, str]]:
     """Path and content of what is made of the compatibility suite's published runs."""
+    from vllm_async_spec.compat.archive import read_archive
     from vllm_async_spec.compat.publish import documents
-    from vllm_async_spec.compat.report import read_runs
 
-    yield from documents(read_runs((DOCS / "compat").glob("*.json"))).items()
+    yield from documents(read_archive(DOCS / "compat")).items()
 
 
 def figures() -> Iterator[tuple[str, bytes]]:
@@ -58,8 +58,9 @@ def audit_example() -> tuple[str, str]:
     """Path and content of the page of the audit that docs/audit.md shows."""
     from vllm_async_spec.audit.html import render_html
     from vllm_async_spec.audit.report import Report
+    from vllm_async_spec.compat.json_text import unpacked
 
-    found = json.loads((DOCS / "examples" / "audit.json").read_text(encoding="utf-8"))
+    found = json.loads(unpacked(DOCS / "examples" / "audit.json.xz"))
     page = render_html(Report.from_dict(found["report"]), before=Report.from_dict(found["before"]))
     return "assets/audit-example.html", page
 

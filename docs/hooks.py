@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_async_spec.compat.report import Row, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "vllm_async_spec"
@@ -62,13 +64,15 @@ def _ledger(what: str) -> str:
 
 def _compat(what: str, machine: str) -> str:
     """The runs that `vllm_async_spec.compat.publish` put there, side by side: a row for each backend."""
-    runs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in COMPAT.glob("*.json")}
+    from vllm_async_spec.compat.archive import read_archive
+
+    runs = {run.name: run for run in read_archive(COMPAT)}
     stems = {stem for stem in runs if (stem.count("-") > 1) is (machine != "cpu")}
     if machine != "cpu":
         stems = {stem for stem in stems if stem.endswith(f"-{machine}")}
         stems |= {f"{release}-{way}-{machine}" for release in _ON_GPU for way in ("stock", "plugin")}
     heads = sorted(stems, key=lambda stem: (_order(stem.partition("-")[0]), "-plugin" in stem))
-    found = {stem: {row["backend"]: row for row in runs.get(stem, {"rows": []})["rows"]} for stem in heads}
+    found = {stem: {row.backend: row for row in runs[stem].rows} if stem in runs else {} for stem in heads}
     names = _ranked(runs.values())
     rows = ["| backend | " + " | ".join(head.replace("-", " ") for head in heads) + " |", "|---" * len(heads) + "|---|"]
     for name in names:
@@ -76,11 +80,11 @@ def _compat(what: str, machine: str) -> str:
         for stem in heads:
             row = found[stem].get(name)
             if row is None:
-                cells.append(runs[stem]["absent"].get(name, "not run") if stem in runs else "not run")
+                cells.append(runs[stem].absent.get(name, "not run") if stem in runs else "not run")
             else:
                 target = f"#{name.lower()}" if _has_details(row) else ""
-                right = ["attention right"] if row.get("attention", "").startswith("right") else []
-                said = ", ".join([row["verdict"], *row.get("limits", []), *right])
+                right = ["attention right"] if row.attention.startswith("right") else []
+                said = ", ".join([row.cell, *right])
                 cells.append(f"[{said}](compat/{stem}.md{target})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
@@ -90,9 +94,9 @@ _ON_GPU = ("0.18.1", "0.26.0", "0.32.0")
 """Releases that are to be run on a GPU: their columns are there before their runs."""
 
 
-def _ranked(runs: Iterable[dict[str, Any]]) -> list[str]:
+def _ranked(runs: Iterable[Run]) -> list[str]:
     """All builders of these runs, in the order of `BACKENDS`."""
-    named = [[*(row["backend"] for row in run["rows"]), *run["absent"]] for run in runs]
+    named = [[*(row.backend for row in run.rows), *run.absent] for run in runs]
     order = _backends()
     return sorted({name for names in named for name in names}, key=lambda name: order.get(name, len(order)))
 
@@ -103,10 +107,10 @@ def _backends() -> dict[str, int]:
     return {name: at for at, name in enumerate(re.findall(r'Backend\(\s*"([A-Z0-9_]+)"', text))}
 
 
-def _has_details(row: dict[str, Any]) -> bool:
+def _has_details(row: Row) -> bool:
     """Whether its page has a section on the builder."""
     parts = ("failure", "faults", "at_capture", "not_run", "notes", "not_validated", "not_attended", "unreached")
-    return any(row.get(part) for part in parts)
+    return any(getattr(row, part) for part in parts)
 
 
 def _order(release: str) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
 from benchmarks.shapes import ShapeError
+from benchmarks.stored import ARCHIVE, exists
+from benchmarks.stored import keep as keep_files
 from benchmarks.summary import against
 from benchmarks.tables import TableError, documents, rewrite
 from vllm_async_spec.cli.interrupts import exit_code, signal_of
@@ -53,7 +55,7 @@ def run(
     try:
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
         path = out / f"{name or chosen.name}.json"
-        if fresh and path.is_file():
+        if fresh and exists(path):
             read_result(path)  # raises if the file is no result, which must not be deleted
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -61,7 +63,7 @@ def run(
         if why := runner.lacks(chosen.named(only)):
             fail(
                 f"the plan {plan} can't run here: {why}"
-                + (f"; `python -m benchmarks show {path}` prints what was measured before" if path.is_file() else ""),
+                + (f"; `python -m benchmarks show {path}` prints what was measured before" if exists(path) else ""),
                 code=2,
             )
         missing = runner.missing(only=only, retry=retry)
@@ -132,6 +134,16 @@ def tables(
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
         typer.echo(str(path))
+
+
+@app.command()
+def keep() -> None:
+    """Put the files of benchmarks/results into the archive there, which git has, and remove them."""
+    try:
+        kept = keep_files(RESULTS)
+    except (OSError, ValueError) as error:
+        fail(f"{error}; nothing was removed")
+    typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
 def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.features.cases import FEATURES, STOCK_AGAIN, Feature
 from benchmarks.present import Grid
+from benchmarks.stored import exists, read_json
 
 NOT_RUN = "not run"
 _HEAD = ("feature", "drafts", "vLLM", "tokens", "with the device late", "seen", "waits for exact counts")
@@ -19,7 +19,7 @@ def feature_grid(results: Path) -> Grid:
     rows = []
     for feature in FEATURES.values():
         path = results / f"features-{feature.name}.json"
-        found = json.loads(path.read_text()) if path.is_file() else None
+        found = read_json(path) if exists(path) else None
         rows.append(_row(feature, found))
     return Grid(_HEAD, rows)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,15 @@ from typer.testing import CliRunner
 from benchmarks import kernels
 from benchmarks.cli import app
 from benchmarks.results import RESULTS
+from benchmarks.stored import files, read_json
 from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("kernels-h200*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", files(RESULTS, "kernels-h200*.json"), ids=lambda path: path.stem)
 def test_xqa_is_faster_than_flash_attention_2_for_none_but_many_rows_and_keys(path: Path):
-    found = json.loads(path.read_text())
+    found = read_json(path)
     rows = found["tokens"] * found["group"]
     assert rows <= MOST_ROWS, "who has such drafts does not follow from this"
     for row in found["rows"]:

@@ -22,6 +22,7 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.plans.baseline import baseline
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
+from benchmarks.stored import read_json
 
 
 class Engines:
@@ -124,7 +125,7 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path)
-    before = json.loads((tmp_path / "result.json").read_text())["turns"]
+    before = read_json(tmp_path / "result.json")["turns"]
     assert len(before) == 5
 
     monkeypatch.setattr(child, "start", engines.start)
@@ -145,7 +146,7 @@ def test_single_runs_are_kept_only_where_they_are_the_spread(engines, tmp_path):
     for name, plan, kept in (("one", single, True), ("several", PLAN, False)):
         (tmp_path / name).mkdir()
         run(tmp_path / name, plan)
-        turns = json.loads((tmp_path / name / "result.json").read_text())["turns"]
+        turns = read_json(tmp_path / name / "result.json")["turns"]
         assert {"runs" in load for turn in turns for load in turn["loads"].values()} == {kept}
 
 
@@ -243,7 +244,7 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     monkeypatch.setattr(runner, "has_gpu", lambda: False)
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     there = tmp_path / "flashinfer-8b.json"
-    there.write_text((RESULTS / "flashinfer-8b.json").read_text())
+    there.write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
     before = there.read_text()
     done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
@@ -259,7 +260,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
-    (tmp_path / "flashinfer-8b.json").write_text((RESULTS / "flashinfer-8b.json").read_text())
+    (tmp_path / "flashinfer-8b.json").write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
     done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")

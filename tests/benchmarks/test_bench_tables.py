@@ -17,6 +17,7 @@ from benchmarks.cli import app
 from benchmarks.plans.baseline import baseline
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
+from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
@@ -66,7 +67,7 @@ def test_a_result_that_is_not_there_is_named(tmp_path: Path):
 
 
 def test_the_numbers_of_the_demo_are_those_of_its_files():
-    newest = json.loads((RESULTS / "demo-h200-vllm-0.32.0.json").read_text())
+    newest = read_json(RESULTS / "demo-h200-vllm-0.32.0.json")
     ways = {way["way"]: way for way in newest["results"]}
     ratio = ways["with the plugin"]["tokens_per_second"] / ways["synchronous"]["tokens_per_second"]
     assert f"| 0.32.0 | with the plugin | V2 | {ratio:.2f} (" in tables._demo(RESULTS)

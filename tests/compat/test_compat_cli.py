@@ -19,6 +19,7 @@ from compat_command import compat, in_support
 from typer.testing import Result
 
 from vllm_async_spec.cli.compat import _second_process
+from vllm_async_spec.compat.archive import read_archive
 from vllm_async_spec.compat.vllm_source import installed_vllm
 
 __all__ = ["in_support"]  # a fixture
@@ -216,15 +217,14 @@ def test_the_installed_vllm_gives_what_the_unpacked_release_gave(tmp_path: Path)
     file = tmp_path / "found.json"
     done = installed(f"--json={file}")
     data = json.loads(file.read_text())
-    published = Path(__file__).parents[2] / "docs" / "compat" / f"{data['vllm']}-stock.json"
-    if not published.exists():
+    published = {run.name: run for run in read_archive(Path(__file__).parents[2] / "docs" / "compat")}
+    if (run := published.get(f"{data['vllm']}-stock")) is None:
         pytest.skip(f"no run of vLLM {data['vllm']} is committed")
-    run = json.loads(published.read_text())
     assert done.returncode == 1, done.stderr
     assert {each["backend"]: each["verdict"] for each in data["backends"]} == {
-        row["backend"]: row["verdict"] for row in run["rows"]
+        row.backend: row.verdict for row in run.rows
     }
-    assert data["absent"] == run["absent"]
+    assert data["absent"] == run.absent
     failed = {case["not_run"] for each in data["backends"] for case in each["cases"]} - {None}
     assert not [reason for reason in failed if "TypeError" in reason or "ImportError" in reason]
 

@@ -10,9 +10,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from vllm_async_spec.compat.archive import read_archive
 from vllm_async_spec.compat.publish import WANTED, documents
 from vllm_async_spec.compat.render import render_html
-from vllm_async_spec.compat.report import Row, Run, read_runs
+from vllm_async_spec.compat.report import Row, Run
 
 __all__ = ["browser", "chromium"]  # fixtures
 
@@ -56,7 +57,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> str:
     """As the site makes it."""
-    runs = read_runs((Path(__file__).parents[2] / "docs" / "compat").glob("*.json"))
+    runs = read_archive(Path(__file__).parents[2] / "docs" / "compat")
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
     path.write_text(documents(runs)["assets/compatibility.html"], encoding="utf-8")
     return path.as_uri()

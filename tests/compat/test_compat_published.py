@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -11,10 +12,12 @@ import compat_planted as planted
 import pytest
 import torch
 
+from vllm_async_spec.compat.archive import ARCHIVE, read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import CASES, our_metadata
 from vllm_async_spec.compat.check import Subject, check
 from vllm_async_spec.compat.fetch import RELEASES
+from vllm_async_spec.compat.json_text import unpacked
 from vllm_async_spec.compat.model_shapes import MODELS_OF
 from vllm_async_spec.compat.publish import documents, main
 from vllm_async_spec.compat.render import badge
@@ -23,7 +26,7 @@ from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 
 DOCS = Path(__file__).parents[2] / "docs"
-PUBLISHED = sorted((DOCS / "compat").glob("*.json"))
+PUBLISHED = read_archive(DOCS / "compat")
 
 
 def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0.32.0") -> Report:
@@ -115,7 +118,7 @@ def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
         result = tmp_path / "result.json"
         result.write_text(json.dumps(report(planted.Clean, device=device).to_dict()))
         assert main(["--docs", str(tmp_path), str(result)]) == 0
-    made = documents(read_runs((tmp_path / "compat").glob("*.json")))
+    made = documents(read_archive(tmp_path / "compat"))
     assert made["compat/0.32.0-stock-h200.md"].startswith("# vLLM 0.32.0, stock, NVIDIA H200\n")
     page = made["assets/compatibility.html"]
     assert 'href="#clean-0-32-0-stock-h200"' in page
@@ -158,12 +161,41 @@ def test_a_badge_is_one_line_of_the_run(full: Report):
     assert not badge(report(planted.Clean).published).partition("#9a3412")[1]
 
 
-def test_a_published_run_is_as_this_package_writes_it():
-    assert [path.name for path in PUBLISHED if path.read_text() != read_runs([path])[0].to_json()] == []
+def test_the_published_runs_are_as_this_package_writes_them(tmp_path: Path):
+    write_archive(tmp_path, PUBLISHED)
+    assert unpacked(DOCS / "compat" / ARCHIVE) == unpacked(tmp_path / ARCHIVE)
+    assert (DOCS / "compat" / ARCHIVE).stat().st_size < 30_000
 
 
-def test_git_has_no_page_that_the_site_makes():
-    assert list((DOCS / "compat").glob("*.md")) == []
+def test_git_has_no_page_that_the_site_makes_and_no_run_outside_the_archive():
+    assert [path.name for path in (DOCS / "compat").iterdir()] == [ARCHIVE]
+
+
+def test_publishing_replaces_a_run_and_keeps_the_others(tmp_path: Path):
+    (tmp_path / "compat").mkdir()
+    result = tmp_path / "result.json"
+    for release, kind in (("0.32.0", planted.Clean), ("0.26.0", planted.Clean), ("0.32.0", planted.OnlyDrafting)):
+        result.write_text(json.dumps(report(kind, release=release).to_dict()))
+        assert main(["--docs", str(tmp_path), str(result)]) == 0
+    found = read_archive(tmp_path / "compat")
+    assert [(run.name, run.rows[0].verdict) for run in found] == [("0.26.0-stock", "none"), ("0.32.0-stock", "blocks")]
+    made = documents(found)
+    assert Run.read(json.loads(made["compat/0.32.0-stock.json"])) == found[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"{"), lzma.compress(b"[1]")])
+def test_an_archive_that_cant_be_read_is_told_and_not_replaced(
+    content: bytes, full: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "compat").mkdir()
+    (tmp_path / "compat" / ARCHIVE).write_bytes(content)
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps(full.to_dict()))
+    assert main(["--docs", str(tmp_path), str(result)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"{ARCHIVE} can't be read: " in said
+    assert (tmp_path / "compat" / ARCHIVE).read_bytes() == content
 
 
 def test_a_command_is_told_as_anybody_would_give_it():
@@ -176,15 +208,13 @@ def test_a_command_is_told_as_anybody_would_give_it():
 
 
 def test_every_release_is_published_stock_and_with_the_plugin():
-    names = {path.stem for path in PUBLISHED}
+    names = {run.name for run in PUBLISHED}
     assert {f"{release}-{way}" for release in RELEASES for way in ("stock", "plugin")} <= names
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_a_published_run_is_of_todays_suite(path: Path):
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: run.name)
+def test_a_published_run_is_of_todays_suite(run: Run):
     """Otherwise `make compat` has not been run since a builder or a batch was added."""
-    (run,) = read_runs([path])
-    assert run.name == path.stem
     assert {row.backend for row in run.rows} | set(run.absent) == BACKENDS.keys()
     tried = [row for row in run.rows if row.failure is None]
     if run.machine == "cpu":  # each with the models that use it, and with further batches for its own thresholds
@@ -202,5 +232,4 @@ def test_a_published_run_is_of_todays_suite(path: Path):
     assert command[command.index(where[0]) + 1] == where[1]
     assert ("--plugin" in command) is (run.way == "plugin")
     assert not [word for word in command if word.startswith("/")]
-    assert json.loads(path.read_text())["command"] == run.command
-    assert path.stat().st_size < 100_000
+    assert command_line(command) == run.command

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_async_spec.compat.archive import read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.publish import WANTED, documents
-from vllm_async_spec.compat.report import read_runs
+from vllm_async_spec.compat.report import NOT_RUN
 
 DOCS = Path(__file__).parents[2] / "docs"
-RUNS = {path.stem: json.loads(path.read_text()) for path in (DOCS / "compat").glob("*.json")}
+RUNS = {run.name: run for run in read_archive(DOCS / "compat")}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,11 @@ def table(hooks: Any, machine: str) -> list[list[str]]:
 
 def test_each_run_is_a_column_and_each_backend_a_row(hooks: Any):
     rows = table(hooks, "cpu")
-    simulated = [name for name, run in RUNS.items() if run["device"] == "cpu"]
+    simulated = [name for name, run in RUNS.items() if run.device == "cpu"]
     assert len(rows[0]) == len(simulated) + 1 == len(rows[1])
     assert [row[0] for row in rows[2:]] == list(BACKENDS)
     assert {cell for row in rows[2:] for cell in row[1:] if not cell.startswith("[")} <= {
-        why for run in RUNS.values() for why in run["absent"].values()
+        why for run in RUNS.values() for why in run.absent.values()
     }
 
 
@@ -57,7 +58,7 @@ def _stem(head: str) -> str:
 
 
 def test_a_link_leads_to_a_heading_or_to_the_whole_page(hooks: Any):
-    pages = documents(read_runs((DOCS / "compat").glob("*.json")))
+    pages = documents(list(RUNS.values()))
     for row in table(hooks, "cpu")[2:]:
         for cell in row[1:]:
             if cell.startswith("["):
@@ -76,10 +77,9 @@ def test_what_nobody_ran_on_a_gpu_says_so(hooks: Any):
 
 def test_a_cell_says_that_attention_is_right(hooks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = RUNS["0.32.0-stock"]
-    rows = [row | {"attention": "right, 16 of 16 batches"} for row in run["rows"] if row["backend"] == "LINEAR"]
-    (tmp_path / "0.32.0-stock.json").write_text(json.dumps(run | {"rows": rows, "absent": {}}))
+    (row,) = [replace(row, attention="right, 16 of 16 batches") for row in run.rows if row.backend == "LINEAR"]
+    write_archive(tmp_path, [replace(run, rows=[row], absent={})])
     monkeypatch.setattr(hooks, "COMPAT", tmp_path)
     assert table(hooks, "cpu")[2][1].startswith("[none, attention right](")
-    old = [{name: value for name, value in row.items() if name != "attention"} for row in rows]
-    (tmp_path / "0.32.0-stock.json").write_text(json.dumps(run | {"rows": old, "absent": {}}))
+    write_archive(tmp_path, [replace(run, rows=[replace(row, attention=NOT_RUN)], absent={})])
     assert table(hooks, "cpu")[2][1].startswith("[none](")

@@ -22,6 +22,7 @@ from vllm_async_spec.vllm_plugin.ledger.entries import (
     PatchSpec,
     ledger_directory,
     load_ledger,
+    lock_text,
     read_lock,
     release_runs,
 )
@@ -139,7 +140,7 @@ def _update(specs: Sequence[PatchSpec], source: Path, changed: list[Verdict]) ->
     directory = ledger_directory()
     lock = updated_lock(specs, read_lock(directory), source)
     try:
-        _write(directory / LOCK, json.dumps(lock, indent=1) + "\n")
+        _write(directory / LOCK, lock_text(lock))
         _write(directory / "README.md", readme(load_ledger(directory)))
     except OSError as error:
         raise PatchError(f"{directory} can't be written to: {error}") from error

@@ -1,13 +1,15 @@
-"""JSON as it is committed."""
+"""JSON as it is committed, plain or compressed."""
 
 from __future__ import annotations
 
 import functools
 import json
+import lzma
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["compact_json"]
+__all__ = ["compact_json", "packed", "unpacked"]
 
 
 def compact_json(document: Mapping[str, Any]) -> str:
@@ -20,3 +22,21 @@ def compact_json(document: Mapping[str, Any]) -> str:
             text = "[\n  " + ",\n  ".join(map(dumps, value)) + "\n ]"
         members.append(f" {json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(members) + "\n}\n"
+
+
+def packed(text: str) -> bytes:
+    """The content of an .xz file with this text."""
+    return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
+
+
+def unpacked(path: Path) -> str:
+    """The text of an .xz file.
+
+    Raises:
+        OSError: The file can't be read.
+        ValueError: It is no .xz file, or damaged.
+    """
+    try:
+        return lzma.decompress(path.read_bytes()).decode()
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"damaged, or no .xz file ({error})") from error

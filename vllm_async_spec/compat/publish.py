@@ -1,8 +1,9 @@
 """Put results of the suite into the documentation.
 
 `python -m vllm_async_spec.compat.publish RESULT.json ...` reads what `vllm-async-spec compat --json` wrote, and saves
-the published part as `docs/compat/NAME.json`. The site's build makes a page of each, an overview page and a badge.
-NAME comes from the result: `RELEASE-stock` or `RELEASE-plugin`, and on a GPU the GPU's name: `0.32.0-stock-h200`.
+the published part in `docs/compat/runs.json.xz`, in place of an earlier run of the same name. The site's build makes a
+page and a JSON file of each run, an overview page and a badge. The name comes from the result: `RELEASE-stock` or
+`RELEASE-plugin`, and on a GPU the GPU's name: `0.32.0-stock-h200`.
 A file that is named `plugin` but holds a stock result, or the reverse, is refused. So a run that lacked `--plugin` by
 mistake never becomes stock's column. Two files of the same run are refused too.
 """
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_async_spec.compat.archive import read_archive, write_archive
 from vllm_async_spec.compat.render import badge, markdown, render_html
 from vllm_async_spec.compat.report import PublishedError, Run, read_runs
 
@@ -29,6 +31,7 @@ _BADGE_OF = "0.32.0-plugin"
 def documents(runs: Sequence[Run]) -> dict[str, str]:
     """The site's files for these runs: contents by path in the site's sources."""
     files = {f"compat/{run.name}.md": markdown(run) for run in runs}
+    files |= {f"compat/{run.name}.json": run.to_json() for run in runs}
     files["assets/compatibility.html"] = render_html(runs, WANTED)
     return files | {f"assets/{run.name}.svg": badge(run) for run in runs if run.name == _BADGE_OF}
 
@@ -76,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         runs = _taken(options.results)
+        published = {run.name: run for run in read_archive(options.docs / "compat")}
     except PublishedError as error:
         print(f"publish: {error}", file=sys.stderr)
         return 2
-    for name, run in runs.items():
-        (options.docs / "compat" / f"{name}.json").write_text(run.to_json(), encoding="utf-8")
+    write_archive(options.docs / "compat", list((published | runs).values()))
     print(f"{len(runs)} runs written to {options.docs / 'compat'}")
     return 0
 

@@ -21,7 +21,7 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.json_text import compact_json
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
 
-__all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "compact_json", "read_runs"]
+__all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "read_runs"]
 
 SCHEMA = 1
 """Schema of both kinds of files. Increase it whenever a reader of older files would misunderstand a newer one."""
@@ -164,6 +164,12 @@ class Run:
     def name(self) -> str:
         """What its files are called: `0.32.0-stock`, and on a GPU `0.32.0-stock-h200`."""
         return "-".join([self.vllm or "none", self.way, *([] if self.machine == "cpu" else [self.machine])])
+
+    @property
+    def order(self) -> tuple[list[int], bool, bool, str]:
+        """What runs are sorted by: release, then stock first, then the simulated device first."""
+        numbers = [int(part) for part in re.findall(r"\d+", (self.vllm or "0").partition("+")[0])]
+        return numbers, self.way != "stock", self.machine != "cpu", self.machine
 
     @property
     def line(self) -> str:
@@ -309,12 +315,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             runs.append(Run.read(data if isinstance(data, dict) else {}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PublishedError(f"{path} can't be read: {error}") from error
-    return sorted(runs, key=_order)
-
-
-def _order(run: Run) -> tuple[list[int], bool, bool, str]:
-    numbers = [int(part) for part in re.findall(r"\d+", (run.vllm or "0").partition("+")[0])]
-    return numbers, run.way != "stock", run.machine != "cpu", run.machine
+    return sorted(runs, key=lambda run: run.order)
 
 
 def _row(backend: Mapping[str, Any]) -> Row:

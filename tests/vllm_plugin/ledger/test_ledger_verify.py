@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from vllm_async_spec.cli import app
 from vllm_async_spec.cli import patches as cli
 from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, verify
+from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
 
 
 def test_verify_compares_source_without_importing_it(tmp_path):
@@ -69,7 +69,7 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
     (ledger / "double.toml").write_text(ENTRY)
     (ledger / "older.toml").write_text(ENTRY.replace(">=1.0", ">=0.8,<1.0"))  # of the same targets
     (ledger / "fingerprints.lock").write_text(
-        '{"vllm.a:Runner.step": {"0.7": "00", "0.9": "00", "1.0": "01", "2.0": "02"}, "vllm.old:f": {"1.0": "03"}}'
+        '{"vllm.a:Runner.step": {"00": "0.7 0.9", "01": "1.0", "02": "2.0"}, "vllm.old:f": {"03": "1.0"}}'
     )
     write_vllm(source, "2.0")
     monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
@@ -77,7 +77,7 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
     done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
     assert done.exit_code == 0, done.output
     assert "read what vLLM changed in the targets of double" in done.output
-    lock = json.loads((ledger / "fingerprints.lock").read_text())
+    lock = read_lock(ledger)
     # 0.7 is outside the entries' ranges, 2.0 is new, and no entry names vllm.old any more.
     assert lock == {
         "vllm.a:Runner.step": {"0.9": "00", "1.0": "01", "2.0": "f069f5e21afe9073"},
@@ -91,7 +91,7 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
         "older.toml",
     ]
     again = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
-    assert json.loads((ledger / "fingerprints.lock").read_text()) == lock
+    assert read_lock(ledger) == lock
     assert "Before you commit" not in again.output
 
 
@@ -104,6 +104,10 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
         ),
         (lambda source, ledger: (source / "vllm" / "a.py").write_text(""), "vLLM 2.0 has no target of double"),
         (lambda source, ledger: (ledger / "fingerprints.lock").write_text("[]"), "is not a lock file of fingerprints"),
+        (
+            lambda source, ledger: (ledger / "fingerprints.lock").write_text('{"vllm.a:f": {"1.0": "00"}}'),
+            "is not a lock file of fingerprints: '00' is no release",
+        ),
         (lambda source, ledger: (ledger / "fingerprints.lock").unlink(), "No such file or directory"),
     ],
 )

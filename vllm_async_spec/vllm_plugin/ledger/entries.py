@@ -19,7 +19,7 @@ else:
 
 
 LOCK = "fingerprints.lock"
-"""The file in patches/ that `vllm-async-spec patches verify --update` writes: {target: {release: fingerprint}}."""
+"""The file in patches/ that `vllm-async-spec patches verify --update` writes: {target: {fingerprint: releases}}."""
 _OLDEST = Version("0.12")
 """The oldest release that any patch is for."""
 
@@ -187,12 +187,30 @@ def read_lock(directory: Path) -> dict[str, dict[str, str]]:
     """
     path = directory / LOCK
     try:
-        lock = json.loads(path.read_text(encoding="utf-8"))
-        if not all(isinstance(code, str) for known in lock.values() for code in known.values()):
-            raise TypeError("a fingerprint must be a string")
+        written = json.loads(path.read_text(encoding="utf-8"))
+        lock = {
+            target: {release: code for code, releases in known.items() for release in releases.split()}
+            for target, known in written.items()
+        }
+        if wrong := [release for known in lock.values() for release in known if "." not in release]:
+            raise ValueError(f"{wrong[0]!r} is no release")
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise PatchError(f"{path} is not a lock file of fingerprints: {error}") from error
-    return lock  # type: ignore[no-any-return]
+    return lock
+
+
+def lock_text(lock: Mapping[str, Mapping[str, str]]) -> str:
+    """The lock file's text: the releases of each fingerprint, so that one source is one line.
+
+    Args:
+        lock: the fingerprints, by target and release.
+    """
+    written: dict[str, dict[str, str]] = {}
+    for target, known in lock.items():
+        of = written[target] = {}
+        for release, code in known.items():
+            of[code] = f"{of[code]} {release}" if code in of else release
+    return json.dumps(written, indent=1) + "\n"
 
 
 def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:

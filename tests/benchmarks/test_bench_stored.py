@@ -1,0 +1,92 @@
+"""Results in an archive: read as if they were files, and replaced by files beside it."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from bench_documents import document
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+from benchmarks.results import RESULTS, read_result, result_files
+from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, write_archive
+from vllm_async_spec.compat.json_text import unpacked
+
+STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
+
+
+def written(folder: Path, **results: object) -> None:
+    for name, found in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+def test_a_kept_result_is_read_by_the_path_of_its_file(tmp_path: Path):
+    made = document(STEADY)
+    written(tmp_path, made=made, other={"trace": "x"})
+    before = read_result(tmp_path / "made.json")
+    assert keep(tmp_path) == ["made", "other"]
+    assert [path.name for path in tmp_path.iterdir()] == [ARCHIVE]
+    assert read_result(tmp_path / "made.json") == before
+    assert result_files(tmp_path) == [tmp_path / "made.json"]
+    assert (exists(tmp_path / "made.json"), exists(tmp_path / "no.json")) == (True, False)
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "no.json")
+
+
+def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp_path: Path):
+    written(tmp_path, a={"of": 1}, b={"of": 1})
+    keep(tmp_path)
+    written(tmp_path, b={"of": 2}, c={"of": 2})
+    assert [read_json(path)["of"] for path in files(tmp_path)] == [1, 2, 2]
+    assert keep(tmp_path) == ["b", "c"]
+    assert [read_json(path)["of"] for path in files(tmp_path)] == [1, 2, 2]
+    assert files(tmp_path, "[bc].json") == [tmp_path / "b.json", tmp_path / "c.json"]
+
+
+def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
+    write_archive(tmp_path, {"a": {"rows": [1]}})
+    read_json(tmp_path / "a.json")["rows"].append(2)
+    assert read_json(tmp_path / "a.json") == {"rows": [1]}
+
+
+def test_the_command_keeps_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
+    written(tmp_path, a={"of": 1})
+    done = CliRunner().invoke(app, ["keep"])
+    assert (done.exit_code, read_json(tmp_path / "a.json")) == (0, {"of": 1})
+    done = CliRunner().invoke(app, ["keep"])
+    assert "nothing was done" in done.output
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "1"])
+def test_a_file_that_is_no_result_is_told_and_nothing_is_removed(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
+    written(tmp_path, a={"of": 1})
+    (tmp_path / "b.json").write_text(content)
+    done = CliRunner().invoke(app, ["keep"])
+    assert done.exit_code == 1
+    assert "nothing was removed" in done.output
+    assert "Traceback" not in done.output
+    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "b.json"}
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"{")])
+def test_a_damaged_archive_is_told_and_not_replaced(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
+    (tmp_path / ARCHIVE).write_bytes(content)
+    written(tmp_path, a={"of": 1})
+    done = CliRunner().invoke(app, ["keep"])
+    assert done.exit_code == 1
+    assert " ".join(done.output.split()).count("can't be read: ") == 1
+    assert (tmp_path / ARCHIVE).read_bytes() == content
+    assert (tmp_path / "a.json").exists()
+
+
+def test_the_archive_is_as_this_version_writes_it(tmp_path: Path):
+    write_archive(tmp_path, json.loads(unpacked(RESULTS / ARCHIVE)))
+    assert unpacked(RESULTS / ARCHIVE) == unpacked(tmp_path / ARCHIVE)
