@@ -75,7 +75,8 @@ CAUSES = {
 V1_REFUSES = ("disable_padded_drafter_batch", "the method ngram")
 """From 0.33 on the V2 runner takes these."""
 _SPECULATIVE = "vllm.config.speculative"
-ON_BY_DEFAULT = {"pipeline parallelism": ("0.18.1", "0.26.0", "0.32.0", "0.33.0"), "pooling models": ("0.18.1",)}
+V1_TAKES_PIPELINES = ("0.18.1", "0.22.1", "0.24.0", "0.26.0", "0.28.0")
+ON_BY_DEFAULT = {"pipeline parallelism": (*V1_TAKES_PIPELINES, "0.32.0", "0.33.0"), "pooling models": ("0.18.1",)}
 """Releases that run these asynchronously unless the user says no."""
 
 
@@ -111,7 +112,7 @@ def test_pipeline_parallelism_is_the_reason_in_the_v1_runner(ledger, release, ti
     if not decision.enabled:
         assert "pipeline parallelism" in decision.why
         assert "--pipeline-parallel-size" in decision.remedy or decision.remedy == "give --async-scheduling"
-    assert decision.enabled is (release in ("0.18.1", "0.26.0"))
+    assert decision.enabled is (release in V1_TAKES_PIPELINES)
 
 
 @pytest.mark.parametrize("method", ["eagle", "ngram"])

@@ -125,7 +125,11 @@ def _print_status(found: Status) -> None:
     facts.add_row("PyTorch", found.torch)
     facts.add_row("device", found.device)
     facts.add_row("family", found.family)
-    facts.add_row("runner", found.runner)
+    facts.add_row("runner", f"{found.runner}: {escape(found.runner_why)}" if found.runner_why else found.runner)
+    if found.runner_refused is not None:
+        facts.add_row("[red]runner refused[/]", escape(found.runner_refused))
+    if found.alternative is not None:
+        facts.add_row("another runner", escape(found.alternative))
     if found.backend is not None:
         facts.add_row("attention", found.backend)
     facts.add_row("scheduling", escape(found.scheduling))

@@ -14,6 +14,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, 
 from vllm_async_spec.vllm_plugin.log import inform, is_main_process, logger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.runner_choice import leave_to_vllm, take
 from vllm_async_spec.vllm_plugin.settings import MODE, Audit, Mode, SettingError, Settings
 from vllm_async_spec.vllm_plugin.state import Plugin, activate, active_plugin
 from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
@@ -66,6 +67,7 @@ def _install(plugin: Plugin, report: bool) -> None:
     if not implementations:
         return
     set_sync_policy(settings.sync)
+    _take_runner(plugin, report)
     specs, unreadable = read_ledger()
     plugin.strictness = strictness = Strictness() if settings.mode is Mode.STRICT else None
 
@@ -88,6 +90,20 @@ def _install(plugin: Plugin, report: bool) -> None:
     ledger.install()
     if report and settings.mode is not Mode.OFF:
         _report(settings)
+
+
+def _take_runner(plugin: Plugin, report: bool) -> None:
+    """Have vLLM take the runner that the user chose.
+
+    Raises:
+        StrictError: the mode is `strict`, and vLLM can't take it.
+    """
+    if plugin.settings.mode is Mode.OFF:
+        return
+    plugin.runner_refused = take(plugin)
+    strict = plugin.settings.mode is Mode.STRICT
+    if plugin.runner_refused is not None and (strict or (report and is_main_process())):
+        leave_to_vllm(plugin.runner_refused, strict)
 
 
 def _run_stock(plugin: Plugin, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The plugin's only settings: three environment variables."""
+"""The plugin's only settings: four environment variables."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from vllm_async_spec.sync_policy import SyncPolicy
 MODE = "VLLM_ASYNC_SPEC"
 SYNC = "VLLM_ASYNC_SPEC_SYNC"
 AUDIT = "VLLM_ASYNC_SPEC_AUDIT"
+RUNNER = "VLLM_ASYNC_SPEC_RUNNER"
 
 _ChoiceT = TypeVar("_ChoiceT", bound=enum.Enum)
 
@@ -41,6 +42,15 @@ class Audit(str, enum.Enum):
     """Yes, by `vllm-async-spec audit`, in every mode."""
 
 
+class Runner(str, enum.Enum):
+    """Which of vLLM's model runners an engine gets."""
+
+    AUTO = "auto"
+    """The one that vLLM chooses."""
+    V1 = "v1"
+    V2 = "v2"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The settings of this process, and the origin of each: `environment` or `default`."""
@@ -51,6 +61,8 @@ class Settings:
     sync_from: str
     audit: Audit
     audit_from: str
+    runner: Runner
+    runner_from: str
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -60,6 +72,7 @@ class Settings:
             SettingError: a variable has an unknown value.
         """
         mode, sync, audit = environment.get(MODE), environment.get(SYNC), environment.get(AUDIT)
+        runner = environment.get(RUNNER)
         return cls(
             mode=_choice(MODE, mode, Mode.AUTO),
             mode_from="default" if mode is None else "environment",
@@ -67,6 +80,8 @@ class Settings:
             sync_from="default" if sync is None else "environment",
             audit=_choice(AUDIT, audit, Audit.OFF),
             audit_from="default" if audit is None else "environment",
+            runner=_choice(RUNNER, runner, Runner.AUTO),
+            runner_from="default" if runner is None else "environment",
         )
 
 

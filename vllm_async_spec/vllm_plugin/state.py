@@ -20,6 +20,10 @@ class Plugin:
     """Why no patch is applied although the mode allows patches, or None."""
     strictness: Strictness | None = None
     """Remembers refusals; only in the mode `strict`."""
+    chose_runner: bool = False
+    """Whether the plugin told vLLM in this process which model runner to take."""
+    runner_refused: str | None = None
+    """Why vLLM can't take the runner that the user asked for, or None."""
 
 
 _plugin: Plugin | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec._version import __version__
+from vllm_async_spec.vllm_plugin import runner_choice
 from vllm_async_spec.vllm_plugin.ledger import (
     Ledger,
     PatchError,
@@ -27,7 +28,7 @@ from vllm_async_spec.vllm_plugin.ledger import (
 from vllm_async_spec.vllm_plugin.scheduling import Decision, Stock, explain, one_line
 from vllm_async_spec.vllm_plugin.serve_arguments import ArgumentsError, read_arguments
 from vllm_async_spec.vllm_plugin.settings import Mode, Settings
-from vllm_async_spec.vllm_plugin.state import Plugin
+from vllm_async_spec.vllm_plugin.state import Plugin, active_plugin
 
 
 class NoVllmError(RuntimeError):
@@ -57,6 +58,12 @@ class Status:
     device: str
     family: str
     runner: str
+    runner_why: str | None
+    """Who chose the runner, and why; None without engine arguments."""
+    runner_refused: str | None
+    """Why vLLM does not take the runner that the user asked the plugin for, or None."""
+    alternative: str | None
+    """How to try vLLM's V2 runner, where vLLM chose V1 and V2 supports the engine; else None."""
     backend: str | None
     """The attention backend, if engine arguments were given."""
     scheduling: str
@@ -81,9 +88,9 @@ class Status:
 
     @property
     def healthy(self) -> bool:
-        """Whether vLLM loads the plugin and nothing was refused or left waiting."""
+        """Whether vLLM loads the plugin, takes the runner asked for, and nothing was refused or left waiting."""
         settled = not any(patch.state in (State.REFUSED, State.WAITING) for patch in self.patches)
-        return self.loaded and self.failure is None and settled
+        return self.loaded and self.failure is None and self.runner_refused is None and settled
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
@@ -129,6 +136,9 @@ def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str]
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         family=_family(),
         runner=engine.runner,
+        runner_why=engine.runner_why,
+        runner_refused=plugin.runner_refused,
+        alternative=engine.alternative,
         backend=engine.backend,
         scheduling=str(decision) if decision else "depends on the engine's arguments; give them as to `vllm serve`",
         async_scheduling=decision.enabled if decision else None,
@@ -139,6 +149,7 @@ def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str]
             "VLLM_ASYNC_SPEC": {"value": settings.mode.value, "from": settings.mode_from},
             "VLLM_ASYNC_SPEC_SYNC": {"value": settings.sync.value, "from": settings.sync_from},
             "VLLM_ASYNC_SPEC_AUDIT": {"value": settings.audit.value, "from": settings.audit_from},
+            "VLLM_ASYNC_SPEC_RUNNER": {"value": settings.runner.value, "from": settings.runner_from},
         },
         failure=plugin.failure,
         loaded=loaded,
@@ -208,6 +219,8 @@ class _Engine:
     """What an engine would use."""
 
     runner: str = "depends on the model"
+    runner_why: str | None = None
+    alternative: str | None = None
     backend: str | None = None
     decision: Decision | None = None
 
@@ -230,7 +243,11 @@ def _engine(arguments: Sequence[str] | None, stock: Stock | None, progress: Call
         raise ArgumentsError(one_line(error)) from error
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     name = getattr(backend, "name", None) or "vLLM's choice for this device"
-    return _Engine("V2" if getattr(config, "use_v2_model_runner", False) else "V1", name, decision)
+    plugin = active_plugin()
+    if plugin is not None:
+        runner_choice.settle_inquiry(plugin)
+    chose = runner_choice.why(config, plugin)
+    return _Engine(runner_choice.runner_of(config), chose, runner_choice.alternative(config, plugin), name, decision)
 
 
 _LEFT_OUT = Stock("VLLM_PLUGINS leaves the plugin out, so vLLM runs as stock", "add async_spec to VLLM_PLUGINS")

@@ -131,10 +131,16 @@ class Engine:
         runner.kv_cache_config = groups
         backend = SimpleNamespace(forward_includes_kv_cache_update=True, get_name=lambda: "FLASH_ATTN")
         runner.attn_groups = [
-            [AttentionGroup(backend, list(group.layer_names), group.kv_cache_spec, number, [Builder()])]
+            [
+                AttentionGroup(
+                    backend, list(group.layer_names), group.kv_cache_spec, number, metadata_builders=[Builder()]
+                )
+            ]
             for number, group in enumerate(groups.kv_cache_groups)
         ]
-        runner.may_reinitialize_input_batch(groups, [BLOCK] * len(groups.kv_cache_groups))
+        sizes = {"kernel_block_sizes": [BLOCK] * len(groups.kv_cache_groups)}
+        known = inspect.signature(runner.may_reinitialize_input_batch).parameters
+        runner.may_reinitialize_input_batch(groups, **{name: sizes[name] for name in sizes if name in known})
         self._make_drafter(runner.drafter, backend, groups.kv_cache_groups[0].kv_cache_spec)
         prepare, update = runner._prepare_inputs, runner._update_states
 
@@ -160,7 +166,7 @@ class Engine:
         drafter.attn_metadata_builder = builder
         drafter.attn_layer_names = [DRAFT_LAYER]
         drafter._draft_attn_layer_names = {DRAFT_LAYER}
-        drafter.draft_attn_groups = [AttentionGroup(backend, [DRAFT_LAYER], spec, 0, [builder])]
+        drafter.draft_attn_groups = [AttentionGroup(backend, [DRAFT_LAYER], spec, 0, metadata_builders=[builder])]
         drafter.kv_cache_gid = 0
         drafter.block_size = BLOCK
 

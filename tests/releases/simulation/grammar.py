@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from simulation.device import Gpu
 from simulation.wishes import VOCABULARY, Wishes
@@ -22,8 +23,8 @@ from simulation.wishes import VOCABULARY, Wishes
 _BITS = 32
 
 
-class Grammar:
-    """As `vllm.v1.structured_output.backend_types.StructuredOutputGrammar`."""
+class Grammar(StructuredOutputGrammar):
+    """One whose allowed tokens are a request's wishes."""
 
     def __init__(self, wishes: Wishes) -> None:
         self._wishes, self._said = wishes, list[int]()
@@ -54,6 +55,10 @@ class Grammar:
     def is_terminated(self) -> bool:
         """It goes on for ever."""
         return False
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._said.clear()
 
 
 def manager(config: Any) -> Any:

@@ -16,6 +16,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform, logger
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.runner_choice import created
 from vllm_async_spec.vllm_plugin.scheduling import (
     KEPT,
     PLUGIN,
@@ -120,7 +121,7 @@ def _apply_decision(transaction: Transaction, module: ModuleType) -> None:
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         given = copied(self)
-        config: VllmConfig = original(self, *args, **kwargs)
+        config = created(lambda: original(self, *args, **kwargs))
         if not _DECIDING.get():
             decision = concluded(choice_of(given), config)
             _announce(config, _with_reason(decision, given, config, lambda asked: original(asked, *args, **kwargs)))

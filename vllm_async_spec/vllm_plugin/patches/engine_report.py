@@ -12,6 +12,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation, State, count_stat
 from vllm_async_spec.vllm_plugin.log import inform, logger
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine
 from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+from vllm_async_spec.vllm_plugin.runner_choice import alternative
 from vllm_async_spec.vllm_plugin.scheduling import is_on, noted
 from vllm_async_spec.vllm_plugin.state import active_plugin
 
@@ -52,6 +53,9 @@ def _report(wrapper: WorkerWrapper) -> None:
     line = f"the engine has the {engine.runner} runner, attention {engine.backend}; patches: {summary(counts)}"
     if publisher.is_first(line):
         inform("vllm-async-spec: %s", line)
+    another = alternative(config, plugin)
+    if another is not None and publisher.is_first(another):
+        inform("vllm-async-spec: %s", another)
 
 
 IMPLEMENTATIONS = {"engine-report": Implementation(_apply)}

@@ -1,0 +1,105 @@
+"""The V1 runners of 0.19 and later, which carry positions on the device, under random loads on a device that runs late.
+
+Stock waits for no accepted count there, so stock itself must be right on a late device. What the plugin adds to these
+runners is judged by stock's run of the same load. `SIMULATION_LOADS=100` makes it a hundred loads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+from simulation.engine import Engine
+from simulation.happened import EVERYTHING, happened
+from simulation.judge import differences, mistakes
+from simulation.planted_carried import MISTAKES, carried
+from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
+from undone import applied
+
+LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
+WISHFUL = (0, 4)
+EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
+
+
+@pytest.fixture(scope="module")
+def stock(release: str) -> Any:
+    """The release's own runner class; one whose host waits for accepted counts is test_simulation.py's."""
+    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner")
+    if not hasattr(runner, "update_num_computed_tokens_for_batch_change"):
+        pytest.skip(f"the runner of {release} does not carry positions on the device")
+    return runner.GPUModelRunner
+
+
+@pytest.fixture
+def counting(stock: Any) -> Iterator[Any]:
+    """What the plugin makes of it for requests with min_tokens."""
+    with applied("min-tokens"):
+        yield stock
+
+
+_references: dict[Schedule, Engine] = {}
+
+
+def reference(stock: Any, schedule: Schedule) -> Engine:
+    """Stock's run on a device that is never late; made once."""
+    if schedule not in _references:
+        _references[schedule] = run(stock, schedule, late=False)
+    return _references[schedule]
+
+
+def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True) -> list[str]:
+    """The first things that are wrong with a class, oldest first; a class that fails is wrong."""
+    try:
+        engine = run(runner_class, schedule, late=late)
+        found = list(islice(mistakes(engine, schedule, waited=False), 3))
+        if not found and schedule.shape.long_drafter:
+            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
+    except Exception as error:
+        # As on a GPU, a wrong index is an error somewhere later.
+        return [f"{type(error).__name__}: {error}"]
+    return found
+
+
+def tokens_wrong(runner_class: Any, schedule: Schedule) -> list[str]:
+    """What is wrong with a run where stock's is wrong, too."""
+    return list(mistakes(run(runner_class, schedule, late=True), schedule, waited=False))
+
+
+@EARLY
+@pytest.mark.parametrize("seed", range(LOADS))
+def test_stock_is_right_on_a_device_that_runs_late(stock: Any, seed: int, drained: bool) -> None:
+    assert wrong(stock, stock, random_schedule(seed, drained=drained)) == []
+
+
+@pytest.mark.parametrize("wish", ["grammar", "logprobs"])
+def test_stock_is_right_where_the_host_needs_the_tokens(stock: Any, wish: str) -> None:
+    assert wrong(stock, stock, wishful_schedule(0, (wish,))) == []
+
+
+@EARLY
+@pytest.mark.parametrize("seed", WISHFUL)
+def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drained: bool) -> None:
+    assert tokens_wrong(counting, wishful_schedule(seed, ("min_tokens",), drained=drained)) == []
+
+
+def test_stock_allows_a_stop_token_too_early(stock: Any) -> None:
+    assert any(
+        "ended by stop" in each for each in tokens_wrong(stock, wishful_schedule(0, ("min_tokens",), drained=True))
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_it_is_found(stock: Any, mistake: str) -> None:
+    faulty = carried(stock, mistake)
+    # A copy that runs late reads what the host has put right by then, and hides some of them.
+    if not any(wrong(faulty, stock, random_schedule(seed), late=late) for seed in range(4) for late in (False, True)):
+        pytest.fail(f"4 loads do not show that {MISTAKES[mistake]}")
+
+
+def test_the_loads_go_through_everything(stock: Any) -> None:
+    seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
+    assert EVERYTHING - seen == set()
