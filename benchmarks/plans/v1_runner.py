@@ -1,4 +1,4 @@
-"""The V1 runner of vLLM 0.19 to 0.29, which replays drafting with the plugin, beside the V2 runner of the same release."""
+"""The V1 runner of vLLM 0.19 to 0.29 with and without the plugin, beside the V2 runner of the same release."""
 
 from __future__ import annotations
 

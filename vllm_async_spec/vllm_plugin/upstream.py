@@ -154,6 +154,10 @@ class SpecDecodeMetadata(Protocol):
 
     draft_token_ids: torch.Tensor
     """(drafts,) int32, device."""
+    logits_indices: torch.Tensor
+    """(sampled tokens,), device: tokens of the step whose logits are computed."""
+    target_logits_indices: torch.Tensor
+    """(drafts,), device: for each draft its row of these logits."""
 
 
 class BatchMetadata(Protocol):
@@ -299,7 +303,7 @@ class HttpApp(Protocol):
 if TYPE_CHECKING:  # for the type checker, methods need no bodies
 
     class RunnerBase:
-        """`GPUModelRunner` of the V1 runner, 0.14 to 0.18."""
+        """`GPUModelRunner` of the V1 runner, 0.14 to 0.29."""
 
         device: torch.device
         max_num_reqs: int
@@ -345,6 +349,8 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         """(requests,) int32."""
         query_start_loc: CpuGpuBuffer
         """(requests + 1,) int32."""
+        prev_positions: CpuGpuBuffer
+        """(requests,): each row's row of the last step, or -1; from 0.19 on."""
         prepare_inputs_event: object
         """A `torch.Event`, or what replaces it; None without asynchronous scheduling."""
         valid_sampled_token_count_event: torch.Event | None

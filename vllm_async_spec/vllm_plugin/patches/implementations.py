@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.patches import (
     async_scheduling,
+    carried_inputs,
     cpu_sampling,
     draft_graphs,
     draft_lengths,
@@ -26,6 +27,7 @@ PATCHES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
         async_scheduling,
+        carried_inputs,
         cpu_sampling,
         draft_graphs,
         draft_lengths,

@@ -1,0 +1,96 @@
+"""The V1 runners of 0.19 to 0.29 whose tokens and indices stay on the device, in simulated engines."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from simulation.judge import differences, mistakes
+from simulation.schedule import random_schedule, run
+from undone import applied
+
+from vllm_async_spec.vllm_plugin.ledger import find_patch
+from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
+
+SPEC = find_patch("carried-inputs")
+SEEDS = range(4)
+
+
+@pytest.fixture(scope="module")
+def stock(release: str) -> Any:
+    """The release's own runner class."""
+    if release not in SPEC.releases:
+        pytest.skip(f"inputs are prepared otherwise in {release}")
+    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+
+
+@pytest.fixture(scope="module")
+def subject(stock: Any) -> Iterator[Any]:
+    """The same class while the patch is applied."""
+    with applied(SPEC.name):
+        yield stock
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
+    """Of each step, whether tokens were taken from the device, and whether indices were reused."""
+    found: dict[str, list[bool]] = {"tokens_of": [], "metadata": []}
+    for name, calls in found.items():
+        inner = getattr(Carried, name)
+
+        def noted(self: Carried, *args: Any, inner: Any = inner, calls: list[bool] = calls) -> Any:
+            made = inner(self, *args)
+            calls.append(made is not None)
+            return made
+
+        monkeypatch.setattr(Carried, name, noted)
+    return found
+
+
+def wrong(subject: Any, seed: int) -> list[str]:
+    """The first things that are wrong with a late run, compared with vLLM's functions on a device that is not late."""
+    schedule = random_schedule(seed)
+    engine = run(subject, schedule, late=True)
+    found = list(islice(mistakes(engine, schedule, waited=False), 3))
+    if not found and schedule.shape.long_drafter:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Carried, "tokens_of", lambda *_: None)
+            patch.setattr(Carried, "metadata", lambda *_: None)
+            reference = run(subject, schedule, late=False)
+        found = list(islice(differences(reference, engine, schedule), 3))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: dict[str, list[bool]]) -> None:
+    assert wrong(subject, seed) == []
+    for calls in taken.values():
+        assert sum(calls) > 3
+        assert not all(calls)
+
+
+REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
+"""The methods, for the faulty ones below."""
+
+
+def stale(self: Carried, *args: Any) -> Any:
+    made = REAL["tokens_of"](self, *args)
+    return made and (made[0], torch.zeros_like(made[1]))
+
+
+def shifted(self: Carried, *args: Any) -> Any:
+    made = REAL["metadata"](self, *args)
+    if made is not None:
+        made.draft_token_ids = made.draft_token_ids.roll(1)
+    return made
+
+
+@pytest.mark.parametrize(("name", "fault"), [("tokens_of", stale), ("metadata", shifted)])
+def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above says nothing."""
+    monkeypatch.setattr(Carried, name, fault)
+    assert any(wrong(subject, seed) for seed in SEEDS)
