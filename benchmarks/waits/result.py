@@ -60,7 +60,7 @@ class WaitsResult:
         self.document: dict[str, Any] = {MARK: _VERSION, **about, "commands": [], "engines": {}, "cases": {}}
         if self.path.is_file():
             found = read_waits(self.path)
-            if found is None or {name: found[name] for name in about} != about:
+            if found is None or {name: found.get(name) for name in about} != about:
                 raise WaitsError(f"{self.path} is no result of these cases; move the file, or give another --out")
             self.document = found
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
@@ -110,7 +109,7 @@ class WaitsRunner:
         """
         while missing := self.missing(cases, retry=retry):
             base = ENGINES[missing[0].engine].base
-            if not self._budget.has_room("start", "case"):
+            if not self._budget.has_room("start", "case", "audit"):
                 self._say_left(missing)
                 return False
             before = len(self._tried)
@@ -133,6 +132,7 @@ class WaitsRunner:
         with contextlib.ExitStack() as stack:
             with self._budget.spending("start"):
                 wave = self._started([base, *others], missing, stack)
+            stack.callback(_hang_up, wave)
             if base not in wave:
                 return True
             for name in others:
@@ -153,9 +153,8 @@ class WaitsRunner:
                     LOADS,
                     audit=self._how.plugin is not Plugin.STOCK,
                     env=self._how.envs.get(self._group.release),
-                    models=self._how.cache
-                    / "models"
-                    / f"waits-{name}",  # engines that start at once must not share files
+                    # Not shared: an engine could read a file that another is writing.
+                    models=self._how.cache / "models" / f"waits-{name}",
                     log=log,
                     module="benchmarks.waits.engine",
                     more={"kind": name},
@@ -181,7 +180,7 @@ class WaitsRunner:
         """Time cases of one engine and then audit them; whether there was time for all of them."""
         timed = {}
         for case in cases:
-            if not self._budget.has_room("case"):
+            if not self._budget.has_room("case", "audit"):
                 return False
             if not {case.engine, ENGINES[case.engine].base} <= wave.keys():
                 return True  # an engine died; what is left gets another wave
@@ -197,43 +196,47 @@ class WaitsRunner:
             if self._how.plugin is Plugin.STOCK:
                 audit: Found = {"audit": None}
             else:
-                audit = self._guarded(case, wave, self._audit)
+                with self._budget.spending("audit"):
+                    audit = self._guarded(case, wave, self._audit)
             self._keep(case, found | audit)
         return True
 
     def _guarded(self, case: Case, wave: _Wave, work: Callable[[Case, _Wave], Found]) -> Found:
-        """What `work` finds, or why its engine died, which is then out of the wave."""
+        """What `work` finds, or why an engine died."""
         try:
             return work(case, wave)
         except ChildError as error:
-            # Which of the two engines it was does not matter: neither is used again in this wave.
-            for name in {case.engine, ENGINES[case.engine].base}:
-                wave.pop(name, None)
             return {"failed": str(error)}
 
     def _time(self, case: Case, wave: _Wave) -> Found:
         """Turns of the case between turns of its reference: plain, case, case, plain."""
-        own, seconds = wave[case.engine], self._how.seconds
         if case.reference is None:
-            turn = self._turn(case.name, own, seconds)
+            turn = self._turn(case.name, wave, self._how.seconds)
             return turn if isinstance(turn, dict) else {"turns": [turn]}
-        plain = (case.reference, wave[ENGINES[case.engine].base])
         turns = []
-        for name, engine in (plain, (case.name, own), (case.name, own), plain):
-            turn = self._turn(name, engine, seconds / 2)
+        for name in (case.reference, case.name, case.name, case.reference):
+            turn = self._turn(name, wave, self._how.seconds / 2)
             if isinstance(turn, dict):
                 return turn
             turns.append(turn)
         return {"turns": turns[1:3], "reference": [turns[0], turns[3]]}
 
-    def _turn(self, case: str, engine: Child, seconds: float) -> Turn | Found:
+    def _turn(self, case: str, wave: _Wave, seconds: float) -> Turn | Found:
         """The runs of one turn, or the reason for which there is none."""
-        answer = engine.ask("time_case", case=case, seconds=seconds)
+        answer = self._ask(wave, "time_case", case, seconds=seconds)
         turn: Turn | Found = answer.get("runs", answer)
         return turn
 
     def _audit(self, case: Case, wave: _Wave) -> Found:
-        return {"audit": wave[case.engine].ask("audit_case", case=case.name, steps=self._how.steps)}
+        return {"audit": self._ask(wave, "audit_case", case.name, steps=self._how.steps)}
+
+    def _ask(self, wave: _Wave, command: str, case: str, **arguments: float) -> Found:
+        """Ask the engine of a case; an engine that fails ends, and is out of the wave."""
+        try:
+            return wave[CASES[case].engine].ask(command, case=case, **arguments)
+        except ChildError:
+            del wave[CASES[case].engine]
+            raise
 
     def _keep(self, case: Case, found: Found) -> None:
         """Write what was found so far, and say it once it is complete."""
@@ -241,6 +244,13 @@ class WaitsRunner:
         if "audit" in found or any(reason in found for reason in REASONS):
             self._tried.add(case.name)
             self._report(f"{self._group.name} {case.name}: {in_short(found)}")
+
+
+def _hang_up(wave: _Wave) -> None:
+    """Let all engines end at the same time; each is then waited for."""
+    for engine in wave.values():
+        if engine.process.stdin is not None:
+            engine.process.stdin.close()
 
 
 def fitting(group: Group) -> int:
