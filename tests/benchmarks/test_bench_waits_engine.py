@@ -71,15 +71,13 @@ def test_each_request_has_its_own_parameters_and_adapter(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
 def test_a_refused_request_leaves_the_engine_empty(kind: type[Exception]):
     engine = FakeEngine(kind)
-    with pytest.raises(RefusedError, match="^too many logprobs$"):
+    with pytest.raises(RefusedError, match=r"^too many logprobs$"):
         drive(engine).run([CaseRequest((1,), 8)] * 4, running=4)
     assert not engine.waiting
     assert engine.aborted == ["bench-0", "bench-1", "bench-2"]
 
 
-def made(
-    monkeypatch: pytest.MonkeyPatch, driver: Any, *, lacks_tokenizer: bool = False
-) -> tuple[WaitsEngine, list[str]]:
+def made(driver: Any, *, lacks_tokenizer: bool = False) -> tuple[WaitsEngine, list[str]]:
     """An engine without its start, and what was done to it."""
     done: list[str] = []
     engine = object.__new__(WaitsEngine)
@@ -106,7 +104,7 @@ def test_a_case_is_warm_before_it_is_timed_and_each_run_begins_with_an_empty_cac
     clock = iter(range(100))
     monkeypatch.setattr(waits_engine.time, "perf_counter", lambda: float(next(clock)))
     driver = Timed()
-    engine, done = made(monkeypatch, driver)
+    engine, done = made(driver)
     assert engine.time_case("churn", seconds=2.5) == {"runs": [[2.0, 5, 1.0]] * 3}
     assert driver.loads == ["churn"] * 4
     assert done == ["reset"] * 4
@@ -117,13 +115,13 @@ def test_a_case_is_warm_before_it_is_timed_and_each_run_begins_with_an_empty_cac
 @pytest.mark.parametrize(
     ("error", "key"), [(RefusedError("no"), "refused"), (TimingError("no step"), "failed"), (LacksError("no"), "lacks")]
 )
-def test_a_case_that_can_not_be_timed_is_answered(error: Exception, key: str, monkeypatch: pytest.MonkeyPatch):
-    engine, _ = made(monkeypatch, Timed(error))
+def test_a_case_that_can_not_be_timed_is_answered(error: Exception, key: str):
+    engine, _ = made(Timed(error))
     assert engine.time_case("plain", seconds=1) == {key: str(error)}
 
 
 def test_what_the_environment_lacks_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    engine, _ = made(monkeypatch, Timed(), lacks_tokenizer=True)
+    engine, _ = made(Timed(), lacks_tokenizer=True)
     said = "this environment has no package tokenizers, so the engine has no tokenizer; install it and run again"
     assert engine.time_case("stop-strings", seconds=1) == {"lacks": said}
     monkeypatch.setattr(waits_engine.importlib.util, "find_spec", lambda name: None)
