@@ -71,9 +71,12 @@ class WaitsResult:
         return cases
 
     def holds(self, case: str, *, retry: bool) -> bool:
-        """Whether the case needs no further run: it is complete or refused, or it failed and `retry` is not set."""
+        """Whether the case needs no further run: it is complete or refused, or it failed and `retry` is not set.
+
+        What the environment lacked may be there now, so such a case runs again.
+        """
         found = self.cases.get(case)
-        if found is None or "lacks" in found:
+        if found is None:
             return False
         if "failed" in found:
             return not retry
