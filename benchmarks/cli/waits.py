@@ -57,7 +57,7 @@ def run_waits(
                 continue
             complete = runner.run(cases, retry=retry) and complete
             say(f"written to {result.path}")
-    except PlanError as error:
+    except (PlanError, WaitsError) as error:
         fail(str(error))
     except KeyboardInterrupt as interrupt:
         fail(

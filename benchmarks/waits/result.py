@@ -82,6 +82,20 @@ class WaitsResult:
             return not retry
         return "refused" in found or "audit" in found
 
+    def describe(self, engine: str, facts: dict[str, Any]) -> None:
+        """Keep the facts of an engine, which are written with its next case.
+
+        Raises:
+            WaitsError: other engines of the file ran on another device.
+        """
+        engines = self.document["engines"]
+        before, now = ({each["hardware"]["device"] for each in of} for of in (engines.values(), [facts]))
+        if before - now:
+            raise WaitsError(
+                f"{self.path} is of {', '.join(before)}, and this machine has {', '.join(now)}; give another --out"
+            )
+        engines[engine] = facts
+
     def add(self, case: str, found: Found, command: str) -> None:
         """Add or replace the result of a case, and write the file.
 

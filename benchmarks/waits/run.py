@@ -106,6 +106,10 @@ class WaitsRunner:
 
         Returns:
             Whether none is left.
+
+        Raises:
+            PlanError: the file can't be written.
+            WaitsError: the file holds cases of another device.
         """
         while missing := self.missing(cases, retry=retry):
             base = ENGINES[missing[0].engine].base
@@ -167,7 +171,7 @@ class WaitsRunner:
                 break
             try:
                 starting[name].wait_until_ready()
-                self._result.document["engines"][name] = starting[name].ask("describe")
+                self._result.describe(name, starting[name].ask("describe"))
                 wave[name] = starting[name]
             except ChildError as error:
                 for case in own:

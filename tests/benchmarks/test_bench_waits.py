@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waits_engines
 from typer.testing import CliRunner
 from waits_engines import Engines
 
@@ -271,6 +272,15 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path):
         path.write_text(content)
         with pytest.raises(WaitsError, match="is no result of these cases"):
             WaitsResult(tmp_path, GROUP, Plugin.NOOP)
+
+
+def test_cases_of_two_devices_are_not_mixed(engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(tmp_path, "plain")
+    before = next(tmp_path.glob("*.json")).read_text()
+    monkeypatch.setitem(waits_engines.FACTS, "hardware", {"device": "another"})
+    with pytest.raises(WaitsError, match=r"is of a device, and this machine has another; give another --out"):
+        run(tmp_path, "penalties")
+    assert next(tmp_path.glob("*.json")).read_text() == before
 
 
 def test_a_result_that_can_not_be_written_is_kept_elsewhere(engines: Engines, tmp_path: Path):
