@@ -343,3 +343,21 @@ def test_the_command_says_what_it_left_out_and_fails_with_a_failed_case(
     path.unlink()
     engines.dies = {("time_case", "plain")}
     assert CliRunner().invoke(app, command).exit_code == 1
+
+
+def test_an_interrupted_command_says_that_the_finished_cases_are_kept(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(command: str, case: str) -> None:
+        if case == "penalties":
+            raise KeyboardInterrupt
+
+    engines.before = interrupt
+    monkeypatch.setattr("benchmarks.cli.waits.installed_vllm", lambda: "0.32.0")
+    command = ["features", "--audit", "--cpu", "plain", "penalties", "--cache", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "benchmarks: interrupted by SIGINT; finished cases are kept, and the same command runs the rest\n",
+    )
+    assert '"plain":' in (tmp_path / "results" / "feature-waits-0.32.0-V1-tiny.json").read_text()
