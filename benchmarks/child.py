@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from benchmarks.arms import Arm, Plugin
 from benchmarks.loads import Load
@@ -25,7 +26,15 @@ class ChildError(RuntimeError):
 
 
 def start(
-    arm: Arm, loads: Sequence[Load], *, audit: bool, env: Path | None, models: Path, log: Path
+    arm: Arm,
+    loads: Sequence[Load],
+    *,
+    audit: bool,
+    env: Path | None,
+    models: Path,
+    log: Path,
+    module: str = "benchmarks.engine",
+    more: Mapping[str, Any] | None = None,
 ) -> contextlib.AbstractContextManager[json_child.Child]:
     """Run the process of an arm's engine while the context lasts.
 
@@ -36,10 +45,13 @@ def start(
         env: a shell file to source first, or another Python; None for this one.
         models: folder for the directories of models.
         log: file for its log.
+        module: the module that serves the commands, and takes the setup.
+        more: further parts of the setup.
     """
     setup = {"arm": arm.to_dict(), "loads": [asdict(load) for load in loads], "models": str(models.resolve())}
+    setup |= dict(more or {})
     return json_child.start(
-        [*interpreter(env), "-m", "benchmarks.engine", json.dumps(setup)],
+        [*interpreter(env), "-m", module, json.dumps(setup)],
         log=log,
         env=environment(arm, os.environ, audit=audit),
         fail=lambda why: ChildError(f"the engine of {arm.name!r} failed: {why}"),

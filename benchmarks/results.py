@@ -74,16 +74,7 @@ class ResultFile:
         if command not in self.document["commands"]:
             self.document["commands"].append(command)
         self.document["summary"] = summarise(self.document)
-        partial = self.path.with_suffix(".partial")
-        measured = {name: value for name, value in self.document.items() if name != "summary"}
-        text = compact_json(_rounded(measured))
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text)
-            os.replace(partial, self.path)
-        except OSError as error:
-            kept = keep_elsewhere(self.path, text)
-            raise PlanError(f"{self.path} can't be written ({error.strerror}); {kept}") from None
+        write_result(self.path, {name: value for name, value in self.document.items() if name != "summary"})
 
 
 def read_result(path: Path) -> Document:
@@ -104,6 +95,22 @@ def read_result(path: Path) -> Document:
     if schema != SCHEMA:
         raise PlanError(f"{path} has schema {schema!r}; this version reads only schema {SCHEMA}")
     return document
+
+
+def write_result(path: Path, document: Document) -> None:
+    """Write a result whole or not at all, with six digits of each float.
+
+    Raises:
+        PlanError: the file can't be written; the message says where the result is kept.
+    """
+    partial, text = path.with_suffix(".partial"), compact_json(_rounded(document))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text)
+        os.replace(partial, path)
+    except OSError as error:
+        kept = keep_elsewhere(path, text)
+        raise PlanError(f"{path} can't be written ({error.strerror}); {kept}") from None
 
 
 def result_files(folder: Path = RESULTS) -> Sequence[Path]:

@@ -26,6 +26,7 @@ class Method(str, enum.Enum):
     MTP = "mtp"
     NGRAM = "ngram"
     NGRAM_GPU = "ngram_gpu"
+    SUFFIX = "suffix"
 
 
 class ShapeError(ValueError):
@@ -234,14 +235,24 @@ _TINY_EAGLE3 = _TINY | {
 _MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 500_000.0}}
 
 
+_NO_DRAFTER: dict[Method, Mapping[str, Any] | None] = dict.fromkeys((Method.NGRAM, Method.NGRAM_GPU, Method.SUFFIX))
+"""Methods that draft without a model."""
+
+
 def _one_layer(config: Mapping[str, Any]) -> dict[str, Any]:
     """The EAGLE drafter of a Llama: the same model with one layer."""
     return {**config, "num_hidden_layers": 1}
 
 
 def _llama_shape(name: str, about: str, parameters: float, target: Mapping[str, Any]) -> Shape:
-    drafters = {Method.EAGLE: _one_layer(target), Method.DRAFT_MODEL: _small_llama(target["vocab_size"])}
-    return Shape(name, about, parameters, target, drafters)
+    # Keys and values as wide as the hidden state, so that attention can copy an embedding.
+    eagle3 = _one_layer(target) | {"num_key_value_heads": target["num_attention_heads"]}
+    drafters: dict[Method, Mapping[str, Any] | None] = {
+        Method.EAGLE: _one_layer(target),
+        Method.EAGLE3: eagle3,
+        Method.DRAFT_MODEL: _small_llama(target["vocab_size"]),
+    }
+    return Shape(name, about, parameters, target, drafters | _NO_DRAFTER)
 
 
 SHAPES = {
@@ -283,7 +294,8 @@ SHAPES = {
             "a Llama for tests on a CPU",
             0.558e6,
             _TINY,
-            {Method.EAGLE: _one_layer(_TINY), Method.EAGLE3: _TINY_EAGLE3, Method.DRAFT_MODEL: _TINY_DRAFT},
+            {Method.EAGLE: _one_layer(_TINY), Method.EAGLE3: _TINY_EAGLE3, Method.DRAFT_MODEL: _TINY_DRAFT}
+            | _NO_DRAFTER,
         ),
         Shape(
             "tiny-text",

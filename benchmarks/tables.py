@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.results import RESULTS, read_result
 from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
+from benchmarks.waits.table import SHAPES, waits_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,14 +50,19 @@ def rewrite(paths: Iterable[Path], results: Path = RESULTS) -> dict[Path, str]:
     stale = {}
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        parts, end = [], 0
-        for place in _PLACE.finditer(text):
-            table = _table(place["name"], results, path)
-            parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
-            end = place.end()
-        if (new := "".join([*parts, text[end:]])) != text:
+        if (new := filled(text, results, path)) != text:
             stale[path] = new
     return stale
+
+
+def filled(text: str, results: Path, document: Path) -> str:
+    """The text of `document` with the tables of `results`. Raises what `rewrite` raises."""
+    parts, end = [], 0
+    for place in _PLACE.finditer(text):
+        table = _table(place["name"], results, document)
+        parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
+        end = place.end()
+    return "".join([*parts, text[end:]])
 
 
 def _table(name: str, results: Path, document: Path) -> str:
@@ -234,6 +241,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "plan-time": _plan_time,
     "soak": _soak,
     "step-time": _step_time,
+    **{f"feature-waits-{shape}": partial(waits_tables, shape=shape) for shape in SHAPES},
 }
 
 

@@ -119,12 +119,15 @@ class Driver:
         in_flight = 0
         while waiting or in_flight:
             while waiting and in_flight < running:
-                request = waiting.popleft()
-                prompt = {"prompt_token_ids": list(request.prompt)}
-                engine.add_request(f"bench-{self._served}", prompt, self._sampling(request.max_tokens))
+                self.add(f"bench-{self._served}", waiting.popleft())
                 self._served += 1
                 in_flight += 1
             in_flight -= sum(output.finished for output in engine.step())
+
+    def add(self, name: str, request: Request) -> None:
+        """Give the engine one request, under this name."""
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._llm.llm_engine.add_request(name, prompt, self._sampling(request.max_tokens))
 
     def time(self, load: Load, requests: Sequence[Request]) -> Timing:
         """Serve the requests of `load`, and time it."""

@@ -3,6 +3,8 @@
 - `compat/RUN.md`, `compat/RUN.json`, `assets/compatibility.html` and a badge, from `docs/compat/runs.json.xz`.
 - `assets/results/RESULT.svg`, from the archive in `benchmarks/results`, for each figure that a page shows.
 - `assets/audit-example.html`, from `docs/examples/audit.json.xz`.
+- `waits.md` and its line in the navigation, from `docs/templates/waits.md`, once there are results named
+  `feature-waits-*`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,26 @@ DOCS = ROOT / "docs"
 _FIGURE = re.compile(r"\(assets/results/([\w.-]+)\.svg\)")
 
 
+WAITS = "waits.md"
+_WAITS_TITLE, _WAITS_AFTER = "What waits, by feature", "measured.md"
+
+
+def on_config(config: Any) -> Any:
+    """List the page of waits below the measurements, if there is one."""
+    sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+    try:
+        if waits():
+            list_after(config["nav"], _WAITS_AFTER, {_WAITS_TITLE: WAITS})
+    finally:
+        sys.path.remove(str(ROOT))
+    return config
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add what is made to what was found."""
     sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
     try:
-        for path, content in [*compatibility(), *figures(), audit_example()]:
+        for path, content in [*compatibility(), *figures(), audit_example(), *waits()]:
             files.append(File.generated(config, path, content=content))
     finally:
         sys.path.remove(str(ROOT))
@@ -63,6 +80,36 @@ def audit_example() -> tuple[str, str]:
     found = json.loads(unpacked(DOCS / "examples" / "audit.json.xz"))
     page = render_html(Report.from_dict(found["report"]), before=Report.from_dict(found["before"]))
     return "assets/audit-example.html", page
+
+
+def waits(results: Path | None = None) -> list[tuple[str, str]]:
+    """Path and content of the page of waits; nothing if there is no result to show.
+
+    Args:
+        results: folder of the results; this repository's if None.
+    """
+    from benchmarks.results import RESULTS
+    from benchmarks.tables import filled
+    from benchmarks.waits.result import published
+
+    folder, template = results or RESULTS, DOCS / "templates" / WAITS
+    if not published(folder):
+        return []
+    return [(WAITS, filled(template.read_text(encoding="utf-8"), folder, template))]
+
+
+def list_after(nav: list[Any], page: str, entry: dict[str, str]) -> None:
+    """Put an entry of MkDocs' navigation behind that of a page, at the top or in a section.
+
+    Raises:
+        LookupError: the navigation lacks the page.
+    """
+    for section in [nav, *(inner for each in nav for inner in each.values() if isinstance(inner, list))]:
+        for place, each in enumerate(section):
+            if page in each.values():
+                section.insert(place + 1, entry)
+                return
+    raise LookupError(f"the navigation of mkdocs.yml has no {page}, after which {entry} belongs")
 
 
 def shown() -> set[str]:

@@ -14,13 +14,17 @@ from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, write
+from benchmarks.cli.waits import run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
 from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
+from benchmarks.waits.cases import CASES
+from benchmarks.waits.result import GROUPS
 
 app = typer.Typer()
+_SECONDS, _TOGETHER = 2.0, 4
 _Out = Annotated[
     Path | None, typer.Option(callback=output_folder, help="Folder of the results; nothing is written if unset.")
 ]
@@ -89,10 +93,20 @@ def soak(
 def features(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help=f"Cases to run; all if none is given: {', '.join(FEATURES)}."),
+        typer.Argument(
+            metavar="[NAME]...",
+            help=f"Cases to run; all if none is given: {', '.join(FEATURES)}. With --audit: {', '.join(CASES)}.",
+        ),
     ] = None,
     release: Annotated[str, typer.Option(help="The vLLM release to test; this environment's if unset.")] = "",
-    plugin: _Plugin = Plugin.ON,
+    plugin: Annotated[
+        Plugin | None,
+        typer.Option(
+            help="The plugin in the engine; `stock` compares stock with itself, which shows the noise. Default: "
+            "`plugin`; with --audit `noop`, and `stock` is timed only.",
+            show_default=False,
+        ),
+    ] = None,
     control: Annotated[
         str,
         typer.Option(
@@ -103,14 +117,75 @@ def features(
         bool, typer.Option("--cpu", help="Run on a CPU, without delays and without cases that need a GPU.")
     ] = False,
     env: Env = None,
-    out: _Out = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            callback=output_folder,
+            help="Folder of the results; nothing is written if unset, but with --audit benchmarks/results.",
+        ),
+    ] = None,
     cache: Cache = CACHE,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Time each feature beside plain decoding, and audit what waits.")
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help=f"With --audit, names or parts of: {', '.join(group.name for group in GROUPS)}.")
+    ] = "",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help=f"With --audit, timed seconds of each case; {_SECONDS:g} if unset.")
+    ] = None,
+    budget_s: Annotated[
+        float | None, typer.Option(min=1, help="With --audit, begin no case that would end after this many seconds.")
+    ] = None,
+    together: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"With --audit, most engines that run at once; {_TOGETHER} if unset."),
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="With --audit, run failed cases again.")] = False,
 ) -> None:
     """Serve small cases of vLLM's other features with stock and with the plugin, and compare the tokens.
 
+    With --audit: what waits, by feature, in a result file for each release, runner and size, written after each case.
+
     Exit code 0: every case has stock's tokens, or vLLM itself refuses the case; 1: a case differs, or an engine died;
-    2: this machine can't run the cases.
+    2: this machine can't run the cases. With --audit, 1 also means that cases are left.
     """
+    if audit:
+        if control or release:
+            fail(
+                f"--{'control' if control else 'release'} is not for --audit; leave it out"
+                + ("" if control else ", and choose releases with --only")
+            )
+        run_waits(
+            names or [],
+            only=only,
+            plugin=plugin or Plugin.NOOP,
+            seconds=seconds or _SECONDS,
+            budget_s=budget_s or 0,
+            together=together or _TOGETHER,
+            retry=retry,
+            cpu=cpu,
+            env=env,
+            out=out,
+            cache=cache,
+        )
+    given = {"--only": only, "--seconds": seconds, "--budget-s": budget_s, "--together": together, "--retry": retry}
+    if unused := [option for option, value in given.items() if value]:
+        fail(f"{unused[0]} has an effect only with --audit; add --audit, or leave it out")
+    _compare_tokens(names or [], release, plugin or Plugin.ON, control, cpu=cpu, env=env, out=out, cache=cache)
+
+
+def _compare_tokens(
+    names: Sequence[str],
+    release: str,
+    plugin: Plugin,
+    control: str,
+    *,
+    cpu: bool,
+    env: list[str] | None,
+    out: Path | None,
+    cache: Path,
+) -> None:
     _check_control(control, FEATURE_CONTROLS, plugin)
     if control and (cpu or release not in RUNNER_RELEASES):
         fail(f"--control {control} breaks {BREAKS[control]}; give --release {RUNNER_RELEASES[-1]}, and not --cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,16 +79,22 @@ def _serve(llm: Any, asks: list[Ask], *, noted: bool, adapter: str | None) -> li
 
 
 def _sampling(ask: Ask, *, noted: bool) -> Any:
-    import vllm
-    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
     options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | dict(ask.sampling)
     if noted:
         options = {name: value for name, value in options.items() if name not in ("top_k", "top_p", "seed")}
         options |= {"temperature": 0.0, "logprobs": CHOICES}
-    if constraint := options.get("structured_outputs"):
-        options["structured_outputs"] = StructuredOutputsParams(**constraint)
-    return vllm.SamplingParams(max_tokens=ask.max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **options)
+    return sampling_params(options, ask.max_tokens)
+
+
+def sampling_params(options: Mapping[str, Any], max_tokens: int) -> Any:
+    """vLLM's parameters of a request whose output comes at its end; `structured_outputs` is a dictionary."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    given = dict(options)
+    if constraint := given.get("structured_outputs"):
+        given["structured_outputs"] = StructuredOutputsParams(**constraint)
+    return vllm.SamplingParams(max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY, **given)
 
 
 def _said(llm: Any, feature: Feature, ask: Ask, output: Any, *, noted: bool) -> dict[str, Any]:

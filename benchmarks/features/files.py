@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import string
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,26 @@ _STRENGTH = 0.2
 """Size of the adapter's change of a matrix, relative to a matrix of attentive weights."""
 
 
-def write_tokenizer(folder: Path) -> Path:
-    """Write the demo's tokenizer, a token for each byte and one for the end of text; return its directory."""
+def write_tokenizer(folder: Path, size: int = 0) -> Path:
+    """Write the demo's tokenizer, a token for each byte and one for the end of text; return its directory.
+
+    Args:
+        folder: the directory.
+        size: tokens of the tokenizer; those beyond the demo's are words of four letters, which no text is encoded to.
+
+    Raises:
+        ImportError: `tokenizers` is not installed.
+    """
     from vllm_async_spec.demo.train import EOS, byte_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    tokenizer = json.loads(byte_tokenizer().to_str())
+    vocabulary: dict[str, int] = tokenizer["model"]["vocab"]
+    words = ("".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=4))
+    missing = range(len(vocabulary) + 1, size)
+    if missing:
+        vocabulary |= {EOS: len(vocabulary)} | {word: number for number, word in zip(missing, words, strict=False)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "clean_up_tokenization_spaces": False}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     return folder

@@ -30,6 +30,9 @@ def test_drafters_have_the_targets_vocabulary_and_eagle_its_hidden_size(shape, t
         assert not target["tie_word_embeddings"]
         if method is Method.EAGLE:
             assert (drafter["hidden_size"], drafter["num_hidden_layers"]) == (target["hidden_size"], 1)
+        if method is Method.EAGLE3:  # its attention copies an embedding
+            heads = (drafter["num_attention_heads"], drafter["num_key_value_heads"])
+            assert {each * drafter["head_dim"] for each in heads} == {target["hidden_size"]}
 
 
 def test_what_does_not_exist_is_named_with_what_does(tmp_path):

@@ -1,0 +1,1 @@
+"""What waits, by feature of vLLM: each case is timed beside plain decoding, then audited."""

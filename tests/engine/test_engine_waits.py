@@ -1,0 +1,38 @@
+"""What waits, by feature, on vLLM's CPU platform: the audit of a real engine finds the lines of a feature."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_log_probabilities_wait_where_plain_decoding_does_not(tmp_path: Path):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
+    if torch.cuda.is_available():
+        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
+    cases = ["plain", "json-1", "logprobs-1", "n-4", "eagle"]
+    options = ["--cpu", "--seconds", "0.2", "--cache", str(tmp_path)]
+    done = CliRunner().invoke(app, ["features", "--audit", *cases, *options])
+    assert done.exit_code == 0, done.output
+    (path,) = (tmp_path / "results").iterdir()
+    found = json.loads(path.read_text())
+    assert found["cases"].keys() == set(cases)
+    assert found["engines"]["plain"]["plugin"] == "off"
+    lines = {name: {line for line, _, _ in case["audit"]["sites"]} for name, case in found["cases"].items()}
+    assert len(lines["plain"]) == 1
+    assert lines["json-1"] == lines["n-4"] == lines["plain"]
+    assert sum("LogprobsTensors.tolists" in line for line in lines["logprobs-1"] - lines["plain"]) == 3
+    assert any("_get_draft_token_ids_cpu" in line for line in lines["eagle"])
+    steps = {name: [run[1] for turn in case["turns"] for run in turn] for name, case in found["cases"].items()}
+    assert all(count > 180 for name in ("plain", "json-1", "n-4") for count in steps[name]), "no request ends early"
+    assert found["cases"]["eagle"]["turns"][0][0][2] > 2, "drafts are accepted"
