@@ -6,6 +6,7 @@ on a GPU.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from itertools import islice
@@ -121,3 +122,21 @@ def test_inputs_that_are_not_the_batch_s_are_found(
     engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
     pairs = zip(engine.steps, reference.steps, strict=False)
     assert not all(np.array_equal(one.drafts, two.drafts) for one, two in pairs)
+
+
+def test_a_drafter_that_keeps_state_of_each_step_is_not_replayed(subject: Any, monkeypatch: pytest.MonkeyPatch):
+    def replay(self: Any) -> None:
+        self.compilation_config.max_cudagraph_capture_size = 512
+        launch = self.drafter.propose
+
+        @functools.wraps(launch)
+        def propose(**given: Any) -> Any:
+            self.drafter.last_batch = given
+            return launch(**given)
+
+        self.drafter.propose = propose
+        draft_graphs.Drafter(self, lambda run: run)
+
+    monkeypatch.setattr(subject, "_replay", replay)
+    with pytest.raises(ValueError, match="each step sets last_batch of the drafter, which no replay does"):
+        run(subject, random_schedule(SEEDS[0]), late=True)

@@ -1,4 +1,4 @@
-"""Drafting that is replayed in a real engine, batch by batch: `-m gpu`, with vLLM 0.14 to 0.18 installed."""
+"""Drafting that is replayed in a real engine, batch by batch: `-m gpu`, with vLLM 0.14 to 0.29 installed."""
 
 from __future__ import annotations
 
@@ -60,14 +60,21 @@ print("FOUND " + json.dumps({"refused": reason, "captured": captured, "drafts": 
 """
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled by vLLM"])
-def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, compiled: bool):
+PLAIN = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [PLAIN, PLAIN | {"attention_backend": "TRITON_ATTN"}, {}],
+    ids=["plain", "plain, Triton", "compiled by vLLM"],
+)
+def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, options: dict[str, Any]):
     """In one engine, batch by batch, with rows that are filled up as requests end."""
     vllm: Any = importlib.import_module("vllm")
     if not find_patch("draft-graphs").covers(vllm.__version__):
         pytest.skip(f"the patch draft-graphs is not for vLLM {vllm.__version__}")
-    options = {} if compiled else {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
     environment = os.environ | {"VLLM_ASYNC_SPEC": "auto", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # drafting of the V2 runner is captured by vLLM
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -21,9 +21,17 @@ class FlashInferMetadataBuilder:
     """Another of vLLM's."""
 
 
-def make_runner() -> Any:
+class EagleProposer(SimpleNamespace):
+    """Of this name is vLLM's."""
+
+
+class Step3p5MTPProposer(EagleProposer):
+    """Another of vLLM's, which keeps metadata of several groups for each step."""
+
+
+def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
     """As much of a runner as is asked, of an engine whose drafter can be captured."""
-    drafter = SimpleNamespace(
+    drafter = proposer(
         num_speculative_tokens=3,
         max_num_tokens=512,
         supports_mm_inputs=False,
@@ -54,6 +62,13 @@ def test_nothing_speaks_against_a_plain_engine():
     assert draft_graphs.refused(make_runner()) is None
 
 
+def test_a_drafter_that_knows_no_trees_is_captured() -> None:
+    """As from 0.22 on."""
+    runner = make_runner()
+    del runner.drafter.tree_choices
+    assert draft_graphs.refused(runner) is None
+
+
 def set_to(path: str, value: Any) -> Callable[[Any], None]:
     *owners, name = path.split(".")
 
@@ -63,6 +78,10 @@ def set_to(path: str, value: Any) -> Callable[[Any], None]:
         setattr(runner, name, value)
 
     return change
+
+
+def another_drafter(runner: Any) -> None:
+    runner.drafter = make_runner(Step3p5MTPProposer).drafter
 
 
 def several_groups(runner: Any) -> None:
@@ -86,6 +105,8 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
     "positions have several axes": [set_to("uses_mrope", True), set_to("uses_xdrope_dim", 3)],
     "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
     "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
+    "drafts are drawn at random": [set_to("drafter._enable_probabilistic_draft_probs", True)],
+    "drafts are made by Step3p5MTPProposer": [another_drafter],
     "the engine serves LoRA adapters": [set_to("lora_config", object())],
     "keys go to another engine": [set_to("vllm_config.kv_transfer_config", object())],
     "scales of the KV cache are computed": [set_to("cache_config.calculate_kv_scales", True)],
