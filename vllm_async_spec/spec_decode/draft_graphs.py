@@ -39,6 +39,7 @@ class DraftShape:
         hidden: width of the target's hidden states, as the drafter gets them.
         pages: columns of the block table.
         dtype: of the hidden states.
+        axes: of positions, three for M-RoPE; 0 if a position is one number.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class DraftShape:
     hidden: int
     pages: int
     dtype: torch.dtype
+    axes: int = 0
 
 
 class DraftInputs:
@@ -59,11 +61,12 @@ class DraftInputs:
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
+        axes = (shape.axes,) if shape.axes else ()
         starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens
         self._starts = starts
         self._each = {
             "token_ids": zeros(rows * tokens),
-            "positions": zeros(rows * tokens, dtype=torch.int64),
+            "positions": zeros(*axes, rows * tokens, dtype=torch.int64),
             "hidden_states": zeros(rows * tokens, shape.hidden, dtype=shape.dtype),
             "slot_mapping": zeros(rows * tokens, dtype=torch.int64).fill_(NO_SLOT),
             "next_token_ids": zeros(rows),
@@ -83,13 +86,14 @@ class DraftInputs:
         """Views of the first `rows` rows.
 
         Returns:
-            By token: `token_ids`, `positions`, `hidden_states` and `slot_mapping`, (rows * tokens, ...); by request:
-            `next_token_ids`, `last_indices`, `rejected`, `seq_lens`, (rows,), and `block_table`, (rows, pages); and
-            `query_start_loc`, (rows + 1,).
+            By token: `token_ids`, `hidden_states` and `slot_mapping`, (rows * tokens, ...), and `positions`,
+            (rows * tokens,) or (axes, rows * tokens); by request: `next_token_ids`, `last_indices`, `rejected`,
+            `seq_lens`, (rows,), and `block_table`, (rows, pages); and `query_start_loc`, (rows + 1,).
         """
         if rows not in self._views:
             counts = {name: rows * (len(each) // self.shape.rows) for name, each in self._each.items()}
             views = {name: each[: counts[name]] for name, each in self._each.items()}
+            views["positions"] = self._each["positions"][..., : rows * self.shape.tokens]
             self._views[rows] = views | {"query_start_loc": self._starts[: rows + 1]}
         return self._views[rows]
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
@@ -34,7 +35,6 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
     drafter = proposer(
         num_speculative_tokens=3,
         max_num_tokens=512,
-        supports_mm_inputs=False,
         tree_choices=[(0,), (0, 0), (0, 0, 0)],
         draft_attn_groups=[SimpleNamespace(metadata_builders=[FlashAttentionMetadataBuilder()])],
         kv_cache_gid=0,
@@ -101,8 +101,7 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
         set_to("parallel_config.data_parallel_size", 2),
     ],
     "experts are rebalanced": [set_to("parallel_config.enable_eplb", True)],
-    "the model takes other inputs than text": [set_to("drafter.supports_mm_inputs", True)],
-    "positions have several axes": [set_to("uses_mrope", True), set_to("uses_xdrope_dim", 3)],
+    "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],
     "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
     "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
     "drafts are drawn at random": [set_to("drafter._enable_probabilistic_draft_probs", True)],
@@ -187,3 +186,55 @@ def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str
         assert not any(value is kept[name] for name, value in vars(drafter).items())
         raise RuntimeError("a failing capture")
     assert vars(drafter) == kept
+
+
+class Graphs:
+    """Stands in for captured graphs."""
+
+    def draft(self, rows: int, tensors: dict[str, torch.Tensor]) -> str:
+        return f"replayed {rows}"
+
+
+NOTHING = torch.zeros(8, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("changes", "answer"),
+    [
+        ({}, "replayed 2"),
+        ({"mm_embed_inputs": None}, "replayed 2"),
+        ({"mm_embed_inputs": ([], NOTHING)}, "replayed 2"),
+        ({"mm_embed_inputs": ([torch.ones(1, 4)], NOTHING)}, "launched"),
+        ({"num_speculative_tokens": 3}, "replayed 2"),
+        ({"num_speculative_tokens": 2}, "launched"),
+        ({"num_rejected_tokens_gpu": None}, "launched"),
+    ],
+)
+def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str) -> None:
+    """Images are among the inputs, or the scheduler wants fewer drafts, say."""
+    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
+    drafter = SimpleNamespace(num_speculative_tokens=1)
+    fields = {
+        "_drafter": drafter,
+        "_drafts": 3,
+        "_tokens": 4,
+        "sizes": [1, 2],
+        "_last_indices": "last",
+        "_graphs": Graphs(),
+    }
+    for name, value in fields.items():
+        setattr(drafting, name, value)
+    drafting._propose = lambda **given: "launched"  # type: ignore[assignment, return-value]
+    tensor = torch.zeros(8)
+    metadata = SimpleNamespace(
+        num_reqs=2,
+        max_query_len=4,
+        num_actual_tokens=8,
+        slot_mapping=tensor,
+        seq_lens=tensor,
+        block_table_tensor=tensor,
+    )
+    names = ("target_token_ids", "target_positions", "target_hidden_states", "next_token_ids", "last")
+    given = dict.fromkeys((*names, "num_rejected_tokens_gpu"), tensor) | {"common_attn_metadata": metadata}
+    assert drafting.propose(**given | changes) == answer
+    assert drafter.num_speculative_tokens == (3 if answer != "launched" else 1)

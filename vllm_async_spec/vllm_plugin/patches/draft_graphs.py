@@ -56,8 +56,7 @@ def refused(runner: RunnerBase) -> str | None:
         "the drafter is to run eagerly": bool(getattr(runner.speculative_config, "enforce_eager", False)),
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "experts are rebalanced": parallel.enable_eplb,
-        "the model takes other inputs than text": bool(drafter.supports_mm_inputs),
-        "positions have several axes": runner.uses_mrope or getattr(runner, "uses_xdrope_dim", 0) > 0,
+        "positions are XD-RoPE's": getattr(runner, "uses_xdrope_dim", 0) > 0,
         "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
         "drafts are a tree": any(any(path) for path in getattr(drafter, "tree_choices", ())),
         "drafts are drawn at random": bool(getattr(drafter, "_enable_probabilistic_draft_probs", False)),
@@ -154,7 +153,8 @@ class Drafter:
         metadata_class = inspect.unwrap(type(drafter).propose).__globals__["CommonAttentionMetadata"]
         most = _most_rows(runner)
         table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
-        shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype)
+        axes = len(runner.mrope_positions.gpu) if runner.uses_mrope else 0
+        shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype, axes)
         inputs = DraftInputs(shape, runner.device)
 
         def drafting(given: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
@@ -203,8 +203,10 @@ class Drafter:
         """Replay a graph if every request has all its drafts to verify; else call vLLM's `propose`."""
         metadata = given["common_attn_metadata"]
         rows = metadata.num_reqs
+        embeddings, _ = given.get("mm_embed_inputs") or ((), None)
         if (
             given["num_rejected_tokens_gpu"] is None
+            or len(embeddings) > 0  # of images, say; a graph only embeds tokens
             or given.get(_DRAFTS, self._drafts) != self._drafts
             or metadata.max_query_len != self._tokens
             or metadata.num_actual_tokens != rows * self._tokens
