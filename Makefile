@@ -10,7 +10,9 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
-RELEASES ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
+RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0
+# The compatibility suite's columns.
+COMPAT ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1 0.7.2.post1
@@ -43,7 +45,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-releases: $(VENV)/.ready  ## the plugin against the real Python of five vLLM releases, fetched once
+test-releases: $(VENV)/.ready  ## the plugin against the real Python of eight vLLM releases, fetched once
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(addprefix test-release-,$(RELEASES))
 
@@ -52,9 +54,9 @@ test-release-%:
 	$(PYTHON) -m pytest tests/releases --vllm-source $(CACHE)/releases/$*
 
 compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and with the plugin, into the documentation
-	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
+	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(COMPAT)
 	mkdir -p $(CACHE)/compat
-	@for release in $(RELEASES); do for way in stock plugin; do \
+	@for release in $(COMPAT); do for way in stock plugin; do \
 		echo "vLLM $$release, $$way"; \
 		$(BIN)/vllm-async-spec compat $$([ $$way = stock ] || echo --plugin) --vllm-source $(CACHE)/releases/$$release \
 			--json $(CACHE)/compat/$$release-$$way.json > $(CACHE)/compat/$$release-$$way.txt || [ $$? = 1 ] || exit 2; \

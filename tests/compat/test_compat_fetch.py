@@ -12,6 +12,7 @@ import pytest
 
 from vllm_async_spec.compat import fetch
 
+ROOT = Path(__file__).parents[2]
 TAGS = ("manylinux_2_24", "manylinux_2_28", "manylinux_2_31", "manylinux_2_35", "manylinux_2_39")
 """Of 0.21; of 0.22 on; of 0.12 to 0.19; of 0.20; of no release so far."""
 
@@ -28,6 +29,11 @@ def test_pip_is_asked_for_the_tag_of_every_release(tmp_path: Path, monkeypatch: 
     with pytest.raises(fetch.FetchError, match="no download"):
         fetch.fetch_release("0.21.0", tmp_path)
     assert {f"--platform={tag}_x86_64" for tag in TAGS} <= set(asked[0])
+
+
+def test_the_makefile_has_the_same_releases() -> None:
+    lists = dict(re.findall(r"^(RELEASES|COMPAT) \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert lists == {"RELEASES": " ".join(fetch.TESTED), "COMPAT": " ".join(fetch.RELEASES)}
 
 
 @pytest.mark.parametrize("version", ["0.11.2", "newest", "../0.21.0", "0.21.0/../..", ""])

@@ -19,7 +19,7 @@ from scheduled import Scheduled
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.vllm_source import VllmSource
 
-HAS_BOUND = ("0.26.0", "0.32.0", "0.33.0")
+HAS_BOUND = ("0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
 KEEPS_REJECTED = ("0.12.0", "0.13.0")
 
 

@@ -18,9 +18,13 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["LATEST", "RELEASES", "FetchError", "fetch_release", "main", "releases_of_pip"]
+__all__ = ["LATEST", "RELEASES", "TESTED", "FetchError", "fetch_release", "main", "releases_of_pip"]
 
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
+"""The columns of the compatibility suite."""
+
+TESTED = (*RELEASES[:3], "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0")
+"""Those that `make test-releases` tests."""
 
 LATEST = "latest"
 """Stands for the newest release."""

@@ -32,7 +32,7 @@ class Stub:
 
     Attributes:
         name: The module, or the `module:attribute`, that is replaced.
-        releases: The releases that unpacked use it, as a version range; of those in `fetch.RELEASES` and newer ones. No
+        releases: The releases that unpacked use it, as a version range; of those in `fetch.TESTED` and newer ones. No
             release is in the range if only an installed CPU build uses it.
         why: What fails without it, and what stands there instead.
         to_build: Whether only some metadata builders or the server need it; otherwise importing and configuring the
@@ -57,14 +57,14 @@ _INSTALLED = "<0"
 _COMPILED = "a compiled module, which vllm.platforms.cuda always imports; replaced by an empty module"
 
 STUBS: tuple[Stub, ...] = (
-    Stub("vllm._C", "<=0.18.1", _COMPILED),
-    Stub("vllm._C_stable_libtorch", ">=0.26.0", _COMPILED),
+    Stub("vllm._C", "<=0.22.1", _COMPILED),
+    Stub("vllm._C_stable_libtorch", ">=0.22.1", _COMPILED),
     Stub(
         "vllm.vllm_flash_attn._vllm_fa3_C",
         _EVERY,
         "a compiled module, whose presence makes FA3 available; replaced by an empty module",
     ),
-    Stub("gguf", "<=0.18.1", "imported by vllm.config until later releases dropped it; replaced by empty classes"),
+    Stub("gguf", "<=0.22.1", "imported by vllm.config until later releases dropped it; replaced by empty classes"),
     Stub(
         "diskcache",
         "<=0.18.1",
@@ -93,7 +93,7 @@ STUBS: tuple[Stub, ...] = (
     ),
     Stub(
         "torch.ops._C:cutlass_scaled_mm_supports_fp8",
-        "<=0.26.0",
+        "<=0.28.0",
         "called when fused MoE is imported; returns that there is no such kernel",
     ),
     Stub("torch.ops._C:cutlass_scaled_mm_supports_block_fp8", _EVERY, "see cutlass_scaled_mm_supports_fp8"),

@@ -73,6 +73,14 @@ def test_the_engines_runner_backends_and_patches_are_published_and_logged(start:
     ]
 
 
+def test_another_runner_is_offered_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_report, "alternative", lambda config, plugin: "to try V2, set A")
+    _, lines = start(0, runner("FLASH_ATTN"))
+    assert lines[1:] == ["vllm-async-spec: to try V2, set A"]
+    _, lines = start(1, runner("FLASH_ATTN"))
+    assert lines == []
+
+
 @pytest.mark.parametrize(
     ("decision", "by"), [(None, "unknown"), (Decision(True, "vllm-async-spec", "because"), "vLLM")]
 )
