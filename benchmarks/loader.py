@@ -19,8 +19,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from benchmarks.acceptance import arrange
 from benchmarks.attentive_weights import make_attentive
-
-LOAD_FORMAT = "arranged"
+from benchmarks.options import LOAD_FORMAT
 
 
 @register_model_loader(LOAD_FORMAT)
