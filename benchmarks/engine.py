@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mrope, older_gpu
+from benchmarks import caches, mrope, older_gpu
 from benchmarks.audited import digest
 from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins, engine_facts
 from benchmarks.features.cases import find_feature
@@ -63,9 +63,11 @@ class BenchEngine:
             "max_model_len": max(load.longest for load in loads) + _SPARE_TOKENS,
             "max_num_seqs": max(load.running for load in loads),
         }
+        self._caches = caches.state(self._arm)
         start = time.perf_counter()
         self._llm = vllm.LLM(**options | self._model_options(Path(setup["models"])) | self._arm["engine"])
         self._start_seconds = time.perf_counter() - start
+        caches.mark(self._arm)
 
         def sampling(max_tokens: int, **more: Any) -> Any:
             return vllm.SamplingParams(
@@ -92,6 +94,7 @@ class BenchEngine:
             "async_scheduling": core.batch_queue is not None,
             "flashinfer": older_gpu.chosen(),
             "start_seconds": round(self._start_seconds, 1),
+            "caches": self._caches,
         }
         check_declared(self._arm, facts)
         return facts

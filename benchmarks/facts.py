@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,26 @@ def engine_facts(runner: Any, config: Any) -> dict[str, Any]:
         },
         "hardware": hardware(),
     }
+
+
+def in_words(facts: dict[str, Any]) -> str:
+    """What vLLM resolved the configuration of an engine to, of the facts of `engine_facts`, for a table's caption."""
+    compilation = facts["compilation"]
+    compiled = f"compilation {compilation['mode']}" + (f" ({compilation['backend']})" if compilation["backend"] else "")
+    return (
+        f"vLLM {facts['vllm']}, runner {facts['runner']}, {', '.join(facts['backends'])}, {compiled}, "
+        f"graphs {facts['graphs']}, all-reduce {facts['all_reduce']}, "
+        f"{'asynchronous' if facts['async_scheduling'] else 'synchronous'} scheduling"
+    )
+
+
+def captions(facts: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The engines of arms in words, one line for those that are the same; none for facts of older results."""
+    arms: dict[str, list[str]] = {}
+    for arm, found in facts.items():
+        if "compilation" in found:
+            arms.setdefault(in_words(found), []).append(arm)
+    return [f"{', '.join(names)}: {words}." for words, names in arms.items()]
 
 
 def all_reduce(ranks: int) -> str:

@@ -75,7 +75,7 @@ class ResultFile:
         self.document["summary"] = summarise(self.document)
         partial = self.path.with_suffix(".partial")
         measured = {name: value for name, value in self.document.items() if name != "summary"}
-        text = compact_json(_rounded(measured))
+        text = compact_json(rounded(measured))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(text)
@@ -145,10 +145,10 @@ def _identity(plan: dict[str, Any]) -> dict[str, Any]:
     return {name: plan[name] for name in ("name", "arms", "loads", "reference", "control", "keep")}
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """The same with six digits of each float, more than any clock here resolves."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value

@@ -50,7 +50,7 @@ def figures() -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown()):
             source, figure = RESULTS / f"{name}.json", Path(folder) / f"{name}.svg"
-            draw(read_trace(source) or read_result(source), figure)
+            draw(read_trace(source) or find_served(source) or read_result(source), figure)
             yield f"assets/results/{name}.svg", figure.read_bytes()
 
 

@@ -44,9 +44,12 @@ class Client:
             datasets.pd = SimpleNamespace(read_json=_Rows)
 
     def measure(self, arguments: list[str]) -> dict[str, Any]:
-        """Run the client with these arguments and return `digest` of its result."""
-        parsed = parse(self._module, arguments)
-        return digest(asyncio.run(self._module.main_async(parsed)))
+        """Run the client with these arguments and return `digest` of its result, or `error` with the reason."""
+        try:
+            parsed = parse(self._module, arguments)
+            return digest(asyncio.run(self._module.main_async(parsed)))
+        except ClientError as error:  # the process stays for the next load
+            return {"error": str(error)}
 
 
 class _Rows:
@@ -73,7 +76,9 @@ def parse(module: Any, arguments: Sequence[str]) -> Any:
     Raises:
         ClientError: this release's client does not take them.
     """
-    parser = module.FlexibleArgumentParser()
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
     module.add_cli_args(parser)
     try:
         return parser.parse_args(list(arguments))
@@ -107,7 +112,7 @@ def digest(found: Mapping[str, Any]) -> dict[str, Any]:
     if accepted := found.get("spec_decode_acceptance_length"):
         kept["acceptance_length"] = accepted
     if kept["failed"]:
-        kept["error"] = _last_line(errors)
+        kept["why"] = _last_line(errors)
     return kept | {"texts": "".join(_hash(text) for text in found.get("generated_texts", []))}
 
 
