@@ -46,6 +46,7 @@ def figures() -> Iterator[tuple[str, bytes]]:
     """Path and content of the figures that pages show."""
     from benchmarks.plot import draw
     from benchmarks.results import RESULTS, read_result, read_trace
+    from benchmarks.serving.results import find_served
 
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown()):

@@ -22,9 +22,12 @@ from benchmarks.serving.tokenizer import write_tokenizer
 from benchmarks.shapes import find_shape
 from vllm_async_spec import json_child
 
+SERVER, CLIENT = ["-m", "benchmarks.serving.server"], ["-m", "benchmarks.serving.client"]
 _START_S, _DESCRIBE_S, _CLIENT_START_S = 900.0, 90.0, 180.0
 _END_S = 10.0
 """Seconds that a server has to end by itself."""
+_REFUSAL_S = 0.5
+"""Seconds in which a client that has failed ends; one that only had to refuse a load stays."""
 _DYING_S = 5.0
 """Seconds in which a server whose engine has died ends."""
 
@@ -43,9 +46,7 @@ class Server:
 
     def death(self) -> str | None:
         """Why the server has ended, with the path of its log; None if it runs."""
-        try:
-            self.process.process.wait(timeout=_DYING_S)
-        except subprocess.TimeoutExpired:
+        if not _ends(self.process.process, _DYING_S):
             return None
         try:
             self.process.answer(_DYING_S)
@@ -70,12 +71,13 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         self._clients: dict[str | None, tuple[json_child.Child, contextlib.ExitStack]] = {}
         self._ready: set[str | None] = set()
 
-    def __exit__(self, *error: object) -> None:
-        with contextlib.ExitStack() as all_of_them:
-            for _, stack in (*self._servers.values(), *self._clients.values()):
-                all_of_them.push(stack)
+    def __exit__(self, *error: Any) -> None:
+        ending = contextlib.ExitStack()
+        for _, stack in (*self._servers.values(), *self._clients.values()):
+            ending.push(stack)
         self._servers.clear()
         self._clients.clear()
+        ending.__exit__(*error)  # an interrupt ends the processes at once
 
     def running(self, arm: Arm) -> Server | None:
         """The server of an arm, if it was started and not ended."""
@@ -129,11 +131,12 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                 client.wait_until_ready()
                 self._ready.add(arm.release)
             return dataclasses.replace(client, answer_s=limit_s).ask("measure", arguments=arguments)
-        finally:
-            if client.process.poll() is not None:  # the next load gets a new client
+        except ChildError:
+            if _ends(client.process, _REFUSAL_S):  # the next load gets a new client
                 del self._clients[arm.release]
                 self._ready.discard(arm.release)
                 stack.close()
+            raise
 
     def _begin_client(self, release: str | None) -> None:
         """Start a client, unless there is one; it gets ready while servers start."""
@@ -153,7 +156,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         stack = contextlib.ExitStack()
         process = stack.enter_context(
             json_child.start(
-                [*child.interpreter(self._env(arm)), "-m", "benchmarks.serving.server", json.dumps(setup)],
+                [*child.interpreter(self._env(arm)), *SERVER, json.dumps(setup)],
                 log=self._log(arm.name),
                 env=server_environment(arm, os.environ),
                 fail=lambda why: ChildError(f"the server of {arm.name!r} failed: {why}"),
@@ -168,7 +171,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         env = self._envs.get(release) if release else None
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         return json_child.start(
-            [*child.interpreter(env), "-m", "benchmarks.serving.client"],
+            [*child.interpreter(env), *CLIENT],
             log=self._log(f"client-{release or 'installed'}"),
             env=kept | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""},
             fail=lambda why: ChildError(f"vLLM's client failed: {why}"),
@@ -191,6 +194,15 @@ def server_environment(arm: Arm, inherited: Mapping[str, str]) -> dict[str, str]
     found = child.environment(arm, inherited) | {"VLLM_SERVER_DEV_MODE": "1"}
     del found["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return found | {name: inherited[name] for name in (caches.CACHE_ROOT,) if name in inherited}
+
+
+def _ends(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process ends within so many seconds."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def free_port() -> int:

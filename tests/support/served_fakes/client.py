@@ -1,0 +1,66 @@
+"""Stands in for `benchmarks.serving.client`: it makes results up, and fails where `faults.json` says so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.client import ClientError, digest
+from vllm_async_spec.json_child import serve
+
+FOLDER = Path(os.environ["SERVED_FAKES"])
+SPEED = {"stock": 1.0, "noop": 1.0, "plugin": 2.0}
+
+
+class Client:
+    """As `benchmarks.serving.client.Client`."""
+
+    def measure(self, arguments: list[str]) -> dict[str, Any]:
+        """A result for the arm whose server has the port, at its speed."""
+        options = dict(itertools.pairwise(arguments))
+        arm, pid = (FOLDER / options["--base-url"].rpartition(":")[2]).read_text().split()
+        load = Path(options["--dataset-path"]).stem.removeprefix("made-up-")
+        if "--extra-body" in options:
+            load = "seeded"
+        with (FOLDER / "events").open("a") as events:
+            print(load, arm, file=events)
+        faults = json.loads((FOLDER / "faults.json").read_text())
+        fault = faults.get(f"{load} {arm}", "")
+        if fault == "hang":
+            time.sleep(60)
+        elif fault == "interrupt":
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+        elif fault == "kill":
+            os.kill(int(pid), signal.SIGKILL)
+            return {"error": "no request was completed: ClientConnectorError"}
+        requests = int(options["--num-prompts"])
+        raw = result(requests, SPEED[arm], failed=1 if fault == "fail" else 0)
+        raw["generated_texts"] = [f"{number} {fault == 'tokens' and number < 3}" for number in range(requests)]
+        try:
+            return digest(raw)
+        except ClientError as error:
+            return {"error": str(error)}
+
+
+def result(requests: int, speed: float, *, failed: int = 0) -> dict[str, Any]:
+    """What vLLM's client returns."""
+    errors = ["Traceback:\n  ...\nConnectionResetError: lost"] * failed + [""] * (requests - failed)
+    raw: dict[str, Any] = {"completed": requests - failed, "failed": failed, "duration": 1.0, "errors": errors}
+    raw |= {"total_output_tokens": 10 * requests, "request_throughput": speed, "request_goodput": speed}
+    raw |= {"output_throughput": 10 * speed, "spec_decode_acceptance_length": 2.5}
+    latencies = {"ttft": 30, "tpot": 3, "itl": 6}
+    return raw | {
+        f"p{share}_{name}_ms": share / 50 * base / speed for name, base in latencies.items() for share in (50, 90, 99)
+    }
+
+
+if __name__ == "__main__":
+    print("client", file=sys.stderr)
+    serve(Client, "measure")
