@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,9 @@ class Fakes:
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "compiled"))
         monkeypatch.setattr(servers, "SERVER", [str(FAKES / "server.py")])
         monkeypatch.setattr(servers, "CLIENT", [str(FAKES / "client.py")])
-        root = Path(__file__).parents[2]
-        monkeypatch.setenv("PYTHONPATH", str(root))
+        here = Path(__file__).parent
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here, here.parents[1]))))
         monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
-        assert sys.executable
 
     def fail(self, faults: dict[str, str]) -> None:
         """What goes wrong, by "LOAD-PASS ARM", "seeded ARM" or "start ARM"."""

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from served_results import raw_result
+
 from benchmarks.serving.client import ClientError, digest
 from vllm_async_spec.json_child import serve
 
@@ -41,24 +43,12 @@ class Client:
             os.kill(int(pid), signal.SIGKILL)
             return {"error": "no request was completed: ClientConnectorError"}
         requests = int(options["--num-prompts"])
-        raw = result(requests, SPEED[arm], failed=1 if fault == "fail" else 0)
+        raw = raw_result(requests, SPEED[arm], failed=1 if fault == "fail" else 0)
         raw["generated_texts"] = [f"{number} {fault == 'tokens' and number < 3}" for number in range(requests)]
         try:
             return digest(raw)
         except ClientError as error:
             return {"error": str(error)}
-
-
-def result(requests: int, speed: float, *, failed: int = 0) -> dict[str, Any]:
-    """What vLLM's client returns."""
-    errors = ["Traceback:\n  ...\nConnectionResetError: lost"] * failed + [""] * (requests - failed)
-    raw: dict[str, Any] = {"completed": requests - failed, "failed": failed, "duration": 1.0, "errors": errors}
-    raw |= {"total_output_tokens": 10 * requests, "request_throughput": speed, "request_goodput": speed}
-    raw |= {"output_throughput": 10 * speed, "spec_decode_acceptance_length": 2.5}
-    latencies = {"ttft": 30, "tpot": 3, "itl": 6}
-    return raw | {
-        f"p{share}_{name}_ms": share / 50 * base / speed for name, base in latencies.items() for share in (50, 90, 99)
-    }
 
 
 if __name__ == "__main__":
