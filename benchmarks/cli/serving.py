@@ -38,6 +38,9 @@ def serve(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
     ] = 0,
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="End each arm's server before the next starts: for a small GPU.")
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
     ] = False,
@@ -51,7 +54,7 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_serve_plan(plan), turns, seconds)
+        chosen = _adjusted(find_serve_plan(plan), turns, seconds, one_by_one)
         path = out / f"{name or chosen.name}.json"
         if fresh and path.is_file():
             read_served(path)  # raises if the file is no result, which must not be deleted
@@ -81,5 +84,6 @@ def serve(
     raise typer.Exit(0 if done and not result.document["failures"] else 1)
 
 
-def _adjusted(plan: ServePlan, turns: int, seconds: float) -> ServePlan:
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds)
+def _adjusted(plan: ServePlan, turns: int, seconds: float, one_by_one: bool) -> ServePlan:
+    keep = plan.keep and not one_by_one
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, keep=keep)

@@ -26,6 +26,8 @@ _AT_ONCE = 32
 """Sampled requests, and requests of the warm-up, that run at once."""
 _SLOWER, _SPARE_S = 5.0, 60.0
 """A load may last so many times as long as it should, and so many seconds more; then the client is ended."""
+_WORKSPACE_BYTES = 8e9
+"""Memory of a server beside weights and KV cache: its drafter, activations, CUDA graphs and workspaces."""
 _DRAIN_S = 3.0
 """Expected seconds of a load after its last request has arrived."""
 
@@ -71,13 +73,17 @@ class ServeRunner:
         if here is None and any(arm.release is None for arm in arms):
             return "vLLM is not installed in this environment; install it, or take a plan that names a release"
         room = gpu_bytes()
-        needs = [arm.weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms if arm.needs_gpu]
+        needs = [
+            arm.weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
+            for arm in arms
+            if arm.needs_gpu
+        ]
         needed = (sum(needs) if self._plan.keep else max(needs)) if needs else 0
         if room is None or needed <= room:
             return None
         return (
-            f"{len(needs)} servers have {needed / 1e9:.1f} GB of weights and KV cache, and the GPU has "
-            f"{room / 1e9:.1f} GB; give --only with fewer arms, or run it on a larger GPU"
+            f"{len(needs)} servers side by side need about {needed / 1e9:.0f} GB, and the GPU has "
+            f"{room / 1e9:.0f} GB; give --one-by-one, or --only with fewer arms, or run it on a larger GPU"
         )
 
     def run(self, *, only: str = "", loads: str = "", budget: float = float("inf"), retry: bool = False) -> bool:
