@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,8 +29,12 @@ def same_code(arm: Mapping[str, Any]) -> str:
 
 
 def mark(arm: Mapping[str, Any]) -> None:
-    """Note that the arm has started. The mark lies in vLLM's cache, so that both go together."""
-    _mark(arm).mkdir(parents=True, exist_ok=True)
+    """Note that the arm has started. The mark lies in vLLM's cache, so that both go together.
+
+    Where nothing can be written, vLLM keeps no caches either, and the next start is cold again.
+    """
+    with contextlib.suppress(OSError):
+        _mark(arm).mkdir(parents=True, exist_ok=True)
 
 
 def _mark(arm: Mapping[str, Any]) -> Path:

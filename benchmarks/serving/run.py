@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ class ServeRunner:
         self._report(f"{len(arms) - len(failed)} of {len(arms)} servers ready ({time.monotonic() - begun:.0f} s)")
 
     @contextlib.contextmanager
-    def _failing(self, failed: dict[str, str], server: Server) -> Any:
+    def _failing(self, failed: dict[str, str], server: Server) -> Iterator[None]:
         """Note in `failed` why the client or the server failed."""
         try:
             yield

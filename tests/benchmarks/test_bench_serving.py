@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_documents import document
 from served import PLAN
 from served_results import raw_result
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from benchmarks.acceptance import arrange
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.cli import app
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_8b, serve_tiny
+from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files
 from benchmarks.serving.arguments import server_arguments
 from benchmarks.serving.client import Client, ClientError, _Rows, digest, requests_of
@@ -172,6 +174,10 @@ def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
     assert caches.state(stock) == "cold"
     caches.mark(stock)
     assert [caches.state(arm) for arm in (stock, noop, plugin, other)] == ["warm", "shared", "shared", "cold"]
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "a file"))
+    caches.mark(stock)
+    assert caches.state(stock) == "cold"
 
 
 @pytest.mark.parametrize(
@@ -288,3 +294,5 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
 def test_a_table_of_engines_names_what_vllm_resolved() -> None:
     assert facts.captions({"old": {"vllm": "0.32.0"}}) == []
     assert facts.captions({"a": FACTS, "b": FACTS | {"graphs": "NONE"}})[1].startswith("b: vLLM 0.32.0, runner V2, ")
+    found = document({arm: [1.0, 1.1] for arm in ("stock", "noop", "plugin")}, facts=FACTS)
+    assert facts.captions({"stock, noop, plugin": FACTS})[0] in notes(found)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from served import PLAN, Fakes
@@ -93,12 +94,20 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fake
     assert len(fakes.loads) - earlier == 11  # nothing was left
 
 
-def test_servers_end_with_the_run(fakes: Fakes) -> None:
+def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, start = [], servers.Processes.start
+
+    def started(processes: servers.Processes, *arguments: Any) -> dict[str, str]:
+        failed = start(processes, *arguments)
+        held.append(dict(processes._servers))  # or the end of these objects would end the servers
+        return failed
+
+    monkeypatch.setattr(servers.Processes, "start", started)
     fakes.fail({"rate-4-0 noop": "interrupt"})
     with pytest.raises(KeyboardInterrupt):
         fakes.run()
     pids = [int(file.read_text().split()[1]) for file in fakes.folder.iterdir() if file.name.isdecimal()]
-    assert len(pids) == 3
+    assert len(pids) == len(held[0]) == 3
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
