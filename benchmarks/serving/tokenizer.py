@@ -22,6 +22,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> Path:
         tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="0"))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(path / "tokenizer.json"), pretty=False)
+        (path / "config.json").write_text('{"model_type": "llama"}\n')  # vLLM looks for it, and logs an error without
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         (path / "tokenizer_config.json").write_text(json.dumps(settings) + "\n")
     return path
