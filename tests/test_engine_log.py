@@ -59,6 +59,7 @@ def test_an_error_that_refers_to_another_is_none(error: str) -> None:
         ("RuntimeError: real\nKeyboardInterrupt: \nBrokenPipeError: [Errno 32]\n", "RuntimeError: real"),
         ("ValueError: real\nRuntimeError: See root cause above.\nOSError: later\n", "ValueError: real"),
         ("RuntimeError: See root cause above.\nValueError: printed late\n", "ValueError: printed late"),
+        ("Fatal Python error: Aborted\nengine core exited unexpectedly\nno Error\n", "Fatal Python error: Aborted"),
         ("ValueError: " + "x" * 5000, "ValueError: " + "x" * 588),
     ],
 )
