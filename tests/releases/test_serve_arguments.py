@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.facts import engine_facts, in_words
 from benchmarks.plans.serving import find_serve_plan, serve_tiny
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments, server_arguments
 from benchmarks.serving.client import Client, requests_of
@@ -131,3 +133,31 @@ def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan
         assert parsed.model_loader_extra_config["share"] == 0.7
         assert not parsed.enforce_eager
         assert parsed.enable_prefix_caching is not False
+
+
+def test_a_worker_tells_what_this_release_resolved() -> None:
+    """On the release's own configuration classes, whose fields the facts name."""
+    from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, SchedulerConfig
+    from vllm.config.compilation import CompilationMode, CUDAGraphMode
+
+    compilation = CompilationConfig(
+        mode=CompilationMode.VLLM_COMPILE,
+        backend="inductor",
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        cudagraph_capture_sizes=[1, 512],
+    )
+    scheduler = SchedulerConfig(max_model_len=128, is_encoder_decoder=False, max_num_seqs=8, async_scheduling=True)
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=scheduler,
+        parallel_config=ParallelConfig(),
+        cache_config=CacheConfig(),
+    )
+    backend = SimpleNamespace(get_name=lambda: "FLASHINFER")
+    facts = engine_facts(SimpleNamespace(attn_groups=[[SimpleNamespace(backend=backend)]]), config)
+    assert in_words(facts).partition(", ")[2] == (
+        "runner V1, FLASHINFER, compilation VLLM_COMPILE (inductor), graphs FULL_AND_PIECEWISE, all-reduce none, "
+        "asynchronous scheduling"
+    )
+    assert facts["compilation"]["largest_graph"] == 512
+    assert facts["scheduler"]["max_num_seqs"] == 8
