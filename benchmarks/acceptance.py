@@ -91,7 +91,15 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
 
 
 @torch.no_grad()
-def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = False, seed: int = SEED) -> None:
+def arrange(
+    model: nn.Module,
+    vocabulary: int,
+    share: float,
+    *,
+    votes: bool = False,
+    head_scale: float = 1.0,
+    seed: int = SEED,
+) -> None:
     """Arrange the dummy weights of a target or of a drafter, in place.
 
     A target and the drafters of its hidden size get the same embeddings and head. So vLLM may let them share either
@@ -102,6 +110,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
         vocabulary: tokens of the model; matrices may have more rows, as padding.
         share: probability that a draft is accepted.
         votes: whether the model's own embeddings hold the marks: it is a draft model.
+        head_scale: factor of all logits. At 1 a token's successor is so far ahead that sampling always draws it.
         seed: of the cycle, the marks and the embeddings.
 
     Raises:
@@ -125,8 +134,8 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     for name, weight in weights:
         if name in _HEADS:
             weight.zero_()
-            weight[orbit.successor.to(device)] = rows[: orbit.stranger].to(weight.dtype)
-            weight[orbit.stranger, VOTE] = 4 * hidden  # four times the logit of a token's successor
+            weight[orbit.successor.to(device)] = (head_scale * rows[: orbit.stranger]).to(weight.dtype)
+            weight[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
         elif name in _NORMS:
             weight.fill_(1)
         elif name in _PROJECTIONS and weight.shape[1] == 2 * hidden:

@@ -19,14 +19,13 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from benchmarks.acceptance import arrange
 from benchmarks.attentive_weights import make_attentive
-
-LOAD_FORMAT = "arranged"
+from benchmarks.options import LOAD_FORMAT
 
 
 @register_model_loader(LOAD_FORMAT)
 class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
     """Takes from the extra config `share`, the probability of acceptance; `draft_model`, the draft model's directory;
-    and `attentive`, whether attention affects tokens too."""
+    `attentive`, whether attention affects tokens too; and `head_scale` of `arrange`, if it is not 1."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
@@ -36,6 +35,7 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         """Make random weights and arrange them."""
         super().load_weights(model, model_config)
         votes = model_config.model == self._options["draft_model"]
-        arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes)
+        scale = self._options.get("head_scale", 1.0)
+        arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes, head_scale=scale)
         if self._options["attentive"]:
             make_attentive(model, model_config.get_vocab_size(), votes=votes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.plot_served import served_latencies
 from benchmarks.plot_trace import timeline
 from benchmarks.present import ratio
 from benchmarks.summary import Row, pass_ratios
@@ -31,6 +32,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
 def _figure_of(document: dict[str, Any], plt: Any) -> Figure:
     if "trace" in document:
         return timeline(document, plt)
+    if "served" in document:
+        return served_latencies(document, plt)
     return _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt)
 
 

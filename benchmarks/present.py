@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import audited
 from benchmarks.arms import expected_length
+from benchmarks.facts import captions
 from benchmarks.summary import Row
 
 _UNLIKE = 1.25
@@ -44,6 +45,7 @@ def notes(document: dict[str, Any]) -> list[str]:
     lines = [f"Ratios omitted for {', '.join(dict.fromkeys(loads))}: {why}." for why, loads in found.items()]
     if plan["keep"]:
         lines.append("Each arm kept one process for all its turns, so no interval covers differences between starts.")
+    lines += captions({turn["arm"]: turn["facts"] for turn in document["turns"] if "facts" in turn})
     lines += _unlike_asked(document)
     if plan["reference"] is None and (left := _without_turn(document)):
         lines.append(f"Not measured yet: {', '.join(left)}.")

@@ -21,6 +21,8 @@ from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.results import RESULTS, read_result
+from benchmarks.serving.results import find_served
+from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
 from benchmarks.waits.table import SHAPES, waits_tables
@@ -72,6 +74,8 @@ def _table(name: str, results: Path, document: Path) -> str:
     path = results / f"{name}.json"
     if not exists(path):
         raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
+    if (served := find_served(path)) is not None:
+        return "\n".join([serve_grid(served).markdown(), *(f"{note}\n" for note in serve_notes(served))])
     found = read_result(path)
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
 

@@ -63,11 +63,12 @@ def figures() -> Iterator[tuple[str, bytes]]:
     """Path and content of the figures that pages show."""
     from benchmarks.plot import draw
     from benchmarks.results import RESULTS, read_result, read_trace
+    from benchmarks.serving.results import find_served
 
     with tempfile.TemporaryDirectory() as folder:
         for name in sorted(shown()):
             source, figure = RESULTS / f"{name}.json", Path(folder) / f"{name}.svg"
-            draw(read_trace(source) or read_result(source), figure)
+            draw(read_trace(source) or find_served(source) or read_result(source), figure)
             yield f"assets/results/{name}.svg", figure.read_bytes()
 
 

@@ -9,7 +9,8 @@ import pytest
 from vllm_async_spec.engine_log import last_error, names_no_cause
 
 LOGS = Path(__file__).parent / "support" / "engine_logs"
-"""0.32.0-kv-cache.log was recorded, and shortened; the others are written as the releases' sources print."""
+"""Those of 0.32.0-kv-cache and 0.32.0-killed-in-a-step were recorded, and shortened; the others are written as the
+releases' sources print."""
 CAUSES = {
     "0.18.1-kv-cache": "ValueError: To serve at least one request with the models's max seq len (32768), ",
     "0.18.1-out-of-memory-in-a-step": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -17,6 +18,7 @@ CAUSES = {
     "0.26.0-out-of-memory-in-worker": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. ",
     "0.26.0-killed": "the engine core was killed by SIGKILL, which the kernel sends when memory runs out",
     "0.32.0-kv-cache": "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` ",
+    "0.32.0-killed-in-a-step": "the engine core ended and left no traceback, as after SIGKILL",
     "0.32.0-arguments": (
         "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, User-specified "
         "max_model_len (99999) is greater "
@@ -57,6 +59,7 @@ def test_an_error_that_refers_to_another_is_none(error: str) -> None:
         ("RuntimeError: real\nKeyboardInterrupt: \nBrokenPipeError: [Errno 32]\n", "RuntimeError: real"),
         ("ValueError: real\nRuntimeError: See root cause above.\nOSError: later\n", "ValueError: real"),
         ("RuntimeError: See root cause above.\nValueError: printed late\n", "ValueError: printed late"),
+        ("Fatal Python error: Aborted\nengine core exited unexpectedly\nno Error\n", "Fatal Python error: Aborted"),
         ("ValueError: " + "x" * 5000, "ValueError: " + "x" * 588),
     ],
 )

@@ -25,6 +25,8 @@ _ELSEWHERE = re.compile(r"root cause|EngineDeadError|EngineCore encountered an i
 """An error that stands for another process's."""
 _WITHOUT_CAUSE = re.compile(r"^(?:KeyboardInterrupt|SystemExit|\w*BrokenPipeError|EOFError)\b")
 """How processes end because another ended."""
+_FATAL = re.compile(r"Segmentation fault|Fatal Python error|CUDA error")
+_ENDED = re.compile(r"[Ee]ngine core (?:proc \S+ )?(?:exited|died) unexpectedly")
 _KILLED = re.compile(r"Failed (?:core|frontend) proc\(s\): \{[^}]*: -9\b")
 _LONGEST = 600
 """Characters of an error that a message keeps."""
@@ -50,6 +52,9 @@ def last_error(log: Path) -> str:
         return causes[-1][:_LONGEST]
     if any(_KILLED.search(line) for line in lines):
         return "the engine core was killed by SIGKILL, which the kernel sends when memory runs out"
+    if any(_ENDED.search(line) for line in lines):
+        fatal = (line.strip() for line in lines if _FATAL.search(line))
+        return next(fatal, "the engine core ended and left no traceback, as after SIGKILL")[:_LONGEST]
     telling = (line.strip() for line in reversed(lines) if _TELLING.search(line) and not names_no_cause(line))
     return next(telling, lines[-1].strip())[:_LONGEST]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks.cli import measurements, results, tokens
+from benchmarks.cli import measurements, results, serving, tokens
 from benchmarks.cli.common import Commands
 
 app = typer.Typer(
@@ -14,5 +14,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for family in (results, measurements, tokens):
+for family in (results, serving, measurements, tokens):
     app.add_typer(family.app)  # without a name of its own: its commands are the app's

@@ -19,6 +19,8 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
+from benchmarks.serving.results import find_served, served_files
+from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
 from benchmarks.stored import ARCHIVE, exists
 from benchmarks.stored import keep as keep_files
@@ -93,8 +95,11 @@ def show(
     to: Annotated[str, typer.Option("--against", help="Compare with this arm instead of the plan's reference.")] = "",
 ) -> None:
     """Print tables of results."""
-    for path in files or result_files():
+    for path in files or [*result_files(), *served_files()]:
         found = _read(path)
+        if "served" in found:
+            show_served(found)
+            continue
         with failing(PlanError):
             _show(against(found, to) if to else found)
 
@@ -112,7 +117,7 @@ def plot(
     try:
         from benchmarks.plot import draw
 
-        for path in files or [*result_files(), *trace_files()]:
+        for path in files or [*result_files(), *served_files(), *trace_files()]:
             figure = figure_of(path, form)
             draw(_read(path, traces=True), figure)
             typer.echo(str(figure))
@@ -153,9 +158,18 @@ def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:
 
 def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
     try:
-        return (read_trace(path) if traces else None) or read_result(path)
+        return (read_trace(path) if traces else None) or find_served(path) or read_result(path)
     except (OSError, ValueError) as error:
         fail(f"{path} can't be read: {error}")
+
+
+def show_served(document: dict[str, Any]) -> None:
+    """Print the table of a served plan's result."""
+    found = serve_grid(document)
+    table = Table(*found.head, title=document["plan"]["about"])
+    for row in found.rows:
+        table.add_row(*map(escape, row))
+    tell(document, table, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:

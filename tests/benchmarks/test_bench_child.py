@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError, environment, interpreter, start
-from benchmarks.engine import EngineError, _choose_plugins
+from benchmarks.facts import EngineError, choose_plugins
 from vllm_async_spec.engine_log import last_error
 
 ARM = Arm("an arm", "tiny")
@@ -82,14 +82,14 @@ def test_a_shell_file_is_sourced_before_python(tmp_path: Path):
 
 def test_stock_is_vllm_with_all_plugins_but_ours(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_PLUGINS", "anything")
-    monkeypatch.setattr("benchmarks.engine._vllm_plugins", lambda: {"async_spec", "b", "a"})
-    _choose_plugins("stock")
+    monkeypatch.setattr("benchmarks.facts.vllm_plugins", lambda: {"async_spec", "b", "a"})
+    choose_plugins("stock")
     import os
 
     assert os.environ["VLLM_PLUGINS"] == "a,b"
 
 
 def test_an_environment_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.engine._vllm_plugins", lambda: {"a"})
+    monkeypatch.setattr("benchmarks.facts.vllm_plugins", lambda: {"a"})
     with pytest.raises(EngineError, match=r"vllm-async-spec is not installed for .*; run `pip install --no-deps"):
-        _choose_plugins("noop")
+        choose_plugins("noop")

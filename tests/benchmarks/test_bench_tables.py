@@ -17,6 +17,7 @@ from benchmarks.cli import app
 from benchmarks.plans.baseline import baseline
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, result_files, trace_files
+from benchmarks.serving.results import served_files
 from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
@@ -111,7 +112,7 @@ def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     docs = RESULTS.parents[1] / "docs"
     shown = set(re.findall(r"assets/results/([\w.-]+)\.svg", "".join(p.read_text() for p in docs.glob("*.md"))))
     assert len(shown) > 5
-    assert shown <= {path.stem for path in [*result_files(), *trace_files()]}
+    assert shown <= {path.stem for path in [*result_files(), *served_files(), *trace_files()]}
     assert not (docs / "assets" / "results").exists()
 
 

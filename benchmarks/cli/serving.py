@@ -1,0 +1,89 @@
+"""The command of served plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.arms import PlanError
+from benchmarks.cli.common import CACHE, Cache, Env, fail, find_environments, output_folder, say
+from benchmarks.cli.results import show_served
+from benchmarks.facts import EngineError
+from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
+from benchmarks.results import RESULTS
+from benchmarks.serving.plan import ServePlan
+from benchmarks.serving.results import ServeFile, faults, read_served
+from benchmarks.serving.run import ServeRunner
+from benchmarks.shapes import ShapeError
+from vllm_async_spec.cli.interrupts import exit_code, signal_of
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(SERVE_PLANS)}.")],
+    only: Annotated[str, typer.Option(help="Run only these arms: a,b.")] = "",
+    loads: Annotated[str, typer.Option(help="Run only these loads, and compare tokens: a,b.")] = "",
+    env: Env = None,
+    out: Annotated[Path, typer.Option(callback=output_folder, help="Folder of the results.")] = RESULTS,
+    name: Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")] = "",
+    turns: Annotated[int, typer.Option(min=0, help="Turns of each arm in a load; the plan's own if 0.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="About how long a load lasts; the plan's if 0.")] = 0,
+    budget_s: Annotated[
+        float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
+    ] = 0,
+    one_by_one: Annotated[
+        bool, typer.Option("--one-by-one", help="End each arm's server before the next starts: for a small GPU.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
+    ] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed steps again.")] = False,
+    cache: Cache = CACHE,
+) -> None:
+    """Start `vllm serve` for each arm, drive the servers in turns with vLLM's own client, and compare.
+
+    The result file is written after every step; the same command continues an interrupted run.
+
+    Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
+    """
+    try:
+        chosen = _adjusted(find_serve_plan(plan), turns, seconds, one_by_one)
+        path = out / f"{name or chosen.name}.json"
+        if fresh and path.is_file():
+            read_served(path)  # raises if the file is no result, which must not be deleted
+        result = ServeFile(path, chosen, fresh=fresh)
+        command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
+        runner = ServeRunner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        if why := runner.lacks(chosen.named(only)):
+            fail(f"the plan {plan} can't run here: {why}", code=2)
+        if not runner.missing(only=only, loads=loads, retry=retry):
+            typer.echo(
+                f"nothing was run: {path} has all requested steps already; `python -m benchmarks show {path}` prints "
+                "them, --retry runs failed steps again, and --fresh measures all again"
+            )
+            raise typer.Exit(1 if result.document["failures"] else 0)
+        done = runner.run(only=only, loads=loads, budget=budget_s or float("inf"), retry=retry)
+    except (PlanError, ShapeError, EngineError) as error:
+        fail(str(error))
+    except KeyboardInterrupt as interrupt:
+        fail(
+            f"interrupted by {signal_of(interrupt).name}; finished steps are kept, and the same command runs the rest",
+            exit_code(interrupt),
+        )
+    show_served(result.document)
+    typer.echo(f"written to {result.path}")
+    if found := faults(result.document):
+        fail("; ".join(found))
+    raise typer.Exit(0 if done and not result.document["failures"] else 1)
+
+
+def _adjusted(plan: ServePlan, turns: int, seconds: float, one_by_one: bool) -> ServePlan:
+    keep = plan.keep and not one_by_one
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, keep=keep)

@@ -1,0 +1,45 @@
+"""Arguments of vLLM for an arm's model, its drafter and their random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.facts import EngineError
+from benchmarks.shapes import Method, find_shape, write_models
+
+LOAD_FORMAT = "arranged"
+"""The load format that `loader` registers."""
+
+
+def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Arguments for the model of `arm`, given as plain data, whose directories are written into `folder`.
+
+    Raises:
+        EngineError: weights can't be arranged for this arm.
+        ShapeError: there is no such shape or drafter.
+    """
+    method = Method(arm["method"]) if arm["method"] else None
+    models = write_models(find_shape(arm["shape"]), method, folder)
+    options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
+    acceptance = arm["acceptance"]
+    if acceptance and acceptance["means"] != "sampler":
+        if arm["engine"].get("tensor_parallel_size", 1) > 1:
+            raise EngineError(
+                "weights are not arranged across tensor-parallel ranks; run with tensor_parallel_size=1, or set "
+                "the acceptance by means of the sampler"
+            )
+        options["load_format"] = LOAD_FORMAT
+        draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
+        attentive = acceptance["means"] == "attentive"
+        loading = {"share": acceptance["share"], "draft_model": draft_model, "attentive": attentive}
+        options["model_loader_extra_config"] = loading
+    if method is None:
+        return options
+    drafting: dict[str, Any] = {"method": method.value, "num_speculative_tokens": arm["draft_tokens"]}
+    if models.drafter != models.target:
+        drafting["model"] = str(models.drafter)
+    if method in (Method.NGRAM, Method.NGRAM_GPU):
+        drafting |= {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    return options | {"speculative_config": drafting}

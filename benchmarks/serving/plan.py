@@ -1,0 +1,133 @@
+"""Plans of servers as plain data: arms, the loads that a client puts on them, and the order of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.arms import Arm, PlanError
+
+_FEWEST = 4
+"""Fewest requests of a load."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeLoad:
+    """Requests that arrive at a rate (open loop), or of which a number is always running (closed loop)."""
+
+    name: str
+    rate: float | None = None
+    """Requests a second; their gaps are those of a Poisson process."""
+    concurrency: int | None = None
+    """Requests that run at once; the next arrives when one has finished."""
+    each_second: float = 0.0
+    """Requests a second that a closed loop is expected to complete: how many it gets, the same for all arms."""
+    prefixes: int = 0
+    """Long prefixes that the prompts share; 0 for prompts that share nothing."""
+
+    def requests(self, seconds: float) -> int:
+        """Requests that keep a server busy for about this long."""
+        return max(self.concurrency or 0, _FEWEST, round(seconds * (self.rate or self.each_second)))
+
+
+@dataclass(frozen=True, slots=True)
+class ServePlan:
+    """Arms, each with a server of its own, and loads; arms take turns within each load."""
+
+    name: str
+    about: str
+    arms: tuple[Arm, ...]
+    loads: tuple[ServeLoad, ...]
+    turns: int = 4
+    """Turns of each arm in each load; the order of the arms is reversed every other time."""
+    seconds: float = 6.0
+    """About how long a load lasts."""
+    reference: str = "stock"
+    control: str = "noop"
+    keep: bool = True
+    """Whether the servers of all arms stay side by side; else each arm's server ends before the next starts."""
+    scale: int = 1
+    """Divides the lengths of prompts."""
+    output_scale: int = 1
+    """Divides the lengths of outputs."""
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Latencies in ms that a request must keep to count for goodput: `ttft`, `tpot`."""
+    sampled: int = 512
+    """Greedy requests, and as many seeded requests, whose tokens are compared with the reference's."""
+
+    def __post_init__(self) -> None:
+        if self.turns % 2:
+            raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of turns")
+
+    def named(self, only: str) -> list[Arm]:
+        """The arms whose name is `only`, or one of several with commas between; all arms if empty.
+
+        Raises:
+            PlanError: no arm has one of these names.
+        """
+        names = [name.strip() for name in only.split(",")] if only else [arm.name for arm in self.arms]
+        if unknown := [name for name in names if name not in {arm.name for arm in self.arms}]:
+            known = ", ".join(arm.name for arm in self.arms)
+            raise PlanError(f"plan {self.name!r} has no arm {unknown[0]!r}; --only takes {known}")
+        return [arm for arm in self.arms if arm.name in names]
+
+    def chosen(self, loads: str) -> list[ServeLoad]:
+        """The loads of these names, with commas between; all loads if empty.
+
+        Raises:
+            PlanError: no load has one of these names.
+        """
+        names = [name.strip() for name in loads.split(",")] if loads else [load.name for load in self.loads]
+        if unknown := [name for name in names if name not in {load.name for load in self.loads}]:
+            known = ", ".join(load.name for load in self.loads)
+            raise PlanError(f"plan {self.name!r} has no load {unknown[0]!r}; --loads takes {known}")
+        return [load for load in self.loads if load.name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one server is asked for at once: a load in one pass, or its tokens, where `load` is None."""
+
+    arm: Arm
+    load: ServeLoad | None = None
+    number: int = 0
+    """The pass."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages."""
+        return f"{self.arm.name}, {f'{self.load.name}, pass {self.number}' if self.load else 'tokens'}"
+
+
+def steps(plan: ServePlan) -> list[Step]:
+    """Every step of a plan, in order.
+
+    Tokens come first, the reference's before all. Then each load has two passes, forwards and backwards, before the
+    next load begins: a run that is cut off has whole comparisons of fewer loads. Without `keep` an arm's steps of a
+    pass come together, because each change of arms starts a server.
+    """
+    first = sorted(plan.arms, key=lambda arm: arm.name != plan.reference)
+    if plan.keep:
+        pairs = [(number, number + 1) for number in range(0, plan.turns, 2)]
+        loads = [
+            Step(arm, load, number)
+            for pair in pairs
+            for load in plan.loads
+            for number in pair
+            for arm in _turn(first, number)
+        ]
+        return [Step(arm) for arm in first] + loads
+    found: list[Step] = []
+    for number in range(plan.turns):
+        for arm in _turn(first, number):
+            found += [Step(arm)] * (number == 0) + [Step(arm, load, number) for load in plan.loads]
+    return found
+
+
+def _turn(arms: list[Arm], number: int) -> Iterable[Arm]:
+    return arms[:: -1 if number % 2 else 1]
+
+
+def grouped(missing: Iterable[Step]) -> Iterator[str]:
+    """Names of the arms of steps, each once, in order."""
+    yield from dict.fromkeys(step.arm.name for step in missing)

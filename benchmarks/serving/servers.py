@@ -1,0 +1,212 @@
+"""Servers and clients as child processes of this one: started together, and ended with it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import caches, child
+from benchmarks.arms import Arm
+from benchmarks.child import ChildError
+from benchmarks.facts import EngineError, check_declared
+from benchmarks.serving.arguments import server_arguments
+from benchmarks.serving.tokenizer import write_tokenizer
+from benchmarks.shapes import find_shape
+from vllm_async_spec import json_child
+
+SERVER, CLIENT = ["-m", "benchmarks.serving.server"], ["-m", "benchmarks.serving.client"]
+_START_S, _DESCRIBE_S, _CLIENT_START_S = 900.0, 90.0, 180.0
+_END_S = 10.0
+"""Seconds that a server has to end by itself."""
+_REFUSAL_S = 0.5
+"""Seconds in which a client that has failed ends; one that only had to refuse a load stays."""
+_DYING_S = 5.0
+"""Seconds in which a server whose engine has died ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready."""
+
+    arm: Arm
+    process: json_child.Child
+    port: int
+    tokenizer: Path
+    started: dict[str, Any]
+    """How the start went: `seconds`, `caches`, and `beside`, the number of servers that started at the same time."""
+    facts: dict[str, Any]
+
+    def death(self) -> str | None:
+        """Why the server has ended, with the path of its log; None if it runs."""
+        if not _ends(self.process.process, _DYING_S):
+            return None
+        try:
+            self.process.answer(_DYING_S)
+        except ChildError as error:
+            return str(error)
+        return f"the server of {self.arm.name!r} ended (log: {self.process.log})"
+
+
+class Processes(contextlib.AbstractContextManager["Processes"]):
+    """The servers of arms, and a client for each release of vLLM; leaving the context ends all of them."""
+
+    def __init__(self, plan: str, envs: Mapping[str, Path], cache: Path) -> None:
+        """Start nothing yet.
+
+        Args:
+            plan: name of the plan, for the logs.
+            envs: by vLLM release, a shell file to source first, or a Python.
+            cache: folder for directories of models and for logs.
+        """
+        self._plan, self._envs, self._cache = plan, envs, cache.resolve()
+        self._servers: dict[str, tuple[Server, contextlib.ExitStack]] = {}
+        self._clients: dict[str | None, tuple[json_child.Child, contextlib.ExitStack]] = {}
+        self._ready: set[str | None] = set()
+
+    def __exit__(self, *error: Any) -> None:
+        ending = contextlib.ExitStack()
+        for _, stack in (*self._servers.values(), *self._clients.values()):
+            ending.push(stack)
+        self._servers.clear()
+        self._clients.clear()
+        ending.__exit__(*error)  # an interrupt ends the processes at once
+
+    def running(self, arm: Arm) -> Server | None:
+        """The server of an arm, if it was started and not ended."""
+        return self._servers[arm.name][0] if arm.name in self._servers else None
+
+    def end(self, arm: Arm) -> None:
+        """End the server of an arm, if there is one."""
+        if arm.name in self._servers:
+            self._servers.pop(arm.name)[1].close()
+
+    def start(self, arms: Sequence[Arm], limit_s: float = _START_S) -> dict[str, str]:
+        """Start servers side by side, and wait until they are ready, each for at most `limit_s` seconds.
+
+        Of arms with the same code that none of them has compiled yet, one starts first and compiles it for the others.
+
+        Returns:
+            Why a server did not start, by the name of its arm.
+        """
+        for arm in arms:
+            self._begin_client(arm.release)
+        first: dict[str, Arm] = {}
+        for arm in arms:
+            if caches.state(arm.to_dict()) == "cold":
+                first.setdefault(caches.same_code(arm.to_dict()), arm)
+        failed: dict[str, str] = {}
+        for together in ([*first.values()], [arm for arm in arms if arm not in first.values()]):
+            begun = [self._begin(arm, len(together)) for arm in together]
+            for arm, process, port, tokenizer, started, stack in begun:
+                try:
+                    started["seconds"] = process.answer(min(_START_S, limit_s))["seconds"]
+                    facts = process.ask("describe")
+                    check_declared(arm.to_dict(), facts)
+                except (ChildError, EngineError) as error:
+                    failed[arm.name] = str(error)
+                    stack.close()
+                else:
+                    self._servers[arm.name] = (Server(arm, process, port, tokenizer, started, facts), stack)
+                    caches.mark(arm.to_dict())
+        return failed
+
+    def ask_client(self, arm: Arm, arguments: list[str], limit_s: float) -> dict[str, Any]:
+        """Run vLLM's client, of the arm's release, with these arguments.
+
+        Raises:
+            ChildError: it failed, or took longer than `limit_s` seconds and was ended.
+        """
+        self._begin_client(arm.release)
+        client, stack = self._clients[arm.release]
+        try:
+            if arm.release not in self._ready:
+                client.wait_until_ready()
+                self._ready.add(arm.release)
+            return dataclasses.replace(client, answer_s=limit_s).ask("measure", arguments=arguments)
+        except ChildError:
+            if _ends(client.process, _REFUSAL_S):  # the next load gets a new client
+                del self._clients[arm.release]
+                self._ready.discard(arm.release)
+                stack.close()
+            raise
+
+    def _begin_client(self, release: str | None) -> None:
+        """Start a client, unless there is one; it gets ready while servers start."""
+        if release not in self._clients:
+            stack = contextlib.ExitStack()
+            self._clients[release] = (stack.enter_context(self._client(release)), stack)
+
+    def _begin(
+        self, arm: Arm, beside: int
+    ) -> tuple[Arm, json_child.Child, int, Path, dict[str, Any], contextlib.ExitStack]:
+        port = free_port()
+        shape = find_shape(arm.shape)
+        tokenizer = write_tokenizer(self._cache / "tokenizers", shape.target["vocab_size"])
+        options = server_arguments(arm, models=self._cache / "models", tokenizer=tokenizer, port=port)
+        alias = str(self._cache / "alias")
+        setup = {"arm": arm.to_dict(), "port": port, "alias": alias, "options": options}
+        stack = contextlib.ExitStack()
+        process = stack.enter_context(
+            json_child.start(
+                [*child.interpreter(self._env(arm)), *SERVER, json.dumps(setup)],
+                log=self._log(arm.name),
+                env=server_environment(arm, os.environ),
+                fail=lambda why: ChildError(f"the server of {arm.name!r} failed: {why}"),
+                cwd=child.ROOT,
+                answer_s=_DESCRIBE_S,
+                end_s=_END_S,
+            )
+        )
+        return arm, process, port, tokenizer, {"caches": caches.state(arm.to_dict()), "beside": beside}, stack
+
+    def _client(self, release: str | None) -> contextlib.AbstractContextManager[json_child.Child]:
+        env = self._envs.get(release) if release else None
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        return json_child.start(
+            [*child.interpreter(env), *CLIENT],
+            log=self._log(f"client-{release or 'installed'}"),
+            env=kept | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""},
+            fail=lambda why: ChildError(f"vLLM's client failed: {why}"),
+            cwd=child.ROOT,
+            ready_s=_CLIENT_START_S,
+        )
+
+    def _env(self, arm: Arm) -> Path | None:
+        return self._envs.get(arm.release) if arm.release else None
+
+    def _log(self, name: str) -> Path:
+        return self._cache / "logs" / f"{self._plan}-{name}.log"
+
+
+def server_environment(arm: Arm, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts.
+
+    The place of vLLM's cache is the caller's, so that a machine can bring compiled kernels along.
+    """
+    found = child.environment(arm, inherited) | {"VLLM_SERVER_DEV_MODE": "1"}
+    del found["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    return found | {name: inherited[name] for name in (caches.CACHE_ROOT,) if name in inherited}
+
+
+def _ends(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Whether a process ends within so many seconds."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port: int = probe.getsockname()[1]
+    return port

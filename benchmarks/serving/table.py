@@ -1,0 +1,119 @@
+"""A served plan's result as a table and notes, for the terminal and for the documents alike."""
+
+from __future__ import annotations
+
+from benchmarks.facts import captions
+from benchmarks.present import Grid
+from benchmarks.serving.results import SPEEDS, Document, Row, servers, summarise, unlike
+
+_LATENCIES = {"ttft": ("TTFT", 0), "tpot": ("TPOT", 2), "itl": ("ITL", 2)}
+"""Headings, and digits after the point."""
+_COMPARED = "tpot"
+"""The latency whose p50 and p99 are compared, so that their spread is shown."""
+
+
+def serve_grid(document: Document) -> Grid:
+    """A row for each load and arm: medians over passes, the spread of what is compared, ratios."""
+    reference = document["plan"]["reference"]
+    head = [
+        "load",
+        "arm",
+        *(f"{name}, ms: p50 / p90 / p99" for name, _ in _LATENCIES.values()),
+        "goodput, requests/s",
+        "tokens/s",
+        "accepted",
+        *(f"speed by {name}, {reference} = 1" for name in SPEEDS),
+        "n",
+    ]
+    return Grid(head, [_row(row, reference) for row in summarise(document)])
+
+
+def serve_notes(document: Document) -> list[str]:
+    """Notes: why ratios are omitted, tokens, starts, engines, the goodput's limits, failures."""
+    plan = document["plan"]
+    found = servers(document)
+    lines = _refusals(document)
+    if document["tokens"]:
+        lines += _tokens(document)
+    lines += [_start(arm, server["start"]) for arm, server in found.items()]
+    lines += captions({arm: server["facts"] for arm, server in found.items()})
+    if plan["goodput"]:
+        limits = " and ".join(f"{name.upper()} up to {limit:g} ms" for name, limit in plan["goodput"].items())
+        lines.append(f"Goodput counts requests with {limits}.")
+    return lines + [
+        f"{failure['arm']}, {failure['load'] or 'tokens'}: {failure['error']}" for failure in document["failures"]
+    ]
+
+
+def _row(row: Row, reference: str) -> list[str]:
+    latencies = (
+        " / ".join(
+            _latency(found, digits, spread=key == _COMPARED and share != "p90") for share, found in row[key].items()
+        )
+        for key, (_, digits) in _LATENCIES.items()
+    )
+    return [
+        row["load"],
+        row["arm"],
+        *latencies,
+        f"{row['request_goodput']['median']:.1f}" if row["request_goodput"] else "-",
+        _spread(row["output_throughput"], 0),
+        f"{row['acceptance_length']['median']:.2f}" if row["acceptance_length"] else "-",
+        *(_ratio(row["ratios"].get(name)) for name in SPEEDS),
+        str(row["n"]),
+    ]
+
+
+def _latency(found: Row, digits: int, *, spread: bool) -> str:
+    return _spread(found, digits) if spread else f"{found['median']:,.{digits}f}"
+
+
+def _spread(found: Row, digits: int) -> str:
+    return "{:,.{digits}f} ({:,.{digits}f}-{:,.{digits}f})".format(*found.values(), digits=digits)
+
+
+def _ratio(found: Row | None) -> str:
+    if found is None or "refused" in found:
+        return "-"
+    return f"{found['value']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+
+
+def _refusals(document: Document) -> list[str]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in summarise(document):
+        for name, ratio in row["ratios"].items():
+            if "refused" in ratio:
+                names = found.setdefault(ratio["refused"], {}).setdefault(row["load"], [])
+                names += [name] * (name not in names)
+    return [
+        f"Ratios omitted for {', '.join(_of_load(load, names) for load, names in places.items())}: {why}."
+        for why, places in found.items()
+    ]
+
+
+def _of_load(load: str, names: list[str]) -> str:
+    return load if len(names) == len(SPEEDS) else f"{load} ({', '.join(names)})"
+
+
+def _tokens(document: Document) -> list[str]:
+    plan, tokens = document["plan"], document["tokens"]
+    told = [
+        f"{arm} " + " and ".join(f"{count} of {samples[kind]['requests']} {kind}" for kind, count in counts.items())
+        for arm, samples in tokens.items()
+        if (counts := unlike(document, arm))
+    ]
+    lines = [f"Requests whose tokens differ from {plan['reference']}'s: {'; '.join(told) or 'none compared yet'}."]
+    if plan["reference"] in tokens:
+        drawn = tokens[plan["reference"]]["seeded"]
+        lines.append(f"Sampling drew other tokens than the likeliest in {drawn['unlike_greedy']} seeded requests.")
+    control = unlike(document, plan["control"]) if plan["control"] in tokens else {}
+    noisy = [kind for kind, count in control.items() if count]
+    if noisy:
+        lines.append(f"{plan['control']} shows that vLLM does not repeat its own {' and '.join(noisy)} tokens here.")
+    return lines
+
+
+def _start(arm: str, start: Row) -> str:
+    beside = "alone" if start["beside"] == 1 else f"with {start['beside'] - 1} others"
+    kept = {"cold": "cold caches", "shared": "caches that another arm had warmed", "warm": "warm caches"}
+    return f"{arm}: ready {start['seconds']:.0f} s after its start, {beside}, with {kept[start['caches']]}."

@@ -1,0 +1,298 @@
+"""The parts of a served plan: its requests, the client's answers, the table, the figure, and caches."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from bench_documents import document
+from served import PLAN
+from served_results import raw_result
+from typer.testing import CliRunner
+
+from benchmarks import caches, facts, tables
+from benchmarks.acceptance import arrange
+from benchmarks.arms import Arm, PlanError, Plugin
+from benchmarks.cli import app
+from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_8b, serve_tiny
+from benchmarks.present import notes
+from benchmarks.results import RESULTS, result_files
+from benchmarks.serving.arguments import server_arguments
+from benchmarks.serving.client import Client, ClientError, _Rows, digest, requests_of
+from benchmarks.serving.plan import ServeLoad, ServePlan, Step
+from benchmarks.serving.requests import trace, write_requests, write_sample
+from benchmarks.serving.results import ServeFile, served_files
+from benchmarks.serving.servers import server_environment
+from benchmarks.serving.table import serve_grid, serve_notes
+from benchmarks.serving.tokenizer import as_text, write_tokenizer
+
+MACHINE = {"device": "a device"}
+FACTS = {
+    "vllm": "0.32.0",
+    "runner": "V2",
+    "backends": ["FLASHINFER"],
+    "compilation": {"mode": "VLLM_COMPILE", "backend": "inductor", "largest_graph": 512},
+    "graphs": "FULL_AND_PIECEWISE",
+    "all_reduce": "none",
+    "async_scheduling": True,
+    "hardware": MACHINE,
+}
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lengths_are_those_of_the_trace(tmp_path: Path) -> None:
+    prompts, outputs = zip(*trace(), strict=True)
+    assert statistics.median(prompts) == pytest.approx(1020, rel=0.02)
+    assert statistics.median(outputs) == pytest.approx(129, rel=0.05)
+    path = tmp_path / "requests.jsonl"
+    count = write_requests(path, ServeLoad("rate", rate=50.0), 0, serve_8b(), 128_256, seconds=2.0)
+    found = rows(path)
+    assert count == len(found) == 100
+    assert {len(row["prompt"].split()) for row in found} <= {*prompts}
+    assert {row["output_tokens"] for row in found} <= {*outputs}
+    assert max(prompts) + max(outputs) < serve_8b().arms[0].engine["max_model_len"]
+
+
+def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) -> None:
+    first, again, second = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    load = PLAN.loads[0]
+    for path, number in ((first, 0), (again, 0), (second, 1)):
+        write_requests(path, load, number, PLAN, 1024, seconds=2.0)
+    assert first.read_text() == again.read_text()
+    assert not {row["prompt"] for row in rows(first)} & {row["prompt"] for row in rows(second)}
+
+
+def test_prompts_share_long_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    load = ServeLoad("prefixes", concurrency=32, each_second=1.0, prefixes=2)
+    write_requests(path, load, 0, serve_8b(), 128_256, seconds=1.0)
+    prefixes = {tuple(row["prompt"].split()[:1024]) for row in rows(path)}
+    assert len(prefixes) == 2
+    assert all(len(row["prompt"].split()) > 1024 for row in rows(path))
+
+
+def test_a_prompt_has_as_many_tokens_as_it_should(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, 1024))
+    tokens = [5, 17, 1023, 2, 2]
+    assert tokenizer(as_text(tokens)).input_ids == tokens
+    assert tokenizer.decode(tokens) == "5 17 1023 2 2"
+
+
+def test_a_digest_has_percentiles_rates_and_a_hash_for_each_request() -> None:
+    raw = raw_result(3, 1.0) | {"generated_texts": ["1 2", "1 3", "1 2"]}
+    found = digest(raw)
+    assert found["tpot"] == {"p50": 3, "p90": 5.4, "p99": pytest.approx(5.94)}
+    assert (found["completed"], found["failed"], found["acceptance_length"]) == (3, 0, 2.5)
+    one, other, again = requests_of(found["texts"])
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (raw_result(2, 1.0, failed=2), "no request was completed: ConnectionResetError: lost"),
+        ({"completed": 0}, "no request was completed: the client names no error"),
+        ({"completed": 1}, "the result of vLLM's client has no 'duration'; it is of another release"),
+    ],
+)
+def test_a_result_that_says_nothing_is_refused(raw: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ClientError) as refused:
+        digest(raw)
+    assert str(refused.value) == sentence
+
+
+def test_lines_of_json_are_read_without_pandas(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    write_sample(path, 5, 1024, 16)
+    found = _Rows(path_or_buf=str(path), lines=True)
+    assert found.columns == ["prompt", "output_tokens"]
+    assert [row.to_dict() for _, row in found.iterrows()] == rows(path)
+
+
+def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(_: object) -> dict[str, Any]:
+        return {"completed": 0, "errors": ["Traceback\nValueError: no"]}
+
+    client = Client.__new__(Client)
+    client._module = SimpleNamespace(main_async=nothing)
+    monkeypatch.setattr("benchmarks.serving.client.parse", lambda *_: None)
+    assert client.measure([]) == {"error": "no request was completed: ValueError: no"}
+
+
+def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tmp_path: Path) -> None:
+    arm = next(arm for arm in serve_8b().arms if arm.name == "plugin")
+    options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
+    named = {option for option in options if option.startswith("--")}
+    assert not named & {"--compilation-config", "--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs"}
+    loading = json.loads(options[options.index("--model-loader-extra-config") + 1])
+    assert loading["head_scale"] == pytest.approx(1.3 * 11.76 / 4096, rel=0.01)
+    assert json.loads(options[options.index("--speculative-config") + 1])["method"] == "eagle"
+
+
+def test_flags_are_turned_on_and_off(tmp_path: Path) -> None:
+    arm = Arm("an arm", "tiny", engine={"enforce_eager": True, "async_scheduling": False, "runner": None})
+    options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
+    assert {"--enforce-eager", "--no-async-scheduling"} <= {*options}
+    assert not any("runner" in option for option in options)
+
+
+def test_a_server_has_processes_of_its_own_and_the_callers_cache() -> None:
+    arm = Arm("an arm", "tiny", plugin=Plugin.NOOP, runner="V1")
+    found = server_environment(arm, {"VLLM_CACHE_ROOT": "/cache", "VLLM_ATTENTION_BACKEND": "X", "HOME": "/home"})
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found
+    assert "VLLM_ATTENTION_BACKEND" not in found
+    assert (found["VLLM_CACHE_ROOT"], found["VLLM_ASYNC_SPEC"], found["VLLM_SERVER_DEV_MODE"]) == ("/cache", "off", "1")
+
+
+def test_a_head_scale_changes_no_order_of_logits() -> None:
+    import torch
+
+    heads = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(64, 32), "lm_head": torch.nn.Linear(32, 64)})
+        arrange(model, 64, 0.7, head_scale=scale)
+        heads.append(model["lm_head"].weight.clone())
+    torch.testing.assert_close(heads[1], 0.25 * heads[0])
+
+
+def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    stock, noop, plugin, other = (arm.to_dict() for arm in serve_8b().arms)
+    assert caches.state(stock) == "cold"
+    caches.mark(stock)
+    assert [caches.state(arm) for arm in (stock, noop, plugin, other)] == ["warm", "shared", "shared", "cold"]
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "a file"))
+    caches.mark(stock)
+    assert caches.state(stock) == "cold"
+
+
+@pytest.mark.parametrize(
+    ("communicators", "ranks", "words"),
+    [
+        ({}, 1, "none"),
+        (
+            {"ca_comm": SimpleNamespace(disabled=False), "pynccl_comm": SimpleNamespace(disabled=False)},
+            2,
+            "custom, NCCL",
+        ),
+        ({"ca_comm": SimpleNamespace(disabled=True), "pynccl_comm": SimpleNamespace()}, 2, "NCCL"),
+        ({}, 2, "SimpleNamespace"),
+    ],
+)
+def test_all_reduces_are_named(
+    communicators: dict[str, Any], ranks: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: Any = ModuleType("vllm.distributed.parallel_state")
+    state.get_tp_group = lambda: SimpleNamespace(device_communicator=SimpleNamespace(**communicators))
+    for name in ("vllm", "vllm.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    assert facts.all_reduce(ranks) == words
+
+
+def test_an_odd_number_of_turns_is_refused() -> None:
+    with pytest.raises(PlanError, match="3 turns can't be balanced"):
+        ServePlan("a plan", "", (), (), turns=3)
+
+
+def test_an_unknown_plan_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(PlanError, match="there is no served plan 'x'; there are serve-tiny, serve-8b, "):
+        find_serve_plan("x")
+    assert [find_serve_plan(name).name for name in SERVE_PLANS] == [*SERVE_PLANS]
+    rates = [load.rate for load in serve_8b().loads if load.rate]
+    assert rates == sorted(rates)
+    assert {load.concurrency for load in serve_8b().loads} >= {1, 8, 32, 128}
+    assert serve_tiny().arms[0].method == serve_8b().arms[0].method
+
+
+def written(path: Path, speeds: dict[str, float]) -> ServeFile:
+    """A result in which each arm has the same speed in all loads and passes."""
+    file = ServeFile(path, PLAN)
+    file.begin("a command")
+    for arm in PLAN.arms:
+        file.started(arm.name, {"seconds": 42.4, "caches": "warm", "beside": 3}, FACTS)
+        counts = {} if arm.name == PLAN.reference else {"different": 0}
+        samples: dict[str, Any] = {kind: {"requests": 8, "tokens": 80} | counts for kind in ("greedy", "seeded")}
+        samples["seeded"]["unlike_greedy"] = 7
+        file.compared(Step(arm), samples)
+        for load in PLAN.loads:
+            for number in (0, 1):
+                run = digest(raw_result(4, speeds[arm.name] * (1 + number / 10)))
+                file.measured(Step(arm, load, number), run)
+    return file
+
+
+def test_the_table_has_percentiles_spreads_and_ratios(tmp_path: Path) -> None:
+    file = written(tmp_path / "result.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    found = serve_grid(file.document)
+    cells = dict(zip(found.head, found.rows[2], strict=True))
+    assert (cells["load"], cells["arm"]) == ("rate-2", "plugin")
+    assert cells["TTFT, ms: p50 / p90 / p99"] == "14 / 26 / 28"
+    assert cells["TPOT, ms: p50 / p90 / p99"] == "1.43 (1.36-1.50) / 2.58 / 2.83 (2.70-2.97)"
+    assert cells["tokens/s"] == "21 (20-22)"
+    assert cells["speed by TPOT p99, stock = 1"] == "2.000 (2.000-2.000)"
+    assert cells["n"] == "2"
+    assert serve_notes(file.document) == [
+        "Requests whose tokens differ from stock's: "
+        "noop 0 of 8 greedy and 0 of 8 seeded; plugin 0 of 8 greedy and 0 of 8 seeded.",
+        "Sampling drew other tokens than the likeliest in 7 seeded requests.",
+        *(
+            f"{arm}: ready 42 s after its start, with 2 others, with warm caches."
+            for arm in ("stock", "noop", "plugin")
+        ),
+        "stock, noop, plugin: vLLM 0.32.0, runner V2, FLASHINFER, compilation VLLM_COMPILE (inductor), "
+        "graphs FULL_AND_PIECEWISE, all-reduce none, asynchronous scheduling.",
+        "Goodput counts requests with TTFT up to 200 ms and TPOT up to 20 ms.",
+    ]
+
+
+def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path) -> None:
+    file = written(tmp_path / "result.json", {"stock": 1.0, "noop": 1.5, "plugin": 2.0})
+    cells = dict(zip((found := serve_grid(file.document)).head, found.rows[2], strict=True))
+    assert cells["speed by TPOT p50, stock = 1"] == "-"
+    (note,) = [line for line in serve_notes(file.document) if line.startswith("Ratios omitted")]
+    assert note.startswith("Ratios omitted for rate-2, rate-4, closed-4: the noop arm, ")
+
+
+def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
+    written(tmp_path / "served.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results: served -->\n\n<!-- end of results -->\n")
+    page.write_text(tables.rewrite([page], tmp_path)[page])
+    assert "| rate-2 | plugin | 14 / 26 / 28 |" in page.read_text()
+    assert tables.rewrite([page], tmp_path) == {}
+    page.write_text(page.read_text().replace("14 / 26 / 28", "13 / 26 / 28"))
+    assert page in tables.rewrite([page], tmp_path)
+
+
+def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    written(path, {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    shown = CliRunner().invoke(app, ["show", str(path)])
+    assert shown.exit_code == 0
+    assert "Latencies that nobody measured" in shown.stdout
+    assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
+    assert path.with_suffix(".svg").stat().st_size > 5000
+    assert served_files(tmp_path) == [path]
+    assert not {*served_files(RESULTS)} & {*result_files(RESULTS)}
+
+
+def test_a_table_of_engines_names_what_vllm_resolved() -> None:
+    assert facts.captions({"old": {"vllm": "0.32.0"}}) == []
+    assert facts.captions({"a": FACTS, "b": FACTS | {"graphs": "NONE"}})[1].startswith("b: vLLM 0.32.0, runner V2, ")
+    found = document({arm: [1.0, 1.1] for arm in ("stock", "noop", "plugin")}, facts=FACTS)
+    assert facts.captions({"stock, noop, plugin": FACTS})[0] in notes(found)

@@ -1,0 +1,250 @@
+"""A served plan's order, its failures, and that a run can be broken off and taken up again; nothing of vLLM runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import PLAN, Fakes
+from typer.testing import CliRunner
+
+from benchmarks.arms import PlanError
+from benchmarks.cli import app
+from benchmarks.serving import run, servers
+from benchmarks.serving.plan import steps
+from benchmarks.serving.results import ServeFile, faults, read_served, summarise, unlike
+
+FORWARDS, BACKWARDS = ["stock", "noop", "plugin"], ["plugin", "noop", "stock"]
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    monkeypatch.setattr(servers, "_DYING_S", 0.5)
+    return Fakes(tmp_path, monkeypatch)
+
+
+def test_arms_take_turns_within_each_load(fakes: Fakes) -> None:
+    done, result, _ = fakes.run()
+    assert done
+    whole = [
+        f"{load.name}-{number} {arm}"
+        for load in PLAN.loads
+        for number in (0, 1)
+        for arm in (FORWARDS, BACKWARDS)[number]
+    ]
+    assert fakes.loads == whole
+    assert sorted(event for event in fakes.events if event.startswith("start")) == [
+        f"start {arm}" for arm in sorted(FORWARDS)
+    ]
+    assert fakes.events.count("greedy stock") == fakes.events.count("seeded plugin") == 1
+    row = next(row for row in summarise(result.document) if (row["load"], row["arm"]) == ("rate-2", "plugin"))
+    assert row["n"] == 2
+    assert row["ratios"]["TPOT p99"]["value"] == pytest.approx(2)
+
+
+def test_without_room_for_all_servers_each_pass_of_an_arm_has_one(fakes: Fakes) -> None:
+    done, _, _ = fakes.run(dataclasses.replace(PLAN, keep=False))
+    assert done
+    started = [event.removeprefix("start ") for event in fakes.events if event.startswith("start")]
+    assert started == ["stock", "noop", "plugin", "noop", "stock"]  # the plugin's passes follow each other
+
+
+def test_four_passes_are_two_pairs_over_all_loads() -> None:
+    found = [step for step in steps(dataclasses.replace(PLAN, turns=4)) if step.load]
+    assert {step.number for step in found[: len(found) // 2]} == {0, 1}
+    places = {name: sum(place for place, step in enumerate(found) if step.arm.name == name) for name in FORWARDS}
+    assert len(set(places.values())) == 1  # so that a steady drift meets all arms alike
+
+
+def test_cold_caches_are_warmed_by_one_server_before_the_others_start(fakes: Fakes) -> None:
+    _, result, _ = fakes.run()
+    found = result.document["sessions"][0]["servers"]
+    assert fakes.events[0] == "start stock"
+    assert {arm: (found[arm]["start"]["caches"], found[arm]["start"]["beside"]) for arm in FORWARDS} == {
+        "stock": ("cold", 1),
+        "noop": ("shared", 2),
+        "plugin": ("shared", 2),
+    }
+    (fakes.folder / "result.json").unlink()
+    _, result, _ = fakes.run()
+    found = result.document["sessions"][0]["servers"]
+    assert [(found[arm]["start"]["caches"], found[arm]["start"]["beside"]) for arm in FORWARDS] == [("warm", 3)] * 3
+
+
+def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fakes) -> None:
+    fakes.fail({"rate-4-0 noop": "interrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        fakes.run()
+    before = read_served(fakes.folder / "result.json")
+    assert len(before["measured"]) == 7
+    fakes.fail({})
+    earlier = len(fakes.loads)
+    done, result, _ = fakes.run()
+    assert done
+    assert fakes.loads[earlier] == "rate-4-0 noop"
+    assert len(fakes.loads) - earlier == 11
+    assert result.document["measured"][:7] == before["measured"]
+    assert len(result.document["sessions"]) == 2
+    assert fakes.run()[0]
+    assert len(fakes.loads) - earlier == 11  # nothing was left
+
+
+def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, start = [], servers.Processes.start
+
+    def started(processes: servers.Processes, *arguments: Any) -> dict[str, str]:
+        failed = start(processes, *arguments)
+        held.append(dict(processes._servers))  # or the end of these objects would end the servers
+        return failed
+
+    monkeypatch.setattr(servers.Processes, "start", started)
+    fakes.fail({"rate-4-0 noop": "interrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        fakes.run()
+    pids = [int(file.read_text().split()[1]) for file in fakes.folder.iterdir() if file.name.isdecimal()]
+    assert len(pids) == len(held[0]) == 3
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.ServeRunner, "_expected", lambda self, step: 1e6 if step.load is PLAN.loads[1] else 0)
+    done, result, lines = fakes.run(budget=1000)
+    assert not done
+    assert len(result.document["measured"]) == 6
+    assert lines[-1] == "steps left: 12; run the same command again for them"
+
+
+def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: Fakes) -> None:
+    fakes.fail({"rate-4-1 plugin": "kill"})
+    done, result, lines = fakes.run()
+    assert not done
+    (failure,) = result.document["failures"]
+    assert (failure["load"], failure["arm"], failure["pass"]) == ("rate-4", "plugin", 1)
+    assert re.fullmatch(
+        r"the server of 'plugin' failed: the process ended by SIGKILL, which the kernel sends when memory runs out: "
+        r"the log is empty \(log: .*made-up-plugin\.log\)",
+        failure["error"],
+    )
+    assert [event for event in fakes.loads if "plugin" in event][-1] == "rate-4-1 plugin"
+    assert [event for event in fakes.loads if "noop" in event][-1] == "closed-4-1 noop"
+    assert lines[-1] == "steps left: 2; run the same command again for them"
+    fakes.fail({})
+    done, result, _ = fakes.run(retry=True)
+    assert done
+    assert result.document["failures"] == []
+
+
+def test_a_port_that_is_taken_is_one_sentence_with_the_logs_path(fakes: Fakes) -> None:
+    fakes.fail({"start noop": "port"})
+    done, result, _ = fakes.run()
+    assert not done
+    (failure,) = result.document["failures"]
+    assert re.fullmatch(
+        r"the server of 'noop' failed: the process ended with exit code 1: OSError: \[Errno 98\] error while "
+        r"attempting to bind on address \(log: .*made-up-noop\.log\)",
+        failure["error"],
+    )
+    assert {run["arm"] for run in result.document["measured"]} == {"stock", "plugin"}
+
+
+def test_a_server_that_is_not_what_the_arm_declares_is_not_measured(fakes: Fakes) -> None:
+    fakes.fail({"start stock": "state"})
+    _, result, _ = fakes.run()
+    errors = {failure["arm"]: failure["error"] for failure in result.document["failures"]}
+    assert errors["stock"] == "the plugin must be 'not loaded' in this arm, and is 'on'"
+    assert "there are no tokens of stock to compare with" in errors["plugin"]
+    assert {run["arm"] for run in result.document["measured"]} == {"noop", "plugin"}
+
+
+def test_a_client_that_hangs_is_replaced(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SLOWER", 0.0)
+    monkeypatch.setattr(run, "_SPARE_S", 2.0)
+    fakes.fail({"rate-2-0 noop": "hang"})
+    _, result, _ = fakes.run()
+    (failure,) = result.document["failures"]
+    assert re.fullmatch(
+        r"vLLM's client failed: the process gave no answer for 2 s \(log: .*made-up-client-installed\.log\)",
+        failure["error"],
+    )
+    assert len(result.document["measured"]) == len(PLAN.loads) * 6 - 1
+
+
+def test_a_load_with_failed_requests_counts_as_failed(fakes: Fakes) -> None:
+    fakes.fail({"rate-2-0 noop": "fail"})
+    _, result, _ = fakes.run()
+    (failure,) = result.document["failures"]
+    assert failure["error"] == "1 of 4 requests failed: ConnectionResetError: lost"
+    fakes.run()
+    assert fakes.loads.count("rate-2-0 noop") == 1  # only --retry runs it again
+    fakes.run(retry=True)
+    assert fakes.loads.count("rate-2-0 noop") == 2
+
+
+def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes: Fakes) -> None:
+    fakes.fail({"greedy plugin": "tokens", "seeded noop": "tokens", "seeded plugin": "tokens"})
+    _, result, _ = fakes.run()
+    assert unlike(result.document, "plugin") == {"greedy": 3, "seeded": 3}
+    assert unlike(result.document, "noop") == {"greedy": 0, "seeded": 3}
+    # vLLM does not repeat its own seeded tokens, as noop shows, so the plugin's tell nothing.
+    assert faults(result.document) == ["plugin: 3 greedy requests have other tokens than stock's"]
+
+
+def test_ratios_across_machines_are_omitted(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.run(loads="rate-2")
+    monkeypatch.setenv("SERVED_DEVICE", "another device")
+    _, result, _ = fakes.run()
+    row = next(row for row in summarise(result.document) if row["arm"] == "plugin")
+    assert row["ratios"]["tokens/s"] == {"refused": "the servers ran on 2 different machines"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"only": "stok"}, "plan 'made-up' has no arm 'stok'; --only takes stock, noop, plugin"),
+        ({"loads": "rate-3"}, "plan 'made-up' has no load 'rate-3'; --loads takes rate-2, rate-4, closed-4"),
+    ],
+)
+def test_an_unknown_arm_or_load_is_refused(fakes: Fakes, options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(sentence)):
+        fakes.run(**options)
+
+
+def test_another_plans_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"served": 1, "plan": {"name": "another"}}))
+    with pytest.raises(PlanError, match="is the result of another plan"):
+        ServeFile(path, PLAN)
+    path.write_text("{}")
+    with pytest.raises(PlanError, match="is not a result of `python -m benchmarks serve`"):
+        ServeFile(path, PLAN)
+
+
+def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: False)
+    done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "benchmarks: the plan serve-8b can't run here: its servers need a GPU, and this machine has none; run it where "
+        "there is one, or take serve-tiny\n"
+    )
+
+
+def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
+    monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("benchmarks.serving.run.gpu_bytes", lambda: 80e9)
+    done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
+    assert done.exit_code == 2
+    arguments = ["serve", "serve-8b", "--one-by-one", "--out", str(tmp_path), "--cache", str(tmp_path)]
+    monkeypatch.setattr(run.ServeRunner, "run", lambda *_, **__: True)
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert (
+        "4 servers side by side need about 131 GB, and the GPU has 80 GB; give --one-by-one, or --only " in done.stderr
+    )

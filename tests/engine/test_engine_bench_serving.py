@@ -1,0 +1,56 @@
+"""`python -m benchmarks serve serve-tiny`, cut short: real servers and vLLM's own client, on vLLM's CPU platform."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import caches
+from benchmarks.arms import expected_length
+from benchmarks.plans.serving import serve_tiny
+from benchmarks.serving.plan import ServeLoad
+from benchmarks.serving.results import ServeFile, faults, read_served, servers, summarise, unlike
+from benchmarks.serving.run import ServeRunner
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
+    if torch.cuda.is_available():
+        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
+    monkeypatch.setenv(caches.CACHE_ROOT, str(tmp_path / "compiled"))
+    tiny = serve_tiny()
+    arms = tuple(arm for arm in tiny.arms if arm.name != "noop")
+    loads = (ServeLoad("rate-8", rate=8.0), ServeLoad("closed-4", concurrency=4, each_second=16.0))
+    plan = dataclasses.replace(tiny, arms=arms, loads=loads, turns=2, seconds=1.0, sampled=32)
+    for arm in arms:
+        caches.mark(arm.to_dict())  # the servers start side by side
+    lines: list[str] = []
+    path = tmp_path / "served.json"
+    runner = ServeRunner(plan, ServeFile(path, plan), command="a command", envs={}, cache=tmp_path, report=lines.append)
+    assert runner.run(), lines
+    found = read_served(path)
+    assert found["failures"] == []
+    rows = summarise(found)
+    assert [(row["load"], row["arm"], row["n"]) for row in rows] == [
+        (load.name, arm, 2) for load in loads for arm in ("stock", "plugin")
+    ]
+    for row in rows:
+        assert row["ttft"]["p99"]["low"] > 0
+        assert row["acceptance_length"]["median"] == pytest.approx(expected_length(0.7, 3), rel=0.2)
+    assert unlike(found, "plugin")["greedy"] == 0
+    assert found["tokens"]["stock"]["seeded"]["unlike_greedy"] > 16
+    assert all("greedy" not in fault for fault in faults(found))
+    facts = {arm: server["facts"] for arm, server in servers(found).items()}
+    assert (facts["stock"]["plugin"], facts["plugin"]["plugin"]) == ("not loaded", "on")
+    assert facts["plugin"]["scheduler"]["prefix_caching"]
+    assert facts["plugin"]["async_scheduling"]
+    assert (facts["stock"]["backends"], facts["stock"]["runner"]) == (["CPU_ATTN"], "V1")
+    starts = {arm: server["start"] for arm, server in servers(found).items()}
+    assert all(start["seconds"] > 1 and start["beside"] == 2 for start in starts.values())
