@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -16,8 +17,11 @@ import pytest
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
 from simulation.judge import differences, mistakes
+from simulation.model import Draft, greedy
 from simulation.planted_carried import MISTAKES, carried
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
+from simulation.shape import LONGEST, Shape
+from simulation.wishes import Wishes
 from undone import applied
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
@@ -87,9 +91,47 @@ def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drai
 
 
 def test_stock_allows_a_stop_token_too_early(stock: Any) -> None:
-    assert any(
-        "ended by stop" in each for each in tokens_wrong(stock, wishful_schedule(0, ("min_tokens",), drained=True))
-    )
+    loads = (wishful_schedule(seed, ("min_tokens",), drained=seed == 0) for seed in (0, 1, 7, 9))
+    assert any(each.startswith("r") and "tokens" in each for load in loads for each in tokens_wrong(stock, load))
+
+
+WISHES = {
+    "min_tokens": Wishes(min_tokens=20),
+    "a few min_tokens": Wishes(min_tokens=4),
+    "penalties": Wishes(frequency=1.7),
+    "bad words": Wishes(bad_words=((1, 2),)),
+}
+
+
+def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
+    """The tokens of a request that reaches the model's length, beside a later one with wishes; and the right tokens."""
+    engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))
+    engine.add("long", prompt, 60, -1)
+    while len(engine.steps) < 9:
+        engine.step()
+    engine.add("wishful", [1, 2, 3], 30, -1, wishes)
+    while engine.busy:
+        engine.step()
+    assert engine.outputs["wishful"] == greedy([1, 2, 3], 30, -1, LONGEST, wishes)
+    return engine.outputs["long"], greedy(prompt, 60, -1, LONGEST)
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
+    counting: Any, wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Draft, "wrong", 97)
+    got, right = longest_beside(counting, WISHES[wish])
+    assert got == right
+
+
+@pytest.mark.parametrize("wish", ["penalties", "bad words"])
+def test_stocks_engine_ends_where_a_request_beside_it_reaches_the_longest_sequence(
+    stock: Any, wish: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Draft, "wrong", 97)
+    with pytest.raises(AssertionError, match="Sampled token IDs exceed the max model length"):
+        longest_beside(stock, WISHES[wish])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

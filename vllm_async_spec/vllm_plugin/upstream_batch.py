@@ -6,7 +6,7 @@ all releases of the patches that use the member. Members of only some releases a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -118,6 +118,10 @@ class SampledBatch(InputBatch, Protocol):
     """The end of the copy to `sampled_token_ids_cpu`; None if there is none."""
     sampled_token_ids_cpu: torch.Tensor
     """(rows of the last step, 1 or more) int32, host; only where there is an event."""
+    frequency_penalties_reqs: set[str]
+    """The requests with this penalty, as in the next two."""
+    presence_penalties_reqs: set[str]
+    repetition_penalties_reqs: set[str]
 
     @property
     def no_top_k(self) -> bool:
@@ -133,6 +137,8 @@ class MinTokensProcessor(Protocol):
 
     add_request: AddRequest
     """A static method."""
+    min_toks: Mapping[int, object]
+    """By row, what it counts of requests that have yet to reach their minimum."""
 
     def update_state(self, batch_update: None) -> None:
         """Forget the requests that have reached their minimum; the batch is as it was."""

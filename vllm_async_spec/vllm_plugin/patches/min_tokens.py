@@ -3,13 +3,13 @@
 Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may have
 given. For penalties and bad words vLLM replaces placeholders by real tokens just before sampling. The patch requests
 the same for min_tokens. So only a batch with such a request waits. Each wait is counted, as a host wait and as a
-fallback to exact counts.
+fallback to exact counts. Requests whose tokens nobody reads keep their placeholders.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
@@ -85,8 +85,13 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         event = self.async_copy_ready_event
         if event is not None and not _needed_by_vllm(self):
             self.async_copy_ready_event = CountedEvent(event, self.sampled_token_ids_cpu.nbytes)
-        update(self)
-        self.async_copy_ready_event = event
+        rows = self.prev_req_id_to_index
+        if rows is not None:
+            self.prev_req_id_to_index = _read_rows(self, rows)
+        try:
+            update(self)
+        finally:
+            self.async_copy_ready_event, self.prev_req_id_to_index = event, rows
         for processor in _counting(self):
             processor.update_state(None)
 
@@ -111,15 +116,29 @@ def _counting_confirmed(add_request: AddRequest) -> AddRequest:
     return add_confirmed
 
 
+def _read_rows(batch: SampledBatch, rows: Mapping[str, int]) -> Mapping[str, int]:
+    """The requests whose output tokens somebody reads, of those that were in the last step: their rows in it.
+
+    vLLM replaces all placeholders of a request by the tokens of its last step. Where nobody has read the request's
+    tokens so far, the placeholders are those of many steps. Its count of tokens would then stay ahead, and end the
+    engine at the model's length.
+    """
+    if batch.__dict__[_NEEDS_OUTPUT] or _thinks(batch):
+        return rows
+    penalised = batch.frequency_penalties_reqs | batch.presence_penalties_reqs | batch.repetition_penalties_reqs
+    read = {row for processor in _counting(batch) for row in processor.min_toks} | batch.bad_words_token_ids.keys()
+    now = batch.req_id_to_index
+    return {name: row for name, row in rows.items() if name in penalised or now.get(name) in read}
+
+
+def _thinks(batch: SampledBatch) -> bool:
+    thinking = getattr(batch, "thinking_budget_state_holder", None)
+    return thinking is not None and bool(thinking.has_tracked_requests())
+
+
 def _needed_by_vllm(batch: SampledBatch) -> bool:
     """Whether stock vLLM too waits to replace this batch's placeholders."""
-    thinking = getattr(batch, "thinking_budget_state_holder", None)
-    return bool(
-        not batch.no_penalties
-        or batch.bad_words_token_ids
-        or batch.__dict__[_NEEDS_OUTPUT]
-        or (thinking is not None and thinking.has_tracked_requests())
-    )
+    return bool(not batch.no_penalties or batch.bad_words_token_ids or batch.__dict__[_NEEDS_OUTPUT] or _thinks(batch))
 
 
 def _counting(batch: SampledBatch) -> list[MinTokensProcessor]:
