@@ -171,13 +171,19 @@ def _flashinfer(results: Path) -> str:
     ).markdown()
 
 
+def _kernels_of(path: Path) -> Any:
+    """A result of `python -m benchmarks kernels`, with every second batch size."""
+    found = read_json(path)
+    return found | {"rows": [row for row in found["rows"] if row["requests"] in kernels.REQUESTS[::2]]}
+
+
 def _kernels(results: Path) -> str:
-    found = read_json(results / "kernels-h200.json")
+    found = _kernels_of(results / "kernels-h200.json")
     return Grid(kernels.columns(found), list(kernels.rows(found))).markdown()
 
 
 def _kernels_by_rows(results: Path) -> str:
-    found = [read_json(path) for path in files(results, "kernels-h200*.json")]
+    found = [_kernels_of(path) for path in files(results, "kernels-h200*.json")]
     found.sort(key=lambda each: each["tokens"] * each["group"])
     told = (f"{each['tokens']} tokens, groups of {each['group']}" for each in found)
     return Grid(("requests", "keys each", *told), list(kernels.by_rows(found))).markdown()

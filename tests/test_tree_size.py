@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 4_000_000
-"""Bytes of all files in git."""
+LIMIT = 4 << 20
+"""Bytes of all files in git, of which measurements and generated files are a sixtieth."""
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,9 @@ def tree() -> dict[str, int]:
     top = subprocess.run([git, "-C", str(ROOT), "rev-parse", "--show-toplevel"], capture_output=True, text=True)
     if listed.returncode or Path(top.stdout.strip()).resolve() != ROOT.resolve():
         pytest.skip(f"{ROOT} is no git repository, so nobody says which files are in it")
-    return {name: (ROOT / name).lstat().st_size for name in listed.stdout.split("\0") if (ROOT / name).exists()}
+    return {
+        name: (ROOT / name).lstat().st_size for name in listed.stdout.split("\0") if name and (ROOT / name).exists()
+    }
 
 
 def test_the_working_tree_stays_below_its_limit(tree: dict[str, int]):

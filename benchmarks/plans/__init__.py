@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from benchmarks.arms import Plan, PlanError
 from benchmarks.plans.baseline import baseline, baseline_tiny
-from benchmarks.plans.flashinfer import defaults, flashinfer, flashinfer_audit, flashinfer_before, flashinfer_older_gpu
-from benchmarks.plans.optimistic import optimistic, optimistic_audit, optimistic_peers
+from benchmarks.plans.flashinfer import defaults, flashinfer, flashinfer_before, flashinfer_older_gpu
+from benchmarks.plans.optimistic import optimistic, optimistic_audit
 from benchmarks.plans.overhead import overhead, overhead_tiny
 from benchmarks.plans.v1_runner import v1_runner
 
@@ -36,12 +36,9 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-8b-fa2": lambda: flashinfer_older_gpu("8b"),
     "flashinfer-8b-0.26.0-V1": lambda: flashinfer_before("8b", "V1"),
     "flashinfer-8b-0.26.0-V2": lambda: flashinfer_before("8b", "V2"),
-    "flashinfer-audit-8b": lambda: flashinfer_audit("8b"),
     "optimistic-1b": lambda: optimistic("1b"),
     "optimistic-8b": lambda: optimistic("8b"),
     "optimistic-1b-compiled": lambda: optimistic("1b", compiled=True),
-    "optimistic-8b-compiled": lambda: optimistic("8b", compiled=True),
-    "optimistic-peers-8b": lambda: optimistic_peers("8b"),
     "optimistic-audit-1b": lambda: optimistic_audit("1b"),
     "optimistic-audit-8b": lambda: optimistic_audit("8b"),
     "v1-1b-0.26.0": lambda: v1_runner("1b", "0.26.0"),

@@ -38,25 +38,6 @@ def optimistic(shape: str, *, compiled: bool = False) -> Plan:
     )
 
 
-def optimistic_peers(shape: str) -> Plan:
-    """vLLM 0.18.1 with the plugin beside later stock releases."""
-    return Plan(
-        name=f"optimistic-peers-{shape}",
-        about=f"vLLM 0.18.1 with the plugin beside later releases without it, {shape} shape",
-        arms=(
-            _flash_arm("0.18.1, plugin", shape, Plugin.ON, "0.18.1", "V1"),
-            _flash_arm("0.20.2", shape, Plugin.STOCK, "0.20.2", "V1"),
-            _flash_arm("0.26.0", shape, Plugin.STOCK, "0.26.0", "V2"),
-            _flash_arm("0.32.0", shape, Plugin.STOCK, "0.32.0", "V2"),
-        ),
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
-        turns=4,
-        seconds=2.0,
-        reference="0.18.1, plugin",
-        control=None,
-    )
-
-
 def _flash_arm(
     name: str,
     shape: str,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_async_spec.spec_decode.draft_graphs import Replay
     from vllm_async_spec.vllm_plugin.upstream import Proposer, RunnerBase
 
-BUILDERS = frozenset({"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"})
+BUILDERS = frozenset({"FlashAttentionMetadataBuilder"})
 """Builders whose builds for drafting only launch kernels, and read only device tensors and upper bounds."""
 PROPOSERS = frozenset({"EagleProposer", "DraftModelProposer"})
 """Drafters, by class, whose `propose` takes no state from the runner beyond its arguments. EAGLE's is MTP's too."""
