@@ -89,7 +89,6 @@ def _takes_the_bound(builder: Any) -> bool:
 FAULTS: dict[str, Callable[[Any], bool]] = {
     "async-scheduling-default": _turns_draft_models_on_when_asked_only,
     "async-scheduling-unset": lambda add: _globals(add)["EngineArgs"].async_scheduling is False,
-    "draft-graphs": _waits_at_the_top,
     "draft-lengths": lambda propose: (
         "num_rejected_tokens_gpu" not in _locals(propose) and "last_token_indices" in _locals(propose)
     ),
@@ -127,6 +126,8 @@ NOT_TOLD_BY_CODE = {
     "cpu-sampling": "its entry names the CPU builds that were tried",
     "cpu-sampling-top-k": "its entry names the CPU builds that were tried",
     "async-scheduling-decision": "no vLLM tells who decided",
+    "carried-inputs": "the V1 runner has the fault to this day; the entry ends where no model has it by default",
+    "draft-graphs": "the same",
     "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
 }
