@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.machine import MachineError, installed_vllm
 from vllm_async_spec.cli.interrupts import InterruptibleGroup
-from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
+from vllm_async_spec.cli.outputs import check_file, check_folder, checked_option, write_output
 
 Env = Annotated[
     list[str] | None,
@@ -26,24 +26,7 @@ Env = Annotated[
 ]
 
 
-def output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Callback of an option that names a file for output: ends the command if the file can't be written."""
-    if path is not None:
-        with failing(OutputError):
-            check_file(param.opts[0], path)
-    return path
-
-
-def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Callback of an option that names a folder for output: ends the command if no file can be written there."""
-    if path is not None:
-        with failing(OutputError):
-            check_folder(param.opts[0], path)
-    return path
-
-
 CACHE = Path(".cache/benchmarks")
-Cache = Annotated[Path, typer.Option(callback=output_folder, help="Folder for model directories and logs.")]
 _PAGE = 150
 """Width of a table that is written to a file, in characters."""
 
@@ -60,6 +43,13 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """End with a sentence on stderr, and an exit code."""
     typer.echo(f"benchmarks: {message}", err=True)
     raise typer.Exit(code)
+
+
+output_file = checked_option(check_file, fail)
+"""Callback of an option that names a file for output: ends the command if the file can't be written."""
+output_folder = checked_option(check_folder, fail)
+"""The same for a folder, if no file can be written there."""
+Cache = Annotated[Path, typer.Option(callback=output_folder, help="Folder for model directories and logs.")]
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from compat_checked import checked
 from compat_command import SUPPORT, compat, in_support
 
 from vllm_async_spec.compat import keep
-from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
+from vllm_async_spec.compat.keep import KeptResults
 from vllm_async_spec.compat.publish import main as publish
 from vllm_async_spec.compat.report import PublishedError, Report, read_runs
 
@@ -27,6 +27,7 @@ __all__ = ["in_support"]  # a fixture
 pytestmark = pytest.mark.usefixtures("in_support")
 
 BEFORE = ["decode", "spec K + 1", "non-uniform spec", "prefill", "prefill with context", "mixed", "long"]
+SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 
 def batches(path: Path) -> dict[str, list[str]]:
@@ -35,13 +36,20 @@ def batches(path: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "code"), [("Ends", "stopped by SIGTERM", 143), ("Interrupts", "stopped by SIGINT", 130)]
+    ("name", "said", "code"),
+    [
+        ("Ends", "stopped by SIGTERM", 143),
+        ("Interrupts", "stopped by SIGINT", 130),
+        ("HangsUp", "stopped by SIGHUP", 129),
+    ],
 )
 def test_a_run_that_is_stopped_says_where_its_results_are(name: str, said: str, code: int, tmp_path: Path):
+    before = [signal.getsignal(number) for number in SIGNALS]
     path = tmp_path / "found.json"
     named = [f"--backend=compat_planted:{kind}" for kind in ("Clean", "CopiesToHost")]
     result = compat(*named, f"--backend=compat_stopping:{name}", "--backend=compat_planted:Item", "--json", str(path))
     assert result.exit_code == code, result.output
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     assert result.stderr == (
         f"vllm-async-spec: {said}; the results so far, of 2 of 4 builders to the end, are in {path}\n"
     )
@@ -91,13 +99,6 @@ def test_a_run_that_ends_leaves_no_file_of_its_own(monkeypatch: pytest.MonkeyPat
     assert len(said) == 1
     assert Path(said[0]).is_relative_to(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_signals_are_as_before_afterwards():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match="stopped by SIGTERM"), stopped_by_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

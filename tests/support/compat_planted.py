@@ -48,6 +48,15 @@ class Builder:
         return self.build(0, common_attn_metadata)
 
 
+class Blocks(Builder):
+    """Makes the host wait: `wait` is the fault."""
+
+    need = Need.BLOCKING
+
+    def __init_subclass__(cls, wait: str) -> None:
+        cls.fault = wait
+
+
 class Clean(Builder):
     """Device lengths, its own buffer, an asynchronous copy of what the host made, and all that costs nothing."""
 
@@ -84,146 +93,108 @@ class FromPrefills(Builder):
         return metadata.seq_lens_cpu_upper_bound[metadata.is_prefilling].to(self.device, non_blocking=True)
 
 
-class CopiesToHost(Builder):
-    need, fault = Need.BLOCKING, "copy to host (cpu)"
-
+class CopiesToHost(Blocks, wait="copy to host (cpu)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.cpu()  # here
 
 
-class MovesToHost(Builder):
-    need, fault = Need.BLOCKING, "copy to host (to)"
-
+class MovesToHost(Blocks, wait="copy to host (to)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.to("cpu")  # here
 
 
-class CopiesIntoHostBuffer(Builder):
-    need, fault = Need.BLOCKING, "copy to host (copy_)"
-
+class CopiesIntoHostBuffer(Blocks, wait="copy to host (copy_)"):
     def extra(self, metadata: Any) -> Any:
         buffer = torch.zeros(metadata.num_reqs, dtype=torch.int32)
         buffer.copy_(metadata.seq_lens)  # here
         return int(buffer.max())
 
 
-class Item(Builder):
-    need, fault = Need.BLOCKING, "read (item)"
-
+class Item(Blocks, wait="read (item)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.max().item()  # here
 
 
-class Branch(Builder):
-    need, fault = Need.BLOCKING, "read (item)"
-
+class Branch(Blocks, wait="read (item)"):
     def extra(self, metadata: Any) -> Any:
         if (metadata.seq_lens > 4000).any():  # here
             return "long"
         return "short"
 
 
-class ToList(Builder):
-    need, fault = Need.BLOCKING, "read (tolist)"
-
+class ToList(Blocks, wait="read (tolist)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.tolist()  # here
 
 
-class Numpy(Builder):
-    need, fault = Need.BLOCKING, "read (numpy)"
-
+class Numpy(Blocks, wait="read (numpy)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.numpy()  # here
 
 
-class Mask(Builder):
-    need, fault = Need.BLOCKING, "read (boolean index)"
-
+class Mask(Blocks, wait="read (boolean index)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.block_table_tensor[metadata.seq_lens > 40]  # here
 
 
-class Nonzero(Builder):
-    need, fault = Need.BLOCKING, "read (nonzero)"
-
+class Nonzero(Blocks, wait="read (nonzero)"):
     def extra(self, metadata: Any) -> Any:
         return torch.where(metadata.seq_lens > 40)  # here
 
 
-class DynamicShape(Builder):
-    need, fault = Need.BLOCKING, "read (repeat_interleave)"
-
+class DynamicShape(Blocks, wait="read (repeat_interleave)"):
     def extra(self, metadata: Any) -> Any:
         queries = metadata.query_start_loc.diff()
         return torch.repeat_interleave(torch.arange(metadata.num_reqs, device=self.device), queries)  # here
 
 
-class Bincount(Builder):
-    need, fault = Need.BLOCKING, "read (bincount)"
-
+class Bincount(Blocks, wait="read (bincount)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.query_start_loc.bincount()  # here
 
 
-class UnfencedCopy(Builder):
+class UnfencedCopy(Blocks, wait="read (numpy)"):
     """Read before anybody has waited for it: a wait, or garbage."""
-
-    need, fault = Need.BLOCKING, "read (numpy)"
 
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.to("cpu", non_blocking=True).numpy()  # here
 
 
-class OwnBuffer(Builder):
+class OwnBuffer(Blocks, wait="read (tolist)"):
     """What is read back is the builder's, not the batch's."""
-
-    need, fault = Need.BLOCKING, "read (tolist)"
 
     def extra(self, metadata: Any) -> Any:
         return self.lengths[:2].tolist()  # here
 
 
-class TensorOfList(Builder):
-    need, fault = Need.BLOCKING, "copy to device (tensor)"
-
+class TensorOfList(Blocks, wait="copy to device (tensor)"):
     def extra(self, metadata: Any) -> Any:
         return torch.tensor([0, metadata.num_reqs], device=self.device)  # here
 
 
-class BlockingUpload(Builder):
-    need, fault = Need.BLOCKING, "copy to device (to)"
-
+class BlockingUpload(Blocks, wait="copy to device (to)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.query_start_loc_cpu.to(metadata.seq_lens.device)  # here
 
 
-class BlockingFill(Builder):
-    need, fault = Need.BLOCKING, "copy to device (copy_)"
-
+class BlockingFill(Blocks, wait="copy to device (copy_)"):
     def extra(self, metadata: Any) -> Any:
         self.lengths[: metadata.num_reqs + 1] = metadata.query_start_loc_cpu  # here
         return self.lengths
 
 
-class Synchronizes(Builder):
-    need, fault = Need.BLOCKING, "device (synchronize)"
-
+class Synchronizes(Blocks, wait="device (synchronize)"):
     def extra(self, metadata: Any) -> Any:
         torch.cuda.synchronize()  # here
 
 
-class WaitsForAStream(Builder):
-    need, fault = Need.BLOCKING, "stream (synchronize)"
-
+class WaitsForAStream(Blocks, wait="stream (synchronize)"):
     def extra(self, metadata: Any) -> Any:
         torch.cuda.current_stream().synchronize()  # here
 
 
-class WaitsForAnEvent(Builder):
+class WaitsForAnEvent(Blocks, wait="event (synchronize)"):
     """Reads what it may read, having waited for it."""
-
-    need, fault = Need.BLOCKING, "event (synchronize)"
 
     def extra(self, metadata: Any) -> Any:
         event = torch.Event()
@@ -231,9 +202,7 @@ class WaitsForAnEvent(Builder):
         event.synchronize()  # here
 
 
-class WaitsForItsOwnEvent(Builder):
-    need, fault = Need.BLOCKING, "event (synchronize)"
-
+class WaitsForItsOwnEvent(Blocks, wait="event (synchronize)"):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.event = torch.cuda.Event()
@@ -243,24 +212,18 @@ class WaitsForItsOwnEvent(Builder):
         self.event.synchronize()  # here
 
 
-class UploadsByCuda(Builder):
-    need, fault = Need.BLOCKING, "copy to device (to)"
-
+class UploadsByCuda(Blocks, wait="copy to device (to)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.query_start_loc_cpu.cuda()  # here
 
 
-class WritesAtHostIndex(Builder):
-    need, fault = Need.BLOCKING, "copy to device (index on the host)"
-
+class WritesAtHostIndex(Blocks, wait="copy to device (index on the host)"):
     def extra(self, metadata: Any) -> Any:
         self.lengths[torch.tensor([0])] = 1  # here
         return self.lengths
 
 
-class HostIndex(Builder):
-    need, fault = Need.BLOCKING, "copy to device (index on the host)"
-
+class HostIndex(Blocks, wait="copy to device (index on the host)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.block_table_tensor[torch.tensor([0])]  # here
 
@@ -355,22 +318,22 @@ class TrustsLengthsBesideTheBound(FromTheBound):
         return int((metadata.seq_lens_cpu_upper_bound if given is None else given).sum())
 
 
-class OnlyDrafting(Builder):
-    need, fault, case = Need.BLOCKING, "read (item)", "draft step 2"
+class OnlyDrafting(Blocks, wait="read (item)"):
+    case = "draft step 2"
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
         return int(common_attn_metadata.seq_lens[0])  # here
 
 
-class OnlyCapture(Builder):
-    need, fault, case = Need.BLOCKING, "copy to host (cpu)", "capture, K + 1"
+class OnlyCapture(Blocks, wait="copy to host (cpu)"):
+    case = "capture, K + 1"
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         return common_attn_metadata.seq_lens.cpu()  # here
 
 
-class OnlyManyRequests(Builder):
-    need, fault, case = Need.BLOCKING, "read (item)", "256 requests"
+class OnlyManyRequests(Blocks, wait="read (item)"):
+    case = "256 requests"
 
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens[-1].item() if metadata.num_reqs > 128 else 0  # here
@@ -380,5 +343,5 @@ CLEAN = (Clean, FromTheBound, FromPrefills, TrustsGivenLengths, TrustsLengthsBes
 PLANTED = tuple(
     kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Builder) and kind not in (Builder, *CLEAN)
+    if isinstance(kind, type) and issubclass(kind, Builder) and kind not in (Builder, Blocks, *CLEAN)
 )

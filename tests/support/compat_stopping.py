@@ -24,6 +24,10 @@ class Interrupts(Ends):
     signal = signal.SIGINT
 
 
+class HangsUp(Ends):
+    signal = signal.SIGHUP
+
+
 class Kills(Ends):
     """No handler can see it."""
 

@@ -11,7 +11,9 @@ reading one shows.
 
 from __future__ import annotations
 
+import inspect
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -110,23 +112,20 @@ def xqa_batch_decode_with_kv_cache(
     return _attend(query, kv_cache, block_tables, seq_lens, starts, scales, window_left, kv_layout, drafts)
 
 
-def xqa_batch_decode_with_kv_cache_before_0_6_16(
-    query: torch.Tensor,
-    kv_cache: KvCache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    window_left: int = -1,
-    kv_layout: str = "NHD",
-    q_len_per_req: int = 1,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
+_XQA = inspect.signature(xqa_batch_decode_with_kv_cache)
+_XQA_BEFORE = _XQA.replace(parameters=[each for each in _XQA.parameters.values() if each.name != "q_cu_seq_lens"])
+
+
+def xqa_batch_decode_with_kv_cache_before_0_6_16(*given: Any, **named: Any) -> torch.Tensor:
+    """The same without ragged queries."""
+    call = _XQA_BEFORE.bind(*given, **named)
+    call.apply_defaults()
+    q_len_per_req, window_left = call.arguments["q_len_per_req"], call.arguments["window_left"]
     assert q_len_per_req == 1 or window_left == -1, "csrc/xqa/mha.cu cuts a window by tiles, as for a tree of drafts"
-    call = dict(locals())
-    return xqa_batch_decode_with_kv_cache(**call)
+    return xqa_batch_decode_with_kv_cache(*call.args)
+
+
+xqa_batch_decode_with_kv_cache_before_0_6_16.__signature__ = _XQA_BEFORE
 
 
 def trtllm_batch_context_with_kv_cache(

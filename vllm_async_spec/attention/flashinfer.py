@@ -168,21 +168,21 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
             self.kept = None
             if self._backend == "fa2":
                 # FlashInfer only takes their maximum, in a Python loop, so give the longest alone.
-                longest = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
-                kwargs["seq_lens"] = self._fill("seq_lens", longest[None])[:1]
+                self._views["seq_lens"][0] = np.diff(paged_kv_indptr.numpy()).max() * kwargs["page_size"]
+                kwargs["seq_lens"] = self._filled["seq_lens"][:1]
                 kwargs["max_token_per_sequence"] = int(np.diff(qo_indptr.numpy()).max())
             elif seq_lens is not None:
-                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens.numpy())
+                kwargs["seq_lens"] = self._fill("seq_lens", seq_lens)
             super().plan(
-                qo_indptr=self._fill("qo_indptr", qo_indptr.numpy(), cumulative=True),
-                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr.numpy(), cumulative=True),
+                qo_indptr=self._fill("qo_indptr", qo_indptr, cumulative=True),
+                paged_kv_indptr=self._fill("paged_kv_indptr", paged_kv_indptr, cumulative=True),
                 paged_kv_indices=paged_kv_indices,
-                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len.numpy()),
+                paged_kv_last_page_len=self._fill("last_page_len", paged_kv_last_page_len),
                 **kwargs,
             )
 
-        def _fill(self, name: str, given: np.ndarray[Any, Any], *, cumulative: bool = False) -> torch.Tensor:
-            filled = self._views[name]
+        def _fill(self, name: str, given_cpu: torch.Tensor, *, cumulative: bool = False) -> torch.Tensor:
+            filled, given = self._views[name], given_cpu.numpy()
             filled[: len(given)] = given
             filled[len(given) :] = given[-1] if cumulative else 0
             return self._filled[name]

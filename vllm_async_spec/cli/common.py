@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.outputs import OutputError, check_file, write_output
+from vllm_async_spec.cli.outputs import check_file, checked_option, write_output
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
@@ -20,6 +20,10 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """End the command with one sentence on stderr, and no traceback."""
     typer.echo(f"vllm-async-spec: {message}", err=True)
     raise typer.Exit(code)
+
+
+output_file = checked_option(check_file, fail)
+"""Callback of an option that names a file for output: ends the command if the file can't be written."""
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -57,16 +61,6 @@ def progress_on_stderr(what: str) -> Iterator[Callable[[str], None]]:
         said = True
 
     yield say
-
-
-def output_file(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Callback of an option that names a file for output: ends the command if the file can't be written."""
-    if path is not None:
-        try:
-            check_file(param.opts[0], path)
-        except OutputError as error:
-            fail(str(error))
-    return path
 
 
 def write_outputs(texts: Mapping[str, tuple[Path, str]]) -> int:

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 
 from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.cli.interrupts import exit_code, signal_of
 from vllm_async_spec.compat.model_shapes import MODELS
 from vllm_async_spec.process_group import NewProcess
 
 if TYPE_CHECKING:
-    from vllm_async_spec.compat.keep import KeptResults, Stopped
+    from vllm_async_spec.compat.keep import KeptResults
     from vllm_async_spec.compat.report import Report
     from vllm_async_spec.compat.results import BackendResult
 
@@ -76,7 +77,7 @@ def compat(
     could not be written.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
-    from vllm_async_spec.compat.keep import KeptResults, Stopped, stopped_by_signals
+    from vllm_async_spec.compat.keep import KeptResults
     from vllm_async_spec.compat.model_shapes import UnknownModelError
     from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
     from vllm_async_spec.compat.vllm_source import VllmSourceError
@@ -93,7 +94,7 @@ def compat(
     console = Console(stderr=True)
     kept = KeptResults(json_file, lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True))
     try:
-        with stopped_by_signals(), console.status("") as status:
+        with console.status("") as status:
             found = _try(
                 backends or [],
                 plugin,
@@ -107,8 +108,8 @@ def compat(
     except (SubjectError, UnknownModelError, VllmSourceError) as error:
         kept.discard()
         fail(str(error), 2)
-    except Stopped as stopped:
-        _stop(stopped, kept)
+    except KeyboardInterrupt as interrupt:  # which no builder's `except Exception` catches
+        _stop(interrupt, kept)
     failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     kept.discard()
     print_report(found, Console())
@@ -116,18 +117,19 @@ def compat(
     raise typer.Exit(found.exit_code or (2 if failed else int(unsure)))
 
 
-def _stop(stopped: Stopped, kept: KeptResults) -> NoReturn:
+def _stop(interrupt: KeyboardInterrupt, kept: KeptResults) -> NoReturn:
     """Print what was found until the signal, say where it is kept, and exit as a shell expects."""
     from vllm_async_spec.compat.render import print_report
 
+    stopped, code = f"stopped by {signal_of(interrupt).name}", exit_code(interrupt)
     left = kept.stop()
     if left is None:
-        fail(f"{stopped}; no batch was built", 128 + stopped.signal)
+        fail(f"{stopped}; no batch was built", code)
     report, path = left
     print_report(report, Console())
     names = {*report.not_tried, *(each.backend for each in report.results)}
     tried = f"{len(names) - len(report.not_tried)} of {len(names)} builders to the end"
-    fail(f"{stopped}; the results so far, of {tried}, are in {path}", 128 + stopped.signal)
+    fail(f"{stopped}; the results so far, of {tried}, are in {path}", code)
 
 
 def _try(

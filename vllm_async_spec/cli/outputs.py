@@ -5,11 +5,36 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
+
+import typer
 
 
 class OutputError(ValueError):
     """Output can't go where an option says; the message says why and what to do."""
+
+
+def checked_option(
+    check: Callable[[str, Path], None], fail: Callable[[str], NoReturn]
+) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+    """Makes the callback of an option that names a file or folder for output.
+
+    Args:
+        check: `check_file` or `check_folder`.
+        fail: Ends the command with a sentence.
+    """
+
+    def callback(param: typer.CallbackParam, path: Path | None) -> Path | None:
+        if path is not None:
+            try:
+                check(param.opts[0], path)
+            except OutputError as error:
+                fail(str(error))
+        return path
+
+    return callback
 
 
 def check_file(option: str, path: Path) -> None:

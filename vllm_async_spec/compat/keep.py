@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from vllm_async_spec.compat.report import Report
 
-__all__ = ["KeptResults", "Stopped", "stopped_by_signals"]
+__all__ = ["KeptResults"]
 
 _SECONDS = 1.0
 """Least time between two writes: the JSON of all builders takes tens of milliseconds to make."""
-
-
-class Stopped(BaseException):
-    """The process was asked to end; not an `Exception`, so that no builder's failure is made of it.
-
-    Attributes:
-        signal: The signal.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.signal = signal.Signals(number)
-        super().__init__(f"stopped by {self.signal.name}")
-
-
-@contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Make SIGINT and SIGTERM raise `Stopped` in the main thread while the context is open."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class KeptResults:

@@ -148,26 +148,13 @@ def set_chunks(
         output_indptr: (batch + 1,) int32, device: cumulative partial results of the requests; written.
         merge_indptr: (query tokens + 1,) int32, device: cumulative partial results of the query tokens; written.
     """
+    plan = query_indptr, limit, chunk_size, requests, planned_chunks, chunks, output_indptr, merge_indptr
     if not runs_as_triton(seq_lens):
-        set_chunks_reference(
-            seq_lens, query_indptr, limit, chunk_size, requests, planned_chunks, chunks, output_indptr, merge_indptr
-        )
+        set_chunks_reference(seq_lens, *plan)
         return
     batch, works = seq_lens.shape[0], requests.shape[0]
-    kernels_of(__name__).chunks[(max(batch, -(-works // _BLOCK)),)](
-        seq_lens,
-        query_indptr,
-        limit,
-        chunk_size,
-        requests,
-        planned_chunks,
-        chunks,
-        output_indptr,
-        merge_indptr,
-        batch,
-        works,
-        BLOCK=_BLOCK,
-    )
+    grid = (max(batch, -(-works // _BLOCK)),)
+    kernels_of(__name__).chunks[grid](seq_lens, *plan, batch, works, BLOCK=_BLOCK)
 
 
 def set_chunks_reference(

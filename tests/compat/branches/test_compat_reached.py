@@ -24,6 +24,7 @@ from vllm_async_spec.cli import app
 from vllm_async_spec.compat.branches import reached
 from vllm_async_spec.compat.branches.could_wait import suspects
 from vllm_async_spec.compat.branches.host_values import HostValues
+from vllm_async_spec.compat.branches.source_lines import functions_of
 from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
 from vllm_async_spec.compat.report import Report, Run
@@ -244,3 +245,12 @@ def test_the_plugins_own_lines_are_recorded():
     ours = Path(str(vllm_async_spec.__file__)).parent
     assert str(ours / "attention") + os.sep in where
     assert not any(str(ours / "metadata.py").startswith(each) for each in where)
+
+
+def test_the_flashinfer_patches_read_only_what_is_on_the_host_by_name():
+    folder = Path(vllm_async_spec.__file__).parent / "vllm_plugin" / "patches"
+    statements = [
+        each for path in folder.glob("flashinfer_*.py") for f in functions_of(str(path)) for each in f.statements
+    ]
+    assert statements
+    assert [each for statement in statements for each in statement.suspects] == []

@@ -125,39 +125,39 @@ class GraphWrappers:
             self._by_size[size] = self._make(*size, make())
         return self._by_size[size]
 
-    def ahead(self, metadata: BatchMetadata, bound: torch.Tensor) -> torch.Tensor:
+    def ahead(self, metadata: BatchMetadata, bound_cpu: torch.Tensor) -> torch.Tensor:
         """(requests,) int32, host: the lengths to plan for, so that later steps can reuse the plan.
 
         Args:
             metadata: as in `takes`.
-            bound: (requests,) int32, host: upper bounds of its lengths; 0 for padding.
+            bound_cpu: (requests,) int32, host: upper bounds of its lengths; 0 for padding.
         """
         most = metadata.block_table_tensor.shape[1] * self._builder.page_size
-        return torch.where(bound > 0, (bound + AHEAD).clamp(max=most), bound)
+        return torch.where(bound_cpu > 0, (bound_cpu + AHEAD).clamp(max=most), bound_cpu)
 
-    def keep(self, metadata: BatchMetadata, bound: torch.Tensor, built: FlashInferMetadata) -> None:
+    def keep(self, metadata: BatchMetadata, bound_cpu: torch.Tensor, built: FlashInferMetadata) -> None:
         """Keep the newest plan, so that later batches can reuse it.
 
         Args:
             metadata: as in `takes`.
-            bound: (requests,) int32, host: the lengths that `ahead` returned.
+            bound_cpu: (requests,) int32, host: the lengths that `ahead` returned.
             built: vLLM's metadata, with a wrapper from `of`.
         """
         keep_plan(built.prefill.wrapper, metadata.num_reqs)
-        self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound.numpy(), built)
+        self._plan = _Plan(_size(metadata), _live_tokens(metadata), bound_cpu.numpy(), built)
 
-    def again(self, metadata: BatchMetadata, bound: torch.Tensor) -> FlashInferMetadata | None:
+    def again(self, metadata: BatchMetadata, bound_cpu: torch.Tensor) -> FlashInferMetadata | None:
         """The last plan as this batch's metadata, before correction; None where the batch needs a new plan.
 
         Args:
             metadata: as in `takes`.
-            bound: as in `ahead`.
+            bound_cpu: as in `ahead`.
         """
         plan = self._plan
         if plan is None or plan.size != _size(metadata) or plan.live_tokens != _live_tokens(metadata):
             return None
         # A plan for much longer requests is correct, but wastes tiles.
-        left = plan.bound - bound.numpy()
+        left = plan.bound - bound_cpu.numpy()
         if left.min() < 0 or left.max() > 2 * AHEAD:
             return None
         tokens = metadata.num_actual_tokens

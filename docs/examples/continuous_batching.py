@@ -2,7 +2,7 @@
 
 And the same again with a draft model, several in a step.
 
-    python examples/continuous_batching.py
+    python docs/examples/continuous_batching.py
 
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched.
 """

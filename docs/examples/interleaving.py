@@ -1,6 +1,6 @@
 """Generate with two slots whose steps are launched before the stop flags of the step before are read.
 
-    python examples/interleaving.py
+    python docs/examples/interleaving.py
 
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched. On a GPU each step is one
 CUDA graph; elsewhere the same loop runs without streams and graphs, and says so.

@@ -1,6 +1,6 @@
 """Generate with stop flags that are read late: the same tokens as transformers' own loop, on any device.
 
-    python examples/async_stopping.py
+    python docs/examples/async_stopping.py
 
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched.
 """
