@@ -63,3 +63,11 @@ def test_a_bar_that_moves_is_progress_and_a_line_of_a_waiting_process_is_not() -
     assert progress(log + "\rcapturing: 1/19") > progress(log)
     for line in WAITING:
         assert progress(f"{log}\nINFO [shm_broadcast.py:690] {line} 60 s.\n") == progress(log)
+
+
+@pytest.mark.parametrize(("name", "compiles"), [("ninja", True), ("other", False)])
+def test_a_compiler_that_runs_is_progress(tmp_path: Path, name: str, compiles: bool) -> None:
+    program = tmp_path / name
+    program.symlink_to("/bin/sleep")
+    with watched([program, "600"], tmp_path / "start.log") as start:
+        assert start.compiles() is compiles

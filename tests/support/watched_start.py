@@ -1,6 +1,7 @@
 """Runs a command that starts an engine of any number of ranks, and ends the command when it makes no progress.
 
-Progress is new output. The failure then holds the Python stacks of all processes of the command, and none is left.
+Progress is new output, or a compiler that runs. The failure holds the Python stacks of all processes of the command,
+and no process is left.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ SILENT_S = 120.0
 """Seconds without new output after which a start has hung."""
 WAITING = ("No available shared memory broadcast block found", "Waiting for ")
 """Parts of the lines that vLLM repeats while it waits for another process; such a line is no progress."""
+
+COMPILERS = frozenset({"ninja", "nvcc", "cicc", "ptxas", "cc1plus"})
+"""Programs that compile a kernel for minutes without output; while one runs, there is progress."""
 
 _DUMPS = Path(__file__).with_name("stack_dumps")
 _POLL_S = 0.2
@@ -68,7 +72,7 @@ class Watched:
         seen, since = 0, time.monotonic()
         while self.process.poll() is None and not reached():
             written = progress(self.text())
-            if written != seen:
+            if written != seen or self.compiles():
                 seen, since = written, time.monotonic()
             elif time.monotonic() - since > self.silent_s:
                 raise HungError(
@@ -93,6 +97,16 @@ class Watched:
     def processes(self) -> list[int]:
         """Identifiers of the Python processes that the command started, itself included, ended or not."""
         return [int(file.name) for file in sorted(self._stacks.iterdir())]
+
+    def compiles(self) -> bool:
+        """Whether one of `COMPILERS` runs for the command."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # ended meanwhile
+                name, _, fields = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
+                session = int(fields.split()[3])
+                if session == self.process.pid and name in COMPILERS:
+                    return True
+        return False
 
     def end(self) -> None:
         """End all processes of the command that are left."""
