@@ -138,6 +138,13 @@ def test_who_always_needs_exact_counts_by_parallelism(name):
     assert always_needed(SimpleNamespace(**given)) in ("pipeline parallelism", "context parallelism", "micro-batches")
 
 
+def test_a_rank_of_a_pipeline_without_a_drafter_needs_exact_counts():
+    given = settings()
+    given["parallel_config"].pipeline_parallel_size = 2
+    del given["drafter"]
+    assert always_needed(SimpleNamespace(**given)) == "pipeline parallelism"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -85,6 +85,17 @@ CASES: dict[str, dict[str, Case]] = {
                 "leave out disable_padded_drafter_batch",
             ),
         ),
+        # Without drafts the platform turns asynchronous scheduling off before vLLM could refuse; so drafts look guilty.
+        "pipeline": (
+            ("LLAMA", "--speculative-config", DRAFTS, "--pipeline-parallel-size", "2"),
+            None,
+            (
+                False,
+                "vLLM",
+                f"{REFUSES} pipeline parallelism: Model Runner V1 does not support",
+                "leave out --pipeline-parallel-size",
+            ),
+        ),
         "yes": (
             ("LLAMA", "--speculative-config", DRAFTS, "--async-scheduling"),
             None,

@@ -262,7 +262,7 @@ def why_off(ask: Inquiry, config: VllmConfig, stock: Stock | None = None, *, ask
     why = ask.refusal()
     if why is None and ask.turns_on(True):
         return _left_off(ask, config, causes, stock)
-    cause = None if why is None else next((each for each in causes if ask.refusal(**each.changes) is None), None)
+    cause = None if why is None else _cause_of(ask, causes)
     everything = {name: value for each in causes for name, value in each.changes.items()}
     kept = _platform_keeps() and ask.engine_args.speculative_config is not None
     if why is None or (not kept and ask.refusal(**everything) is None and not ask.turns_on(True, **everything)):
@@ -275,6 +275,15 @@ def why_off(ask: Inquiry, config: VllmConfig, stock: Stock | None = None, *, ask
     if cause is not None and not by_default and ask.turns_on(True, **cause.changes):
         remedy = f"{remedy} and give {_option(True)}"
     return Decision(False, VLLM, f"{stock.why}: {sentence}" if stock else sentence, remedy)
+
+
+def _cause_of(ask: Inquiry, causes: list[_Cause]) -> _Cause | None:
+    """The argument for which vLLM refuses asynchronous scheduling, or None if no single one is the cause."""
+    accepted = [each for each in causes if ask.refusal(**each.changes) is None]
+    if len(accepted) < 2:
+        return next(iter(accepted), None)
+    # After some changes vLLM only turns asynchronous scheduling off before it comes to the refusal.
+    return next((each for each in accepted if ask.turns_on(True, **each.changes)), accepted[0])
 
 
 def _left_off(ask: Inquiry, config: VllmConfig, causes: list[_Cause], stock: Stock | None) -> Decision:

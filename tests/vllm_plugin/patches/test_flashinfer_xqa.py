@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.metrics.publisher import SnapshotFile
 from vllm_async_spec.vllm_plugin.patches import flashinfer_xqa
 
 
@@ -163,6 +164,24 @@ def test_kernels_are_compiled_once(
     flashinfer_xqa.compile_xqa([(4,), (5,)])
     assert len(compiler) == 4
     assert "compiling 1 XQA kernels" in caplog.text
+
+
+def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
+    compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    folder = tmp_path / "server"
+    folder.mkdir()
+    for shape in ((1,), (1,), (4,)):
+        (tmp_path / f"xqa_{shape}").unlink(missing_ok=True)  # no rank has finished before the next one asks
+        rank = SimpleNamespace(is_first=SnapshotFile(folder).claim)
+        monkeypatch.setattr(flashinfer_xqa, "publisher", rank)
+        flashinfer_xqa.compile_xqa([shape])
+    said = [line for line in caplog.messages if "1 of 1" not in line]
+    compiling = "vllm-async-spec: compiling 1 XQA kernels, once for this machine"
+    waiting = "vllm-async-spec: waiting for 1 XQA kernels, which another rank compiles"
+    assert said == [compiling, waiting, compiling]
 
 
 def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]) -> None:

@@ -34,7 +34,8 @@ def always_needed(runner: RunnerBase) -> str | None:
         "context parallelism": runner.dcp_world_size > 1 or parallel.prefill_context_parallel_size > 1,
         "hybrid model": runner.model_config.is_hybrid,
         "n-gram drafts on the GPU": ngram_gpu is not None and ngram_gpu(),
-        "drafter": not hasattr(runner.drafter, "backup_next_token_ids"),
+        # Only the last rank of a pipeline has a drafter.
+        "drafter": not hasattr(getattr(runner, "drafter", None), "backup_next_token_ids"),
         "multimodal pruning": runner.is_multimodal_pruning_enabled,
         "prompt embeddings": runner.enable_prompt_embeds,
         "micro-batches": parallel.use_ubatching,

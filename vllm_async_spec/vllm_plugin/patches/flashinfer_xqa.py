@@ -25,6 +25,7 @@ from types import FunctionType, ModuleType
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform, logger
+from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
 
 NO_CUBINS = (
     "vllm-async-spec: NVIDIA's artifact server does not answer and the package flashinfer-cubin is not installed, so "
@@ -119,6 +120,8 @@ def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
 def compile_xqa(shapes: Iterable[tuple[object, ...]]) -> None:
     """Compile and load XQA kernels now, one thread each, and log the progress. Kernels on disk are left alone.
 
+    Each rank of a server calls this. FlashInfer has a file lock for each kernel, so one rank compiles and others wait.
+
     Args:
         shapes: arguments of `flashinfer.jit.xqa.gen_xqa_module`.
 
@@ -133,7 +136,10 @@ def compile_xqa(shapes: Iterable[tuple[object, ...]]) -> None:
         if not missing:
             return
         begun = time.monotonic()
-        inform("vllm-async-spec: compiling %d XQA kernels, once for this machine", len(missing))
+        if publisher.is_first(f"compiling {sorted(spec.name for spec in missing)}"):
+            inform("vllm-async-spec: compiling %d XQA kernels, once for this machine", len(missing))
+        else:
+            inform("vllm-async-spec: waiting for %d XQA kernels, which another rank compiles", len(missing))
         with ThreadPoolExecutor(len(missing)) as pool:
             building = {pool.submit(spec.build_and_load): spec for spec in missing}
             for number, built in enumerate(as_completed(building), 1):

@@ -1,0 +1,111 @@
+"""One engine of several ranks, in processes as vLLM starts them: its tokens, and what each rank says, as JSON.
+
+python tests/engine/ranks.py --target DIR --draft DIR --out FILE --options '{"tensor_parallel_size": 2}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rank_models import VOCABULARY
+
+REQUESTS = 12
+DRAFT_TOKENS = 3
+ASKED = "asked by a test"
+"""Reason of the one fallback that each rank counts."""
+PATIENCE_S = 10.0
+"""Seconds for all ranks to publish their counts, at most."""
+
+
+def ask_rank(worker: Any) -> dict[str, Any]:
+    """What one rank says, after one host read that it counts. Runs in the worker's process."""
+    import os
+
+    from vllm_async_spec.sync_policy import record_fallback, sync_report
+    from vllm_async_spec.vllm_plugin.state import active_plugin
+
+    record_fallback("asked by a test")  # ASKED, which a worker can't import
+    plugin = active_plugin()
+    outcomes = plugin.ledger.outcomes if plugin is not None and plugin.ledger is not None else {}
+    return {
+        "rank": worker.rank,
+        "pid": os.getpid(),
+        "runner": type(worker.model_runner).__module__,
+        "asynchronous": bool(worker.vllm_config.scheduler_config.async_scheduling),
+        "patches": {name: outcome.state.value for name, outcome in outcomes.items()},
+        "report": sync_report().to_dict(),
+    }
+
+
+def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine, serve the requests, and return the tokens and what the ranks say."""
+    from vllm import LLM, SamplingParams
+
+    drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
+    llm = LLM(
+        target,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        seed=0,
+        disable_log_stats=False,
+        **({"dtype": "float32", "speculative_config": drafting} | options),
+    )
+    prompts: Any = [
+        {"prompt_token_ids": [(7 * row * row + 31 * at) % VOCABULARY for at in range(5 + 9 * row)]}
+        for row in range(REQUESTS)
+    ]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6 + 5 * row, ignore_eos=True, detokenize=False, logprobs=2)
+        for row in range(REQUESTS)
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    ranks = llm.collective_rpc(ask_rank)
+    snapshot = published(len(ranks))
+    metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    return {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "margins": [margins(output.outputs[0].logprobs) for output in outputs],
+        "ranks": ranks,
+        "drafts": metrics.get("vllm:spec_decode_num_draft_tokens"),
+        "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+        "fallbacks": dict(snapshot.fallbacks),
+        "engines": [[engine.asynchronous, engine.decided_by, engine.runner] for engine in snapshot.engines],
+    }
+
+
+def margins(listed: Any) -> list[float]:
+    """At each position, the difference of the two best log-probabilities."""
+    best = [sorted((entry.logprob for entry in position.values()), reverse=True)[:2] for position in listed]
+    return [first - second for first, second in best]
+
+
+def published(ranks: int) -> Any:
+    """What the processes of this engine have published, once each rank's thread has written its count."""
+    from vllm_async_spec.vllm_plugin.patches.prometheus_registry import publisher
+
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        snapshot = publisher.snapshot()
+        if snapshot.fallbacks[ASKED] >= ranks or time.monotonic() > end:
+            return snapshot
+        time.sleep(0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--options", type=json.loads, default={}, help="of vLLM's LLM, as JSON")
+    arguments = parser.parse_args()
+    found = run(arguments.target, arguments.draft, arguments.options)
+    arguments.out.write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
