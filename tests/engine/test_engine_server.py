@@ -75,20 +75,22 @@ def until_idle(server: Server) -> None:
 
 @served
 def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: Outcome) -> None:
-    """On a busy machine the server hands out many tokens at once, and a request may end before its client hangs up."""
+    """A request may end before its client hangs up, if the server hands out many tokens at once; not all of them do."""
     finished = 'request_success_total{engine="0",finished_reason="length"'
     expected = outcome[Mode.SYNC].completions[:2]
     ended = sum(done.finish_reason == "length" for done in expected)
     for _ in range(5):
         until_idle(server)
         before = server.metric(finished)
-        pieces = server.stream(PROMPTS[3], 700, ignore_eos=True)
-        assert next(pieces, None) is not None
-        pieces.close()
+        streams = [server.stream(PROMPTS[3], 700, ignore_eos=True) for _ in range(4)]
+        for pieces in streams:
+            assert next(pieces, None) is not None
+        for pieces in reversed(streams):
+            pieces.close()
         got = [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]
         assert first_difference(expected, got) is None
         until_idle(server)
-        if server.metric(finished) - before == ended:
+        if server.metric(finished) - before < ended + len(streams):
             return
     pytest.fail("each request of a client that hung up ran to its end")
 
