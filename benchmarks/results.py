@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,11 @@ class ResultFile:
             fresh: start a new one, also where there is a file.
 
         Raises:
-            PlanError: the file holds the result of another plan.
+            PlanError: the file holds the result of another plan, or no result at all.
         """
         self.path = path
-        declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
-        if exists(path) and not fresh:
-            self.document = read_result(path)
-            if _identity(self.document["plan"]) != _identity(declared):
-                raise PlanError(
-                    f"{path} is the result of another plan or of an older version; move the file, or give a --name"
-                )
-            self.document["plan"] = declared
-        else:
-            self.document = {"schema": SCHEMA, "plan": declared, "commands": [], "turns": []}
+        empty: Document = {"schema": SCHEMA, "commands": [], "turns": []}
+        self.document = opened(path, asdict(plan), empty, read_result, _identity, fresh=fresh)
 
     @property
     def turns(self) -> list[Turn]:
@@ -75,6 +67,37 @@ class ResultFile:
             self.document["commands"].append(command)
         self.document["summary"] = summarise(self.document)
         write_result(self.path, {name: value for name, value in self.document.items() if name != "summary"})
+
+
+def opened(
+    path: Path,
+    plan: Mapping[str, Any],
+    empty: Document,
+    read: Callable[[Path], Document],
+    identity: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    fresh: bool,
+) -> Document:
+    """The document of a result file of `plan`: the file's, or a new one.
+
+    Args:
+        path: of the file.
+        plan: its fields.
+        empty: a new document, without the plan.
+        read: reads the file; raises PlanError if the file is no such result.
+        identity: the fields of a plan that two runs must share to be one result.
+        fresh: begin anew, also where there is a file; a file that is no such result is kept nevertheless.
+
+    Raises:
+        PlanError: the file holds the result of another plan, or no such result.
+    """
+    declared = json.loads(json.dumps(plan))  # as it reads back from a file
+    found = read(path) if exists(path) else None
+    if found is None or fresh:
+        return {**empty, "plan": declared}
+    if identity(found["plan"]) != identity(declared):
+        raise PlanError(f"{path} is the result of another plan or of an older version; move the file, or give a --name")
+    return found | {"plan": declared}
 
 
 def read_result(path: Path) -> Document:

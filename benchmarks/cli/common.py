@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.machine import MachineError, installed_vllm
-from vllm_async_spec.cli.interrupts import InterruptibleGroup
+from vllm_async_spec.cli.interrupts import InterruptibleGroup, exit_code, signal_of
 from vllm_async_spec.cli.outputs import check_file, check_folder, checked_option, write_output
 
 Env = Annotated[
@@ -43,6 +43,14 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """End with a sentence on stderr, and an exit code."""
     typer.echo(f"benchmarks: {message}", err=True)
     raise typer.Exit(code)
+
+
+def fail_interrupted(interrupt: KeyboardInterrupt, what: str) -> NoReturn:
+    """End a command that continues where it stopped; `what` it keeps, such as turns."""
+    fail(
+        f"interrupted by {signal_of(interrupt).name}; finished {what} are kept, and the same command runs the rest",
+        exit_code(interrupt),
+    )
 
 
 output_file = checked_option(check_file, fail)

@@ -13,7 +13,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, tell
+from benchmarks.cli.common import (
+    CACHE,
+    Cache,
+    Env,
+    fail,
+    fail_interrupted,
+    failing,
+    find_environments,
+    output_folder,
+    say,
+    tell,
+)
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
@@ -26,7 +37,6 @@ from benchmarks.stored import ARCHIVE, exists
 from benchmarks.stored import keep as keep_files
 from benchmarks.summary import against
 from benchmarks.tables import TableError, documents, rewrite
-from vllm_async_spec.cli.interrupts import exit_code, signal_of
 
 app = typer.Typer()
 
@@ -57,8 +67,6 @@ def run(
     try:
         chosen = _adjusted(find_plan(plan), turns, seconds, audit)
         path = out / f"{name or chosen.name}.json"
-        if fresh and exists(path):
-            read_result(path)  # raises if the file is no result, which must not be deleted
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = Runner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
@@ -79,10 +87,7 @@ def run(
     except (PlanError, LoadError, ShapeError) as error:
         fail(str(error))
     except KeyboardInterrupt as interrupt:
-        fail(
-            f"interrupted by {signal_of(interrupt).name}; finished turns are kept, and the same command runs the rest",
-            exit_code(interrupt),
-        )
+        fail_interrupted(interrupt, "turns")
     if result.turns:
         _show(result.document)
         typer.echo(f"written to {result.path}")

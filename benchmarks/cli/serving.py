@@ -11,16 +11,15 @@ from typing import Annotated
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, find_environments, output_folder, say
+from benchmarks.cli.common import CACHE, Cache, Env, fail, fail_interrupted, find_environments, output_folder, say
 from benchmarks.cli.results import show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
 from benchmarks.results import RESULTS
 from benchmarks.serving.plan import ServePlan
-from benchmarks.serving.results import ServeFile, faults, read_served
+from benchmarks.serving.results import ServeFile, faults
 from benchmarks.serving.run import ServeRunner
 from benchmarks.shapes import ShapeError
-from vllm_async_spec.cli.interrupts import exit_code, signal_of
 
 app = typer.Typer()
 
@@ -56,8 +55,6 @@ def serve(
     try:
         chosen = _adjusted(find_serve_plan(plan), turns, seconds, one_by_one)
         path = out / f"{name or chosen.name}.json"
-        if fresh and path.is_file():
-            read_served(path)  # raises if the file is no result, which must not be deleted
         result = ServeFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
         runner = ServeRunner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
@@ -73,10 +70,7 @@ def serve(
     except (PlanError, ShapeError, EngineError) as error:
         fail(str(error))
     except KeyboardInterrupt as interrupt:
-        fail(
-            f"interrupted by {signal_of(interrupt).name}; finished steps are kept, and the same command runs the rest",
-            exit_code(interrupt),
-        )
+        fail_interrupted(interrupt, "steps")
     show_served(result.document)
     typer.echo(f"written to {result.path}")
     if found := faults(result.document):

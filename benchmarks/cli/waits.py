@@ -12,13 +12,12 @@ import typer
 
 from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
-from benchmarks.cli.common import fail, failing, find_environments, say
+from benchmarks.cli.common import fail, fail_interrupted, failing, find_environments, say
 from benchmarks.machine import installed_vllm
 from benchmarks.results import RESULTS
 from benchmarks.waits.cases import ENGINES, Case, WaitsError, find_cases
 from benchmarks.waits.result import GROUPS, Group, WaitsResult
 from benchmarks.waits.run import Budget, How, WaitsRunner
-from vllm_async_spec.cli.interrupts import exit_code, signal_of
 
 AUDIT_STEPS = 32
 
@@ -60,10 +59,7 @@ def run_waits(
     except (PlanError, WaitsError) as error:
         fail(str(error))
     except KeyboardInterrupt as interrupt:
-        fail(
-            f"interrupted by {signal_of(interrupt).name}; finished cases are kept, and the same command runs the rest",
-            exit_code(interrupt),
-        )
+        fail_interrupted(interrupt, "cases")
     failed = any("failed" in result.cases.get(case.name, {}) for result in results.values() for case in cases)
     raise typer.Exit(0 if complete and not failed else 1)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from benchmarks.arms import Arm, PlanError
 
@@ -28,6 +29,9 @@ class ServeLoad:
     def requests(self, seconds: float) -> int:
         """Requests that keep a server busy for about this long."""
         return max(self.concurrency or 0, _FEWEST, round(seconds * (self.rate or self.each_second)))
+
+
+Named = TypeVar("Named", Arm, ServeLoad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,7 @@ class ServePlan:
         Raises:
             PlanError: no arm has one of these names.
         """
-        names = [name.strip() for name in only.split(",")] if only else [arm.name for arm in self.arms]
-        if unknown := [name for name in names if name not in {arm.name for arm in self.arms}]:
-            known = ", ".join(arm.name for arm in self.arms)
-            raise PlanError(f"plan {self.name!r} has no arm {unknown[0]!r}; --only takes {known}")
-        return [arm for arm in self.arms if arm.name in names]
+        return self._among(self.arms, "arm", "only", only)
 
     def chosen(self, loads: str) -> list[ServeLoad]:
         """The loads of these names, with commas between; all loads if empty.
@@ -77,11 +77,14 @@ class ServePlan:
         Raises:
             PlanError: no load has one of these names.
         """
-        names = [name.strip() for name in loads.split(",")] if loads else [load.name for load in self.loads]
-        if unknown := [name for name in names if name not in {load.name for load in self.loads}]:
-            known = ", ".join(load.name for load in self.loads)
-            raise PlanError(f"plan {self.name!r} has no load {unknown[0]!r}; --loads takes {known}")
-        return [load for load in self.loads if load.name in names]
+        return self._among(self.loads, "load", "loads", loads)
+
+    def _among(self, all_: Sequence[Named], kind: str, option: str, given: str) -> list[Named]:
+        names = [name.strip() for name in given.split(",")] if given else [each.name for each in all_]
+        if unknown := [name for name in names if name not in {each.name for each in all_}]:
+            known = ", ".join(each.name for each in all_)
+            raise PlanError(f"plan {self.name!r} has no {kind} {unknown[0]!r}; --{option} takes {known}")
+        return [each for each in all_ if each.name in names]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import PlanError, Plugin
-from benchmarks.results import RESULTS, write_result
+from benchmarks.results import RESULTS, opened, write_result
 from benchmarks.serving.plan import ServePlan, Step
 from benchmarks.statistics import Interval, paired_ratio, refusal
-from benchmarks.stored import exists, files, read_json
+from benchmarks.stored import files, read_json
 
 SERVED = 1
 """The schema, under the key `served`, by which a file is known."""
@@ -41,17 +40,15 @@ class ServeFile:
             PlanError: the file holds something else.
         """
         self.path = path
-        declared = json.loads(json.dumps(asdict(plan)))  # as it reads back from a file
-        if exists(path) and not fresh:
-            self.document = read_served(path)
-            if _identity(self.document["plan"]) != _identity(declared):
-                raise PlanError(
-                    f"{path} is the result of another plan or of an older version; move the file, or give a --name"
-                )
-            self.document["plan"] = declared
-        else:
-            empty: Document = {"commands": [], "sessions": [], "tokens": {}, "measured": [], "failures": []}
-            self.document = {"served": SERVED, "plan": declared} | empty
+        empty: Document = {
+            "served": SERVED,
+            "commands": [],
+            "sessions": [],
+            "tokens": {},
+            "measured": [],
+            "failures": [],
+        }
+        self.document = opened(path, asdict(plan), empty, read_served, _identity, fresh=fresh)
 
     def holds(self, step: Step, *, failed: bool) -> bool:
         """Whether the file has this step; with `failed`, a failed step counts."""
