@@ -40,7 +40,7 @@ class Carried:
         self._rows = np.arange(requests)
         self._ends = (self._rows + 1) * (drafts + 1)
         self._drafts = drafts
-        self._kept: tuple[Counts, Counts, SpecDecodeMetadata] | None = None
+        self._kept: optimistic_runner.KeptIndices | None = None
         self._places: torch.Tensor | None = None
 
     def tokens_of(
@@ -64,9 +64,9 @@ class Carried:
             or not isinstance(drafts, torch.Tensor)
             or drafts.shape[1] != self._drafts
             or len(wanted) != requests
-            or any(len(each) != self._drafts for each in wanted.values())
             or not np.array_equal(ends, self._ends[:requests])
             or not np.array_equal(runner.prev_positions.np[:requests], self._rows[:requests])
+            or any(len(each) != self._drafts for each in wanted.values())
         ):
             return None
         return sampled[:requests, 0], drafts[:requests]
@@ -79,20 +79,17 @@ class Carried:
             ends: (requests,) tokens up to the end of each row.
             tokens: (tokens,) the step's tokens on the device.
         """
-        if self._kept is None:
+        if self._kept is None or not self._kept.are_of(drafts, ends):
             return None
-        drafts_of, ends_of, kept = self._kept
-        if not (np.array_equal(drafts, drafts_of) and np.array_equal(ends, ends_of)):
-            return None
+        made = copy.copy(self._kept.metadata)
         if self._places is None:
-            self._places = kept.logits_indices[kept.target_logits_indices + 1]
-        made = copy.copy(kept)
+            self._places = made.logits_indices[made.target_logits_indices + 1]
         made.draft_token_ids = tokens[self._places]
         return made
 
     def keep(self, drafts: Counts, ends: Counts, metadata: SpecDecodeMetadata) -> None:
         """Keep the metadata that vLLM made for these arguments."""
-        self._kept, self._places = (drafts.copy(), ends.copy(), metadata), None
+        self._kept, self._places = optimistic_runner.KeptIndices(drafts.copy(), ends.copy(), metadata), None
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:

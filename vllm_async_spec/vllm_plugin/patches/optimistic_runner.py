@@ -48,7 +48,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
 
 @dataclass(slots=True)
-class _Indices:
+class KeptIndices:
     """The result of `_calc_spec_decode_metadata` and its arguments; later steps replace the draft tokens."""
 
     drafts: npt.NDArray[np.int32]
@@ -80,7 +80,7 @@ class OptimisticRunner(RunnerBase):
         self._always_exact: str | None = None
         self._exact: str | None = None
         self._num_drafts: npt.NDArray[np.int32] | None = None
-        self._indices: _Indices | None = None
+        self._indices: KeptIndices | None = None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> object:
         self._schedule = scheduler_output
@@ -144,7 +144,7 @@ class OptimisticRunner(RunnerBase):
             return copy.copy(self._indices.metadata)
         made = super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
         if self._progress is not None:
-            self._indices = _Indices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made)
+            self._indices = KeptIndices(num_draft_tokens.copy(), cu_num_scheduled_tokens.copy(), made)
         return made
 
     def _prepare_input_ids(
