@@ -130,6 +130,7 @@ NOT_TOLD_BY_CODE = {
     "draft-graphs": "the same",
     "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
+    "rank-agreement": "no vLLM compares its ranks",
 }
 
 

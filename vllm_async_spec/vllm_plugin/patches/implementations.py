@@ -22,6 +22,7 @@ _NAMES = (
     "mla_prefill",
     "optimistic_runner",
     "prometheus_registry",
+    "rank_agreement",
     "top_k_bound",
     "virtual_batches",
 )
