@@ -9,6 +9,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 _NAMES = (
     "async_scheduling",
     "carried_inputs",
+    "context_parallel_lengths",
     "cpu_sampling",
     "draft_graphs",
     "draft_lengths",
