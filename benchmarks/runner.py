@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
-from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
+from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, has_gpu, installed_vllm
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -100,12 +100,18 @@ class Runner:
         room = gpu_bytes()
         if room is None or not arms:
             return None
-        weights = [arm.weight_bytes for arm in arms]
-        needed = sum(weights) if self._plan.keep else min(weights)
+        if not self._plan.keep:
+            needed = min(arm.weight_bytes for arm in arms)
+            each = f"its engine has {needed / 1e9:.1f} GB of weights"
+        else:
+            needed = sum(
+                arm.weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + WORKSPACE_BYTES for arm in arms
+            )
+            each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None
-        each = f"{len(arms)} engines side by side have" if self._plan.keep else "its engine has"
-        return f"{each} {needed / 1e9:.1f} GB of weights, and the GPU has {room / 1e9:.1f} GB; run it on a larger GPU"
+        fewer = "give --only with fewer arms, or " if self._plan.keep else ""
+        return f"{each}, and the GPU has {room / 1e9:.1f} GB; {fewer}run it on a larger GPU"
 
     def _has(self, release: str) -> bool:
         return release in self._envs or release == installed_vllm()

@@ -239,17 +239,25 @@ def test_a_plan_that_does_not_exist():
         find_plan("nothing")
 
 
+def _measured_before(folder: Path) -> Path:
+    """The result of a mode-0 plan, which was measured when the plan's name did not say so."""
+    found = read_json(RESULTS / "flashinfer-8b.json")
+    found["plan"]["name"] = "flashinfer-8b-mode0"
+    path = folder / "flashinfer-8b-mode0.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
 @pytest.mark.parametrize("fresh", [[], ["--fresh"]], ids=["as it is", "fresh"])
 def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: False)
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
-    there = tmp_path / "flashinfer-8b.json"
-    there.write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
+    there = _measured_before(tmp_path)
     before = there.read_text()
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path), *fresh])
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
     assert done.output == (
-        "benchmarks: the plan flashinfer-8b can't run here: its engines need a GPU, and this machine has none; run it "
+        "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; run it "
         f"where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was measured "
         "before\n"
     )
@@ -260,8 +268,8 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
-    (tmp_path / "flashinfer-8b.json").write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
+    _measured_before(tmp_path)
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path)])
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")
     assert "ms a step" not in done.output
@@ -269,7 +277,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
 
 def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    done = CliRunner().invoke(app, ["run", "optimistic-audit-1b", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["run", "optimistic-audit-1b-mode0", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
 

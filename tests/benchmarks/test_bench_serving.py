@@ -19,7 +19,7 @@ from benchmarks import caches, facts, tables
 from benchmarks.acceptance import arrange
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.cli import app
-from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_8b, serve_tiny
+from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_tiny
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files
 from benchmarks.serving.arguments import server_arguments
@@ -31,6 +31,7 @@ from benchmarks.serving.servers import server_environment
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.serving.tokenizer import as_text, write_tokenizer
 
+SERVE_8B = find_serve_plan("serve-8b")
 MACHINE = {"device": "a device"}
 FACTS = {
     "vllm": "0.32.0",
@@ -53,12 +54,12 @@ def test_lengths_are_those_of_the_trace(tmp_path: Path) -> None:
     assert statistics.median(prompts) == pytest.approx(1020, rel=0.02)
     assert statistics.median(outputs) == pytest.approx(129, rel=0.05)
     path = tmp_path / "requests.jsonl"
-    count = write_requests(path, ServeLoad("rate", rate=50.0), 0, serve_8b(), 128_256, seconds=2.0)
+    count = write_requests(path, ServeLoad("rate", rate=50.0), 0, SERVE_8B, 128_256, seconds=2.0)
     found = rows(path)
     assert count == len(found) == 100
     assert {len(row["prompt"].split()) for row in found} <= {*prompts}
     assert {row["output_tokens"] for row in found} <= {*outputs}
-    assert max(prompts) + max(outputs) < serve_8b().arms[0].engine["max_model_len"]
+    assert max(prompts) + max(outputs) < SERVE_8B.arms[0].engine["max_model_len"]
 
 
 def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) 
 def test_prompts_share_long_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     load = ServeLoad("prefixes", concurrency=32, each_second=1.0, prefixes=2)
-    write_requests(path, load, 0, serve_8b(), 128_256, seconds=1.0)
+    write_requests(path, load, 0, SERVE_8B, 128_256, seconds=1.0)
     prefixes = {tuple(row["prompt"].split()[:1024]) for row in rows(path)}
     assert len(prefixes) == 2
     assert all(len(row["prompt"].split()) > 1024 for row in rows(path))
@@ -115,7 +116,7 @@ def test_lines_of_json_are_read_without_pandas(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     write_sample(path, 5, 1024, 16)
     found = _Rows(path_or_buf=str(path), lines=True)
-    assert found.columns == ["prompt", "output_tokens"]
+    assert found.columns == ["prompt", "output_tokens", "max_tokens"]
     assert [row.to_dict() for _, row in found.iterrows()] == rows(path)
 
 
@@ -130,7 +131,7 @@ def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tmp_path: Path) -> None:
-    arm = next(arm for arm in serve_8b().arms if arm.name == "plugin")
+    arm = next(arm for arm in SERVE_8B.arms if arm.name == "plugin")
     options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
     named = {option for option in options if option.startswith("--")}
     assert not named & {"--compilation-config", "--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs"}
@@ -170,7 +171,7 @@ def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    stock, noop, plugin, other = (arm.to_dict() for arm in serve_8b().arms)
+    stock, noop, plugin, other = (arm.to_dict() for arm in SERVE_8B.arms)
     assert caches.state(stock) == "cold"
     caches.mark(stock)
     assert [caches.state(arm) for arm in (stock, noop, plugin, other)] == ["warm", "shared", "shared", "cold"]
@@ -213,10 +214,10 @@ def test_an_unknown_plan_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match="there is no served plan 'x'; there are serve-tiny, serve-8b, "):
         find_serve_plan("x")
     assert [find_serve_plan(name).name for name in SERVE_PLANS] == [*SERVE_PLANS]
-    rates = [load.rate for load in serve_8b().loads if load.rate]
+    rates = [load.rate for load in SERVE_8B.loads if load.rate]
     assert rates == sorted(rates)
-    assert {load.concurrency for load in serve_8b().loads} >= {1, 8, 32, 128}
-    assert serve_tiny().arms[0].method == serve_8b().arms[0].method
+    assert {load.concurrency for load in SERVE_8B.loads} >= {1, 8, 32, 128}
+    assert serve_tiny().arms[0].method == SERVE_8B.arms[0].method
 
 
 def written(path: Path, speeds: dict[str, float]) -> ServeFile:

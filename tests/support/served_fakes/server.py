@@ -18,7 +18,8 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     arm = setup["arm"]
     with (FOLDER / "events").open("a") as events:
-        print("start", arm["name"], file=events)
+        agent = " with the agent" if os.environ.get("VLLM_ASYNC_SPEC_AUDIT") else ""
+        print(f"start {arm['name']}{agent}", file=events)
     fault = json.loads((FOLDER / "faults.json").read_text()).get(f"start {arm['name']}")
     with answering() as answer:
         if fault == "port":
