@@ -58,6 +58,7 @@ class Runner:
             Whether no requested turn is missing.
         """
         begun, longest = time.monotonic(), 0.0
+        self._result.begin()
         missing = self.missing(only=only, retry=retry)
         without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
         if without:
@@ -78,11 +79,11 @@ class Runner:
     def missing(self, *, only: str = "", retry: bool = False) -> list[tuple[int, Arm]]:
         """The turns that `run` would run, as (pass, arm)."""
         chosen = self._plan.named(only)
-        return [
-            (number, arm)
-            for number, arm in self._plan.order()
-            if arm in chosen and not self._result.holds(number, arm, failed=not retry)
-        ]
+        asked = [(number, arm) for number, arm in self._plan.order() if arm in chosen]
+        beside = {arm.name for arm in chosen} & {self._plan.reference, self._plan.control}
+        lacking = [turn for turn in asked if not self._result.holds(*turn, beside, failed=not retry)]
+        again = {number for number, _ in lacking}
+        return [turn for turn in asked if turn in lacking or (turn[1].name in beside and turn[0] in again)]
 
     def lacks(self, arms: Iterable[Arm]) -> str | None:
         """Why this machine can run none of these arms, with the remedy; None if it can run one."""
@@ -104,13 +105,12 @@ class Runner:
             needed = min(arm.weight_bytes for arm in arms)
             each = f"its engine has {needed / 1e9:.1f} GB of weights"
         else:
-            needed = sum(
-                arm.weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + WORKSPACE_BYTES for arm in arms
-            )
+            caches = [arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms]
+            needed = sum(arm.weight_bytes + WORKSPACE_BYTES for arm in arms) + sum(caches)
             each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None
-        fewer = "give --only with fewer arms, or " if self._plan.keep else ""
+        fewer = "give --one-by-one, or --only with fewer arms, or " if self._plan.keep else ""
         return f"{each}, and the GPU has {room / 1e9:.1f} GB; {fewer}run it on a larger GPU"
 
     def _has(self, release: str) -> bool:

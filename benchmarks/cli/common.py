@@ -25,6 +25,9 @@ Env = Annotated[
     ),
 ]
 
+OneByOne = Annotated[
+    bool, typer.Option("--one-by-one", help="End each arm's process before the next starts: for a small GPU.")
+]
 
 CACHE = Path(".cache/benchmarks")
 _PAGE = 150

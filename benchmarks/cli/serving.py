@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, fail_interrupted, find_environments, output_folder, say
+from benchmarks.cli.common import (
+    CACHE,
+    Cache,
+    Env,
+    OneByOne,
+    fail,
+    fail_interrupted,
+    find_environments,
+    output_folder,
+    say,
+)
 from benchmarks.cli.results import show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
@@ -37,9 +47,7 @@ def serve(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
     ] = 0,
-    one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="End each arm's server before the next starts: for a small GPU.")
-    ] = False,
+    one_by_one: OneByOne = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
     ] = False,

@@ -175,7 +175,7 @@ def summarise(document: Document) -> list[Row]:
             runs = {arm["name"]: _runs(document, arm["name"], load["name"], sessions) for arm in plan["arms"]}
             reference = runs[plan["reference"]]
             for arm, found in runs.items():
-                kept = {key: run for key, run in found.items() if key in reference} or found
+                kept = _beside(found, reference) or found
                 if kept:
                     row = {"machine": machine, "load": load["name"], "rate": load["rate"], "arm": arm}
                     row |= _figures([*kept.values()]) | {"host_idle": _host_idle(document, arm, load["name"], sessions)}
@@ -281,9 +281,15 @@ def _ratios(plan: Row, runs: dict[str, Runs], arm: str) -> dict[str, Row]:
         if ratio is None:
             why = "fewer than two passes have both arms"
         elif arm != plan["control"] and control is not None:
-            why = refusal(_ratio(reference, {key: run for key, run in control.items() if key in runs[arm]}, speed))
+            why = refusal(_ratio(reference, _beside(control, runs[arm]), speed))
         found[name] = {"refused": why} if why or ratio is None else asdict(ratio)
     return found
+
+
+def _beside(runs: Runs, other: Runs) -> Runs:
+    """Of `runs` those of sessions that `other` has too."""
+    sessions = {session for session, _ in other}
+    return {place: run for place, run in runs.items() if place[0] in sessions}
 
 
 def _ratio(reference: Runs, other: Runs, speed: Callable[[Row], float]) -> Interval | None:

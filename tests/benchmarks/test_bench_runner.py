@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_documents import FACTS, PLAN, measured
+from bench_documents import FACTS, PLAN, document, measured, row
 from typer.testing import CliRunner
 
 from benchmarks import child, runner
@@ -23,6 +23,7 @@ from benchmarks.plans.baseline import baseline
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
 from benchmarks.stored import read_json
+from benchmarks.summary import summarise
 
 
 class Engines:
@@ -130,10 +131,27 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monke
 
     monkeypatch.setattr(child, "start", engines.start)
     _, result = run(tmp_path)
-    assert engines.started == [arm.name for _, arm in PLAN.order()]
+    # The pass that was cut off is measured again as a whole: its turns would be compared with those of another run.
+    order = [arm.name for _, arm in PLAN.order()]
+    assert engines.started == [*order[:5], *order[3:]]
     assert [turn_without_runs(turn) for turn in result.turns[:5]] == [turn_without_runs(turn) for turn in before]
+    assert [turn.get("session", 0) for turn in result.turns] == [0] * 5 + [1] * 9
     run(tmp_path)
-    assert len(engines.started) == len(PLAN.order())  # nothing was left
+    assert len(engines.started) == len(order) + 2  # nothing was left
+
+
+def test_only_turns_of_one_session_are_compared():
+    found = document({"stock": [100, 100, 100], "noop": [100, 100, 100], "plugin": [200, 200, 200]})
+    assert row(found, "plugin")["ratio"]["pairs"] == 3
+    for turn in found["turns"]:
+        turn["session"] = {"stock": [0, 1, 1], "noop": [0, 1, 1], "plugin": [1, 1, 1]}[turn["arm"]][turn["pass"]]
+    found["summary"] = summarise(found)
+    assert row(found, "plugin")["ratio"]["pairs"] == 2  # stock's first pass is of another run
+    for turn in found["turns"]:
+        turn["session"] = 1 if turn["arm"] == "plugin" else 0
+    found["summary"] = summarise(found)
+    assert row(found, "plugin")["refused"] == "fewer than two control passes"
+    assert row(found, "plugin")["turns"] == 3  # no session has both, and what was measured is shown
 
 
 def turn_without_runs(turn: dict[str, Any]) -> dict[str, Any]:
@@ -183,7 +201,7 @@ def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_pat
     run(tmp_path)
     assert len(engines.started) == before
     _, result = run(tmp_path, retry=True)
-    assert engines.started[before:] == ["noop"] * PLAN.turns
+    assert engines.started[before:] == [arm.name for _, arm in PLAN.order()]  # each ratio has its control beside it
     assert not any("error" in turn for turn in result.turns)
 
 
@@ -257,9 +275,9 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
     assert done.output == (
-        "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; run it "
-        f"where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was measured "
-        "before\n"
+        "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; "
+        f"run it where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was "
+        "measured before\n"
     )
     assert there.read_text() == before
 
