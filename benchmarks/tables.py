@@ -5,7 +5,8 @@ A document has a table between two comments, each on a line of its own:
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`.
+NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
+between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ from typing import Any
 from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
-from benchmarks.plans import PLANS
-from benchmarks.plans.serving import SERVE_PLANS
 from benchmarks.present import Grid, grid, notes, ratio, speed
+from benchmarks.published import defaults, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
-from benchmarks.serving.results import find_served, read_served, served_files, summarise
-from benchmarks.serving.table import against_grid, serve_grid, serve_notes
-from benchmarks.starts import starts_grid
+from benchmarks.serving.results import find_served
 from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
 from benchmarks.waits.table import SHAPES, waits_tables
@@ -35,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PLACE = re.compile(
     r"(?P<begin>^<!-- results: (?P<name>\S+) -->\n)(?P<table>.*?)(?P<end>^<!-- end of results -->$)", re.M | re.S
 )
+_FIGURE = re.compile(r"(?P<begin><!-- measured: (?P<words>.+?) -->).*?(?P<end><!-- end of measured -->)")
 
 
 class TableError(ValueError):
@@ -67,7 +66,18 @@ def filled(text: str, results: Path, document: Path) -> str:
         table = _table(place["name"], results, document)
         parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
         end = place.end()
-    return "".join([*parts, text[end:]])
+    return _FIGURE.sub(lambda place: _figure(place, results, document), "".join([*parts, text[end:]]))
+
+
+def _figure(place: re.Match[str], results: Path, document: Path) -> str:
+    if place.start() == 0 or place.string[place.start() - 1] == "\n":
+        raise TableError(
+            f"{document} begins a line with {place['begin']}, and Markdown then takes it for HTML; move it"
+        )
+    try:
+        return f"{place['begin']}{in_words_of(place['words'].split(), results)}{place['end']}"
+    except (LookupError, TypeError) as error:
+        raise TableError(f"{document} asks for {place['words']!r}, which no result has: {error}") from None
 
 
 def _table(name: str, results: Path, document: Path) -> str:
@@ -77,8 +87,8 @@ def _table(name: str, results: Path, document: Path) -> str:
     path = results / f"{name}.json"
     if not exists(path):
         raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
-    if (served := find_served(path)) is not None:
-        return served_table(served, name)
+    if (from_servers := find_served(path)) is not None:
+        return served_table(from_servers, name)
     found = read_result(path)
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
 
@@ -174,72 +184,6 @@ def _flashinfer(results: Path) -> str:
     ).markdown()
 
 
-def _defaults(results: Path) -> str:
-    """Speeds at vLLM's defaults, of every result of these plans, with what the engines were, and what is missing."""
-    rows, lines, found = [], list[str](), set[str]()
-    for name in files(results, "defaults-*.json"):
-        document = read_result(name)
-        plan = document["plan"]
-        found.add(plan["name"])
-        own = {(row["load"], row["arm"]): row for row in document["summary"]}
-        others = {arm["name"] for arm in plan["arms"]}
-        beside = against(document, "FLASH_ATTN")["summary"] if "FLASH_ATTN" in others else []
-        level = {row["load"]: row for row in beside if row["arm"] == "plugin"}
-        facts = next(turn["facts"] for turn in document["turns"] if "facts" in turn)
-        arm = plan["arms"][0]
-        head = (facts["vllm"], facts["runner"], _backend_of(arm), arm["shape"], facts["hardware"]["device"])
-        for load in plan["loads"]:
-            mine = {each: own.get((load["name"], each)) for each in ("stock", "noop", "plugin")}
-            if any(mine.values()):
-                speeds = [speed(row) if row else "-" for row in mine.values()]
-                compared = (mine["noop"], mine["plugin"], level.get(load["name"]))
-                ratios = [ratio(row) if row else "-" for row in compared]
-                turns = mine["plugin"]["turns"] if mine["plugin"] else 0
-                rows.append((*head, str(arm["draft_tokens"]), load["name"], *speeds, *ratios, str(turns)))
-        lines += [f"{name.stem}: {note}" for note in notes(document) if "kept one process" not in note]
-    missing = [name for name in PLANS if name.startswith("defaults-") and name not in found]
-    if missing:
-        lines.append(f"Not measured yet: {', '.join(missing)}.")
-    head = ("vLLM", "runner", "backend", "shape", "device", "drafts", "load", "stock", "noop", "plugin")
-    head += ("noop, stock = 1", "plugin, stock = 1", "plugin, FLASH_ATTN = 1", "turns")
-    return "\n".join([Grid(head, rows).markdown(), *(f"- {line}" for line in lines), ""])
-
-
-def _backend_of(arm: dict[str, Any]) -> str:
-    engine = arm["engine"]
-    return str(engine.get("attention_backend") or engine.get("attention_config", {}).get("backend"))
-
-
-def _served(results: Path) -> str:
-    """Every result of a served plan: a section with its figure, its table and its notes."""
-    parts, found = [], set[str]()
-    for path in served_files(results):
-        document = read_served(path)
-        plan = document["plan"]
-        if any(not arm["shape"].startswith("tiny") for arm in plan["arms"]):
-            found.add(plan["name"])
-            parts.append(f"## {path.stem}\n\nOf {plan['about']}.\n\n{served_table(document, path.stem)}")
-    missing = [name for name in SERVE_PLANS if name not in found and name != "serve-tiny"]
-    return "\n".join([*parts, *([f"Not measured yet: {', '.join(missing)}.\n"] if missing else [])])
-
-
-def served_table(document: dict[str, Any], name: str) -> str:
-    """The figure of a served result, if it has two request rates, its tables and its notes, as Markdown."""
-    rates = {row["rate"] for row in summarise(document)} - {None}
-    arms = {run["arm"] for run in document["measured"]}
-    parts = [f"![TPOT against the request rate](assets/results/{name}.svg)\n"] * (len(rates) > 1)
-    parts.append(serve_grid(document).markdown())
-    if {"plugin", "FLASH_ATTN"} <= arms:
-        parts.append(against_grid(document, "plugin", "FLASH_ATTN").markdown())
-    return "\n".join([*parts, *(f"{note}\n" for note in serve_notes(document))])
-
-
-def _starts(results: Path) -> str:
-    found = {path.stem: read_result(path) for path in files(results, "defaults-*.json")}
-    found |= {path.stem: read_served(path) for path in served_files(results)}
-    return starts_grid(found).markdown()
-
-
 def _kernels_of(path: Path) -> Any:
     """A result of `python -m benchmarks kernels`, with every second batch size."""
     found = read_json(path)
@@ -308,7 +252,7 @@ def _features(results: Path) -> str:
 
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "batching": _batching,
-    "defaults": _defaults,
+    "defaults": defaults,
     "demo": _demo,
     "features": _features,
     "flashinfer": _flashinfer,
@@ -319,9 +263,9 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "kernels": _kernels,
     "kernels-by-rows": _kernels_by_rows,
     "plan-time": _plan_time,
-    "served": _served,
+    "served": served,
     "soak": _soak,
-    "starts": _starts,
+    "starts": starts,
     "step-time": _step_time,
     **{f"feature-waits-{shape}": partial(waits_tables, shape=shape) for shape in SHAPES},
 }

@@ -10,11 +10,7 @@ from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
 from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE
 
-DRAFT_TOKENS = (3, 1, 5, 7)
-"""Numbers of draft tokens with a plan of their own; the first is that of the plan without a suffix."""
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
-_FEWER_LOADS = ("decode-1", "decode-32", "decode-128")
-_CONTEXTS = ("context-1k", "context-8k", "context-32k")
 _CACHE = {
     "8b": BESIDE_OTHERS | {"kv_cache_memory_bytes": 5 << 30},
     "8b-context": BESIDE_OTHERS | {"kv_cache_memory_bytes": 9 << 30},
@@ -56,14 +52,19 @@ PUBLISHED = (
 )
 
 
+VARIANTS = {
+    "": (_LOADS, 3),
+    **{f"-K{number}": (("decode-1", "decode-32", "decode-128"), number) for number in (1, 5, 7)},
+    "-context": (("context-1k", "context-8k", "context-32k"), 3),
+}
+"""Loads and draft tokens of the plans of each, by the end of their names."""
+
+
 def defaults() -> Iterator[Plan]:
     """For each of `PUBLISHED`: batches and mixed load; the same by number of draft tokens; and by length of context."""
     for which in PUBLISHED:
-        first, *others = DRAFT_TOKENS
-        yield _defaults(which, "", _LOADS, first)
-        for number in others:
-            yield _defaults(which, f"-K{number}", _FEWER_LOADS, number)
-        yield _defaults(which, "-context", _CONTEXTS, first)
+        for suffix, (loads, draft_tokens) in VARIANTS.items():
+            yield _defaults(which, suffix, loads, draft_tokens)
 
 
 def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_tokens: int) -> Plan:

@@ -53,6 +53,7 @@ def _served(which: Published) -> ServePlan:
         ),
         loads=_LOADS,
         goodput=_GOODPUT,
+        audited=("closed-1", "closed-32"),
     )
 
 
@@ -83,6 +84,7 @@ def serve_tiny() -> ServePlan:
         scale=16,
         output_scale=4,
         goodput={"ttft": 200.0, "tpot": 20.0},
+        audited=("closed-8",),
     )
 
 

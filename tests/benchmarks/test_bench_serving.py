@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -15,7 +16,7 @@ from served import PLAN
 from served_results import raw_result
 from typer.testing import CliRunner
 
-from benchmarks import caches, facts, tables
+from benchmarks import caches, facts, published, tables
 from benchmarks.acceptance import arrange
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.cli import app
@@ -28,7 +29,7 @@ from benchmarks.serving.plan import ServeLoad, ServePlan, Step
 from benchmarks.serving.requests import trace, write_requests, write_sample
 from benchmarks.serving.results import ServeFile, served_files
 from benchmarks.serving.servers import server_environment
-from benchmarks.serving.table import serve_grid, serve_notes
+from benchmarks.serving.table import against_grid, serve_grid, serve_notes
 from benchmarks.serving.tokenizer import as_text, write_tokenizer
 
 SERVE_8B = find_serve_plan("serve-8b")
@@ -220,17 +221,20 @@ def test_an_unknown_plan_is_refused_with_those_that_there_are() -> None:
     assert serve_tiny().arms[0].method == SERVE_8B.arms[0].method
 
 
-def written(path: Path, speeds: dict[str, float]) -> ServeFile:
+ARMS = (*PLAN.arms, Arm("FLASH_ATTN", "tiny"))
+
+
+def written(path: Path, speeds: dict[str, float], plan: ServePlan = PLAN) -> ServeFile:
     """A result in which each arm has the same speed in all loads and passes."""
-    file = ServeFile(path, PLAN)
+    file = ServeFile(path, plan)
     file.begin("a command")
-    for arm in PLAN.arms:
+    for arm in plan.arms:
         file.started(arm.name, {"seconds": 42.4, "caches": "warm", "beside": 3}, FACTS)
-        counts = {} if arm.name == PLAN.reference else {"different": 0}
+        counts = {} if arm.name == plan.reference else {"different": 0}
         samples: dict[str, Any] = {kind: {"requests": 8, "tokens": 80} | counts for kind in ("greedy", "seeded")}
         samples["seeded"]["unlike_greedy"] = 7
         file.compared(Step(arm), samples)
-        for load in PLAN.loads:
+        for load in plan.loads:
             for number in (0, 1):
                 run = digest(raw_result(4, speeds[arm.name] * (1 + number / 10)))
                 file.measured(Step(arm, load, number), run)
@@ -278,6 +282,21 @@ def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
     assert tables.rewrite([page], tmp_path) == {}
     page.write_text(page.read_text().replace("14 / 26 / 28", "13 / 26 / 28"))
     assert page in tables.rewrite([page], tmp_path)
+
+
+def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, name="serve-8b", arms=tuple(dataclasses.replace(arm, shape="8b") for arm in ARMS))
+    speeds = {"stock": 1.0, "noop": 1.0, "plugin": 2.0, "FLASH_ATTN": 1.6}
+    written(tmp_path / "serve-8b.json", speeds, plan)
+    written(tmp_path / "serve-8b-h100.json", speeds, plan)
+    written(tmp_path / "serve-tiny.json", speeds)  # a CPU's
+    page = published.served(tmp_path)
+    assert [line for line in page.splitlines() if line.startswith("#")] == ["## 8b-h100", "## 8b"]
+    assert "![TPOT against the request rate](assets/results/serve-8b-h100.svg)" in page
+    assert "| rate-2 | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 2 |" in page
+    assert "Not measured yet: 1b, 8b-0.26.0-V2, " in page
+    noisy = written(tmp_path / "noisy.json", speeds | {"noop": 1.5}, plan)
+    assert [*against_grid(noisy.document, "plugin", "FLASH_ATTN").rows[0]] == ["rate-2", "-", "-", "-", "2"]
 
 
 def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
