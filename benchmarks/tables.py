@@ -71,9 +71,7 @@ def filled(text: str, results: Path, document: Path) -> str:
 
 def _figure(place: re.Match[str], results: Path, document: Path) -> str:
     if place.start() == 0 or place.string[place.start() - 1] == "\n":
-        raise TableError(
-            f"{document} begins a line with {place['begin']}, and Markdown then takes it for HTML; move it"
-        )
+        raise TableError(f"{document} begins a line with {place['begin']}, which Markdown takes for HTML; move it")
     try:
         return f"{place['begin']}{in_words_of(place['words'].split(), results)}{place['end']}"
     except (LookupError, TypeError) as error:

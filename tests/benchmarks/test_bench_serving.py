@@ -274,9 +274,9 @@ def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path) -> Non
 
 
 def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
-    written(tmp_path / "served.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    written(tmp_path / "serve-tiny.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
     page = tmp_path / "page.md"
-    page.write_text("<!-- results: served -->\n\n<!-- end of results -->\n")
+    page.write_text("<!-- results: serve-tiny -->\n\n<!-- end of results -->\n")
     page.write_text(tables.rewrite([page], tmp_path)[page])
     assert "| rate-2 | plugin | 14 / 26 / 28 |" in page.read_text()
     assert tables.rewrite([page], tmp_path) == {}

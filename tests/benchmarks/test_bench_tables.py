@@ -69,9 +69,9 @@ def test_a_result_that_is_not_there_is_named(tmp_path: Path):
 
 
 def test_a_figure_in_a_sentence_is_stale_when_its_result_changes(written: Path):
-    place = "before <!-- measured: ratios made-up plugin decode-* -->1.0<!-- end of measured --> after"
+    place = "before <!-- measured: ratios made-up plugin decode-* -->0.9<!-- end of measured --> after"
     written.write_text(place + "\n")
-    assert rewrite([written], written.parent) == {written: place.replace(">1.0<", ">1.1<") + "\n"}
+    assert rewrite([written], written.parent) == {written: place.replace(">0.9<", ">1.0<") + "\n"}
     (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [121] * 4})))
     assert ">1.2<" in rewrite([written], written.parent)[written]
 
