@@ -21,8 +21,11 @@ def starts_of(document: Mapping[str, Any]) -> list[Row]:
     if "served" in document:
         return starts(dict(document))
     facts = [(turn["arm"], turn["facts"]) for turn in document["turns"] if "facts" in turn]
-    found = {(arm, each["start_seconds"]): each["caches"] for arm, each in facts if each.get("caches")}
-    return [{"arm": arm, "seconds": took, "caches": state, "beside": 1} for (arm, took), state in found.items()]
+    found = {(arm, each["start_seconds"]): each for arm, each in facts if each.get("caches")}
+    return [
+        {"arm": arm, "seconds": took, "caches": each["caches"], "beside": each.get("beside", 1)}
+        for (arm, took), each in found.items()
+    ]
 
 
 def starts_grid(documents: Mapping[str, Mapping[str, Any]]) -> Grid:

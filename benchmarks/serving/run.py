@@ -141,7 +141,9 @@ class ServeRunner:
                 self._result.started(arm.name, None if audit else server.started, server.facts)
                 with self._failing(failed, server):
                     self._sample(processes, server, "warm-up", _WARM_UP, _WARM_UP_OUTPUT)
-            if arm.name in failed:
+            if arm.name in failed and time.monotonic() >= self._until:
+                self._report(f"{arm.name}: its server was not ready within the budget")
+            elif arm.name in failed:
                 first = next(step for step in missing if step.arm.name == arm.name)
                 self._lost(processes, first, failed[arm.name])
                 self._report(f"{arm.name}: {failed[arm.name]}")

@@ -102,12 +102,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         """
         for arm in arms:
             self._begin_client(arm.release)
-        first: dict[str, Arm] = {}
-        for arm in arms:
-            if caches.state(arm.to_dict()) == "cold":
-                first.setdefault(caches.same_code(arm.to_dict()), arm)
         failed: dict[str, str] = {}
-        for together in ([*first.values()], [arm for arm in arms if arm not in first.values()]):
+        for together in caches.waves(arms):
             begun = [self._begin(arm, len(together), audit=audit) for arm in together]
             for arm, process, port, tokenizer, started, stack in begun:
                 try:
@@ -191,13 +187,10 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
 
 
 def server_environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
-    """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts.
-
-    The place of vLLM's cache is the caller's, so that a machine can bring compiled kernels along.
-    """
+    """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts."""
     found = child.environment(arm, inherited, audit=audit) | {"VLLM_SERVER_DEV_MODE": "1"}
     del found["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    return found | {name: inherited[name] for name in (caches.CACHE_ROOT,) if name in inherited}
+    return found
 
 
 def _ends(process: subprocess.Popen[str], seconds: float) -> bool:

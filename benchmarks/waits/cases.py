@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         Case("churn", "plain decoding, requests come and go", load=CHURN, reference=None),
         Case("prefix-caching", "the same, prompts share 48 tokens", load=CHURN, reference="churn", prefix=True),
         Case("lora-1", "the same, all requests for one LoRA adapter", "lora", CHURN, "churn", adapters=1),
-        Case("lora-8", "the same, requests for 8 LoRA adapters, of which 4 fit on the GPU", "lora", CHURN, "churn", adapters=8),
+        Case("lora-8", "the same, requests for 8 LoRA adapters, 4 at once", "lora", CHURN, "churn", adapters=8),
         Case("kv-offloading", "the same, keys and values offloaded to the host", "kv-offloading", CHURN, "churn"),
         Case("eagle", "drafts of an EAGLE head", "eagle"),
         Case("eagle3", "drafts of an EAGLE-3 head", "eagle3"),

@@ -34,10 +34,12 @@ class Engines:
         self.asked: list[tuple[str, str]] = []
         self.envs: list[Path | None] = []
         self.fails: set[str] = set()
+        self.limits: list[float] = []
 
     @contextlib.contextmanager
-    def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, **_: Any) -> Iterator[Any]:
+    def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, limit_s: float, **_: Any) -> Iterator[Any]:
         self.started.append(arm.name)
+        self.limits.append(limit_s)
         self.envs.append(env)
         yield _Engine(self, arm)
 
@@ -48,6 +50,7 @@ class _Engine:
     arm: Arm
 
     def wait_until_ready(self) -> None:
+        self.engines.asked.append((self.arm.name, "ready"))
         if self.arm.name in self.engines.fails:
             raise ChildError(f"the engine of {self.arm.name!r} failed: out of luck")
 
@@ -113,6 +116,23 @@ def test_kept_engines_are_started_once(engines, tmp_path):
     run(tmp_path, dataclasses.replace(PLAN, keep=True))
     assert engines.started == ["plugin", "noop", "stock"]
     assert engines.asked.count(("stock", "describe")) == PLAN.turns
+    assert engines.asked[:3] == [(name, "ready") for name in ("plugin", "noop", "stock")]  # all, before one is timed
+
+
+def test_kept_engines_with_the_same_code_to_compile_start_after_one_has(engines, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "empty"))
+    _, result = run(tmp_path, dataclasses.replace(PLAN, keep=True))
+    assert engines.asked[0] == ("plugin", "ready")
+    assert {turn["arm"]: turn["facts"]["beside"] for turn in result.turns} == {"plugin": 1, "noop": 2, "stock": 2}
+
+
+def test_a_kept_engine_that_fails_is_not_started_for_each_turn(engines, tmp_path):
+    engines.fails = {"noop"}
+    _, result = run(tmp_path, dataclasses.replace(PLAN, keep=True))
+    assert engines.started.count("noop") == 1
+    errors = [turn["error"] for turn in result.turns if turn["arm"] == "noop"]
+    assert errors == ["the engine of 'noop' failed: out of luck"] * PLAN.turns
+    assert sum("loads" in turn for turn in result.turns) == 2 * PLAN.turns
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monkeypatch):
@@ -175,6 +195,16 @@ def test_a_budget_ends_between_turns(engines, tmp_path, monkeypatch):
     assert not done
     assert 1 < len(result.turns) < len(PLAN.order())
     assert run(tmp_path, budget=100_000)[0]
+
+
+def test_an_engine_that_the_budget_cuts_off_has_not_failed(engines, tmp_path, monkeypatch):
+    engines.fails = {"noop"}
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
+    done, result = run(tmp_path, budget=50)
+    assert not done
+    assert [turn["arm"] for turn in result.turns] == ["plugin"]
+    assert engines.limits[0] < 50
 
 
 def test_more_turns_add_to_what_is_there(engines, tmp_path):

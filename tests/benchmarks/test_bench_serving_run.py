@@ -142,6 +142,17 @@ def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatc
     assert lines[-1] == "steps left: 12; run the same command again for them"
 
 
+def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_DRAIN_S", 0.0)
+    monkeypatch.setattr(servers, "_START_S", 0.05)
+    fakes.fail({"start stock": "slow"})
+    done, result, lines = fakes.run(budget=0.01)
+    assert not done
+    assert lines[0] == "stock: its server was not ready within the budget"
+    assert lines[-1].startswith("steps left: ")
+    assert result.document["failures"] == []
+
+
 def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: Fakes) -> None:
     fakes.fail({"rate-4-1 plugin": "kill"})
     done, result, lines = fakes.run()

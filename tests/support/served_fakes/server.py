@@ -25,6 +25,8 @@ def main() -> None:
         if fault == "port":
             print("OSError: [Errno 98] error while attempting to bind on address", file=sys.stderr)
             sys.exit(1)
+        if fault == "slow":
+            time.sleep(60)
         (FOLDER / str(setup["port"])).write_text(f"{arm['name']} {os.getpid()}")
         answer({"ready": True, "seconds": 1.5})
         state = "on" if fault == "state" else STATES[arm["plugin"]]
