@@ -11,7 +11,7 @@ RESULT and LOAD may end in `*`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from benchmarks.plans.defaults import PUBLISHED, VARIANTS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
 from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
-from benchmarks.serving.table import against_grid, serve_grid, serve_notes
+from benchmarks.serving.table import against_grid, compared, serve_grid, serve_notes
 from benchmarks.starts import starts_grid
 from benchmarks.stored import files
-from benchmarks.summary import against
+from benchmarks.summary import Row, against
 
 _HEAD = ("vLLM", "runner", "backend", "shape", "device", "drafts", "load", "stock", "noop", "plugin")
 _RATIOS = ("noop, stock = 1", "plugin, stock = 1", "plugin, FLASH_ATTN = 1", "turns")
@@ -33,11 +33,15 @@ _SERVED = "serve-"
 def defaults(results: Path) -> str:
     """Speeds at vLLM's defaults, of every result of these plans, with what the engines were, and what is missing."""
     rows, lines, found = list[Sequence[str]](), list[str](), set[str]()
+    cells: dict[str, dict[str, Row | None]] = {"stock": {}, "FLASH_ATTN": {}}
     for path in files(results, "defaults-*.json"):
         document = read_result(path)
         found.add(document["plan"]["name"])
         rows += _speeds(document)
         lines += [f"{path.stem}: {note}" for note in notes(document)]
+        for other, mine in cells.items():
+            mine |= {f"{path.stem} {load}": row.get("ratio") for load, row in _plugin(document, other).items()}
+    lines += [_behind(other, mine) for other, mine in cells.items()]
     missing = []
     for which in PUBLISHED:
         lacking = [suffix for suffix in VARIANTS if f"defaults-{which.name}{suffix}" not in found]
@@ -52,9 +56,7 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
     """A row for each load that was measured."""
     plan = document["plan"]
     own = {(row["load"], row["arm"]): row for row in document["summary"]}
-    beside = any(arm["name"] == "FLASH_ATTN" for arm in plan["arms"])
-    level = against(document, "FLASH_ATTN")["summary"] if beside else []
-    equals = {row["load"]: row for row in level if row["arm"] == "plugin"}
+    equals = _plugin(document, "FLASH_ATTN")
     facts = next((turn["facts"] for turn in document["turns"] if "facts" in turn), None)
     rows: list[Sequence[str]] = []
     for load in (each["name"] for each in plan["loads"]):
@@ -68,6 +70,19 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
             turns = str(max(row["turns"] for row in arms if row))
             rows.append((*head, str(first["draft_tokens"]), load, *speeds, *ratios, turns))
     return rows
+
+
+def _plugin(document: dict[str, Any], other: str) -> dict[str, Row]:
+    """The plugin's rows by load, compared with `other`; none if the result has no such arm."""
+    if all(arm["name"] != other for arm in document["plan"]["arms"]):
+        return {}
+    return {row["load"]: row for row in against(document, other)["summary"] if row["arm"] == "plugin"}
+
+
+def _behind(other: str, cells: Mapping[str, Row | None]) -> str:
+    """A sentence that names the cells whose ratio is below one with its whole interval."""
+    slower = [name for name, found in cells.items() if found and found.get("high", 1) < 1]
+    return f"The plugin is slower than {other} by more than noise in: {', '.join(slower) or 'no cell'}."
 
 
 def served(results: Path) -> str:
@@ -90,9 +105,15 @@ def served_table(document: dict[str, Any], name: str) -> str:
     arms = {run["arm"] for run in document["measured"]}
     parts = [f"![TPOT against the request rate](assets/results/{name}.svg)\n"] * (len(rates) > 1)
     parts.append(serve_grid(document).markdown())
+    lines = serve_notes(document)
     if {"plugin", "FLASH_ATTN"} <= arms:
         parts.append(against_grid(document, "plugin", "FLASH_ATTN").markdown())
-    return "\n".join([*parts, *(f"- {note}" for note in serve_notes(document)), ""])
+    for other in ("stock", "FLASH_ATTN"):
+        if {"plugin", other} <= arms:
+            rows = compared(document, "plugin", other)
+            cells = {f"{row['load']} ({name})": found for row in rows for name, found in row["ratios"].items()}
+            lines.append(_behind(other, cells))
+    return "\n".join([*parts, *(f"- {note}" for note in lines), ""])
 
 
 def starts(results: Path) -> str:

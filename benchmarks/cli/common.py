@@ -89,9 +89,12 @@ def find_environments(given: list[str] | None, needed: str | None = None) -> dic
     return environments
 
 
-def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:
+def tell(
+    found: Mapping[str, Any], table: Table | None, remarks: Iterable[str] = (), json_file: Path | None = None
+) -> None:
     """Print a result, and write it to `json_file`, if given."""
-    console.print(table)
+    if table is not None:
+        console.print(table)
     for remark in remarks:
         typer.echo(remark)
     write_json(found, json_file)

@@ -31,6 +31,7 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
+from benchmarks.serving.results import against as served_against
 from benchmarks.serving.results import find_served, served_files
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
@@ -105,7 +106,8 @@ def show(
     for path in files or [*result_files(), *served_files()]:
         found = _read(path)
         if "served" in found:
-            show_served(found)
+            with failing(PlanError):
+                show_served(served_against(found, to) if to else found)
             continue
         with failing(PlanError):
             _show(against(found, to) if to else found)
@@ -181,7 +183,7 @@ def show_served(document: dict[str, Any]) -> None:
     table = Table(*found.head, title=document["plan"]["about"])
     for row in found.rows:
         table.add_row(*map(escape, row))
-    tell(document, table, serve_notes(document))
+    tell(document, table if found.rows else None, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:

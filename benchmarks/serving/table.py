@@ -32,28 +32,34 @@ def serve_grid(document: Document) -> Grid:
     return Grid(head, [[*[str(row["machine"] + 1)] * several, *_row(row, audited=audited)] for row in rows])
 
 
-def against_grid(document: Document, arm: str, other: str) -> Grid:
-    """Speeds of one arm, another being 1, by machine and load; a ratio that noise forbids to stock's is left out too.
+def compared(document: Document, arm: str, other: str) -> list[Row]:
+    """An arm's rows, compared with `other`; a ratio that noise forbids to the plan's reference has no value either.
 
     Raises:
         PlanError: the document has no arm `other`.
     """
-    places = {place(row): row["ratios"] for row in summarise(document) if row["arm"] == arm}
-    rows = []
-    for row in summarise(against(document, other)):
-        if row["arm"] == arm:
-            own = places.get(place(row), {})
-            kept = [None if "refused" in own.get(name, {}) else row["ratios"].get(name) for name in SPEEDS]
-            rows.append([str(row["machine"] + 1), row["load"], *map(_ratio, kept), str(row["n"])])
-    head = ["machine", "load", *(f"{arm} by {name}, {other} = 1" for name in SPEEDS), "n"]
-    if len(machines(document)) > 1:
-        return Grid(head, rows)
-    return Grid(head[1:], [row[1:] for row in rows])
+    own = {(row["machine"], row["load"]): row["ratios"] for row in summarise(document) if row["arm"] == arm}
+    rows = [row for row in summarise(against(document, other)) if row["arm"] == arm]
+    for row in rows:
+        forbidden = own.get((row["machine"], row["load"]), {})
+        row["ratios"] |= {name: found for name, found in forbidden.items() if "refused" in found}
+    return rows
 
 
-def place(row: Row) -> tuple[int, str]:
-    """Machine and load of a row."""
-    return row["machine"], row["load"]
+def against_grid(document: Document, arm: str, other: str) -> Grid:
+    """Speeds of one arm, another being 1, by machine and load. Raises what `compared` raises."""
+    several = len(machines(document)) > 1
+    head = [*["machine"] * several, "load", *(f"{arm} by {name}, {other} = 1" for name in SPEEDS), "n"]
+    rows = [
+        [
+            *[str(row["machine"] + 1)] * several,
+            row["load"],
+            *(_ratio(row["ratios"].get(name)) for name in SPEEDS),
+            str(row["n"]),
+        ]
+        for row in compared(document, arm, other)
+    ]
+    return Grid(head, rows)
 
 
 def serve_notes(document: Document) -> list[str]:

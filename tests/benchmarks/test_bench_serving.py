@@ -295,6 +295,12 @@ def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> No
     assert "![TPOT against the request rate](assets/results/serve-8b-h100.svg)" in page
     assert "| rate-2 | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 2 |" in page
     assert "Not measured yet: 1b, 8b-0.26.0-V2, " in page
+    assert page.count("The plugin is slower than FLASH_ATTN by more than noise in: no cell.") == 2
+    slow = written(tmp_path / "slow.json", speeds | {"FLASH_ATTN": 2.5}, plan)
+    assert (
+        "slower than FLASH_ATTN by more than noise in: rate-2 (TPOT p50), rate-2 (TPOT p99)"
+        in published.served_table(slow.document, "slow")
+    )
     noisy = written(tmp_path / "noisy.json", speeds | {"noop": 1.5}, plan)
     assert [*against_grid(noisy.document, "plugin", "FLASH_ATTN").rows[0]] == ["rate-2", "-", "-", "-", "2"]
 
@@ -305,6 +311,11 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["show", str(path)])
     assert shown.exit_code == 0
     assert "Latencies that nobody measured" in shown.stdout
+    shown = CliRunner().invoke(app, ["show", str(path), "--against", "plugin"])
+    assert "plugin =" in shown.stdout
+    refused = CliRunner().invoke(app, ["show", str(path), "--against", "none"])
+    assert refused.exit_code == 1
+    assert "made-up has no arm 'none'; it has stock, noop, plugin" in refused.stderr
     assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
     assert path.with_suffix(".svg").stat().st_size > 5000
     assert served_files(tmp_path) == [path]

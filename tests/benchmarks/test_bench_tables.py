@@ -114,6 +114,11 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
         "2.000 (2.000-2.000) | 1.250 (1.250-1.250) | 4 |"
     )
     assert rows[0].endswith("| - | 10.00 (10.00-10.00) ms | - | - | - | - | 1 |")
+    assert "The plugin is slower than stock by more than noise in: no cell." in table
+    slow = document(speeds | {"FLASH_ATTN": [250.0] * 4}, plan, facts)
+    (tmp_path / "defaults-8b-K5.json").write_text(json.dumps(slow))
+    behind = ", ".join(f"defaults-8b-K5 decode-{batch}" for batch in (1, 32, 128))
+    assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.defaults(tmp_path)
     assert "Not measured yet: 8b (main, K1, K7, context); 1b (all); " in table
 
 
