@@ -74,7 +74,8 @@ def _figures(found: list[dict[str, Any]]) -> Row:
     row: Row = {"turns": len(found), "runs": sum(turn["n"] for turn in found)}
     for name in SPREADS:
         values = [turn[name] for turn in found]
-        spread = values if len(values) > 1 else [run[name] for run in found[0]["runs"]]
+        spread = [run[name] for run in found[0].get("runs", ())] if len(values) == 1 else values
+        spread = spread or values  # other turns of the arm, which are of another session, took the place of its runs
         row[name] = {"median": statistics.median(values), "low": min(spread), "high": max(spread)}
     row["acceptance_length"] = statistics.fmean(turn["acceptance_length"] for turn in found)
     return row

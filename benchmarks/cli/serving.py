@@ -47,6 +47,7 @@ def serve(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
     ] = 0,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit servers at the end.")] = True,
     one_by_one: OneByOne = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
@@ -61,7 +62,7 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_serve_plan(plan), turns, seconds, one_by_one)
+        chosen = _adjusted(find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ServeFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -86,6 +87,11 @@ def serve(
     raise typer.Exit(0 if done and not result.document["failures"] else 1)
 
 
-def _adjusted(plan: ServePlan, turns: int, seconds: float, one_by_one: bool) -> ServePlan:
-    keep = plan.keep and not one_by_one
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, keep=keep)
+def _adjusted(plan: ServePlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> ServePlan:
+    return dataclasses.replace(
+        plan,
+        turns=turns or plan.turns,
+        seconds=seconds or plan.seconds,
+        audited=plan.audited if audit else (),
+        keep=plan.keep and not one_by_one,
+    )

@@ -189,6 +189,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
 def server_environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
     """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts."""
     found = child.environment(arm, inherited, audit=audit) | {"VLLM_SERVER_DEV_MODE": "1"}
+    found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # the client keeps connections too, and may not meet a closing one
     del found["VLLM_ENABLE_V1_MULTIPROCESSING"]
     return found
 

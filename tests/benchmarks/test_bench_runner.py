@@ -201,10 +201,27 @@ def test_an_engine_that_the_budget_cuts_off_has_not_failed(engines, tmp_path, mo
     engines.fails = {"noop"}
     clock = iter(range(0, 100_000, 10))
     monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
-    done, result = run(tmp_path, budget=50)
+    done, result = run(tmp_path, budget=100)
     assert not done
+    assert engines.started == ["plugin", "noop"]
     assert [turn["arm"] for turn in result.turns] == ["plugin"]
-    assert engines.limits[0] < 50
+    assert engines.limits[1] < engines.limits[0] < 100
+
+
+def test_a_turn_whose_pass_lost_its_reference_is_measured_again(engines, tmp_path, monkeypatch):
+    whole = Engines.start
+
+    def broken_off(self: Engines, arm: Arm, *rest: Any, **more: Any) -> Any:
+        if len(self.started) == 2:
+            raise KeyboardInterrupt
+        return whole(self, arm, *rest, **more)
+
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    monkeypatch.setattr(child, "start", engines.start)
+    run(tmp_path)
+    assert engines.started[:5] == ["plugin", "noop", "plugin", "noop", "stock"]
 
 
 def test_more_turns_add_to_what_is_there(engines, tmp_path):

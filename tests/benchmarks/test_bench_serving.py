@@ -152,6 +152,7 @@ def test_a_server_has_processes_of_its_own_and_the_callers_cache() -> None:
     arm = Arm("an arm", "tiny", plugin=Plugin.NOOP, runner="V1")
     found = server_environment(arm, {"VLLM_CACHE_ROOT": "/cache", "VLLM_ATTENTION_BACKEND": "X", "HOME": "/home"})
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found
+    assert int(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 60  # seconds for which the client keeps a connection
     assert "VLLM_ATTENTION_BACKEND" not in found
     assert (found["VLLM_CACHE_ROOT"], found["VLLM_ASYNC_SPEC"], found["VLLM_SERVER_DEV_MODE"]) == ("/cache", "off", "1")
 

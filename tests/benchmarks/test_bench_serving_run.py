@@ -142,6 +142,17 @@ def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatc
     assert lines[-1] == "steps left: 12; run the same command again for them"
 
 
+@pytest.mark.parametrize("at", ["rate-2-1 noop", "rate-2-1 stock"])
+def test_an_arm_whose_pass_lost_its_reference_is_measured_again(fakes: Fakes, at: str) -> None:
+    fakes.fail({at: "interrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        fakes.run(loads="rate-2")
+    fakes.fail({})
+    earlier = len(fakes.loads)
+    assert fakes.run(loads="rate-2")[0]
+    assert fakes.loads[earlier:] == [f"rate-2-1 {arm}" for arm in BACKWARDS]
+
+
 def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_DRAIN_S", 0.0)
     monkeypatch.setattr(servers, "_START_S", 0.05)
@@ -303,6 +314,15 @@ def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeyp
 def test_an_unknown_arm_or_load_is_refused(fakes: Fakes, options: dict[str, str], sentence: str) -> None:
     with pytest.raises(PlanError, match=re.escape(sentence)):
         fakes.run(**options)
+
+
+def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run.ServeRunner, "run", lambda self, **_: not asked.append(self._plan.audited))
+    for option in ("--audit", "--no-audit"):
+        arguments = ["serve", "serve-tiny", "--out", str(tmp_path), "--cache", str(tmp_path), option]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert asked == [("closed-8",), ()]
 
 
 def test_another_plans_file_is_refused(tmp_path: Path) -> None:
