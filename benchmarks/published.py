@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks.starts import starts_grid
 from benchmarks.stored import files
 from benchmarks.summary import Row, against
 
-_HEAD = ("vLLM", "runner", "backend", "shape", "device", "drafts", "load", "stock", "noop", "plugin")
+_HEAD = ("vLLM, runner, backend, shape, device", "load, draft tokens", "stock", "noop", "plugin")
 _RATIOS = ("noop, stock = 1", "plugin, stock = 1", "plugin, FLASH_ATTN = 1", "turns")
 _SERVED = "serve-"
 
@@ -64,11 +65,12 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
         if facts is not None and any(arms):
             first, engine = plan["arms"][0], plan["arms"][0]["engine"]
             backend = engine.get("attention_backend") or engine["attention_config"]["backend"]
-            head = (facts["vllm"], facts["runner"], backend, first["shape"], facts["hardware"]["device"])
+            device = facts["hardware"]["device"].removeprefix("NVIDIA ")
+            head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {device}"
             ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
             speeds = [speed(row) if row else "-" for row in arms]
             turns = str(max(row["turns"] for row in arms if row))
-            rows.append((*head, str(first["draft_tokens"]), load, *speeds, *ratios, turns))
+            rows.append((head, f"{load}, {first['draft_tokens']}", *speeds, *ratios, turns))
     return rows
 
 
@@ -104,7 +106,7 @@ def served_table(document: dict[str, Any], name: str) -> str:
     rates = {row["rate"] for row in summarise(document)} - {None}
     arms = {run["arm"] for run in document["measured"]}
     parts = [f"![TPOT against the request rate](assets/results/{name}.svg)\n"] * (len(rates) > 1)
-    parts.append(serve_grid(document).markdown())
+    parts += [each.markdown() for each in _halves(serve_grid(document))]
     lines = serve_notes(document)
     if {"plugin", "FLASH_ATTN"} <= arms:
         parts.append(against_grid(document, "plugin", "FLASH_ATTN").markdown())
@@ -114,6 +116,17 @@ def served_table(document: dict[str, Any], name: str) -> str:
             cells = {f"{row['load']} ({name})": found for row in rows for name, found in row["ratios"].items()}
             lines.append(_behind(other, cells))
     return "\n".join([*parts, *(f"- {note}" for note in lines), ""])
+
+
+def _halves(whole: Grid) -> list[Grid]:
+    """A table as two that fit on a page: its latencies, and all else."""
+    both = {"machine", "load", "arm", "n"}
+    latencies = [name in both or ", ms" in name for name in whole.head]
+    others = [name in both or not latency for name, latency in zip(whole.head, latencies, strict=True)]
+    return [
+        Grid([*compress(whole.head, chosen)], [[*compress(row, chosen)] for row in whole.rows])
+        for chosen in (latencies, others)
+    ]
 
 
 def starts(results: Path) -> str:

@@ -296,6 +296,8 @@ def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> No
     assert "![TPOT against the request rate](assets/results/serve-8b-h100.svg)" in page
     assert "| rate-2 | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 2 |" in page
     assert "Not measured yet: 1b, 8b-0.26.0-V2, " in page
+    for head in ("load | arm | TTFT, ms: p50 / p90 / p99 | TPOT", "load | arm | goodput, requests/s | tokens/s | acc"):
+        assert page.count(f"| {head}") == 2
     assert page.count("The plugin is slower than FLASH_ATTN by more than noise in: no cell.") == 2
     slow = written(tmp_path / "slow.json", speeds | {"FLASH_ATTN": 2.5}, plan)
     assert (

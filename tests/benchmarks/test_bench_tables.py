@@ -105,9 +105,9 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
         json.dumps(document({"noop": [100.0]}, plan, facts | {"hardware": {"device": "another"}}))
     )
     table = published.defaults(tmp_path)
-    rows = [line for line in table.splitlines() if line.startswith("| 0.32.0 ")]
-    assert [row.split(" | ")[4:7] for row in rows] == [
-        [device, "5", f"decode-{batch}"] for device in ("another", "a device") for batch in (1, 32, 128)
+    rows = [line for line in table.splitlines() if line.startswith("| 0.32.0, V2, FLASHINFER, 8b, ")]
+    assert [row.split(", ", 4)[4].split(" | ")[:2] for row in rows] == [
+        [device, f"decode-{batch}, 5"] for device in ("another", "a device") for batch in (1, 32, 128)
     ]
     assert rows[3].endswith(
         "| 10.00 (10.00-10.00) ms | 10.00 (10.00-10.00) ms | 5.00 (5.00-5.00) ms | 1.000 (1.000-1.000) | "
