@@ -32,6 +32,8 @@ _SLOWER, _SPARE_S = 5.0, 60.0
 """A load may last so many times as long as it should, and so many seconds more; then the client is ended."""
 _WORKSPACE_BYTES = 8e9
 """Memory of a server beside weights and KV cache: its drafter, activations, CUDA graphs and workspaces."""
+_AUDIT_S = 60.0
+"""Expected seconds of an audit with the start of its server, and the limit of each of its recordings."""
 _DRAIN_S = 3.0
 """Expected seconds of a load after its last request has arrived."""
 
@@ -129,7 +131,7 @@ class ServeRunner:
         return not left
 
     def _expected(self, step: Step) -> float:
-        return self._longest.get(_kind(step), self._plan.seconds + _DRAIN_S)
+        return self._longest.get(_kind(step), _AUDIT_S if step.audits else self._plan.seconds + _DRAIN_S)
 
     def _start(self, processes: Processes, arms: list[Arm], missing: list[Step], *, audit: bool = False) -> None:
         """Start servers and warm them up; the first missing step of an arm whose server fails has failed."""
@@ -212,7 +214,7 @@ class ServeRunner:
                 load=str(path),
                 batch=step.load.concurrency or _AT_ONCE,
                 steps=self._plan.audit_steps,
-                seconds=_SPARE_S,
+                seconds=min(_AUDIT_S, max((self._until - time.monotonic()) / 4, 1.0)),
             )
         except (AuditError, LoadError) as error:
             raise ChildError(str(error)) from None

@@ -273,12 +273,17 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list[dict[str, Any]]) -> None:
-    done, result, lines = fakes.run(AUDITED)
+    done, _, lines = fakes.run(AUDITED, budget=50)
+    assert not done  # a server and its audit would take longer
+    assert lines[-1] == "steps left: 2; run the same command again for them"
+    assert not audits
+    done, result, lines = fakes.run(AUDITED, budget=200)
     assert done
+    assert all(asked["seconds"] <= 50 for asked in audits)
     last = [event for event in fakes.events if event.startswith("start")][3:]
     assert last == ["start noop with the agent", "start plugin with the agent"]
     assert [(asked["batch"], asked["requests"]) for asked in audits] == [(4, 4)] * 2
-    assert lines[-1].startswith("23/23 plugin, closed-4, audit: 1.00 critical waits a step, host-caused idle 25% (")
+    assert lines[-1].startswith("2/2 plugin, closed-4, audit: 1.00 critical waits a step, host-caused idle 25% (")
     found = serve_grid(result.document)
     rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
     idle = {(row["load"], row["arm"]): row["host-caused idle"] for row in rows}
