@@ -325,6 +325,15 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
     assert not {*served_files(RESULTS)} & {*result_files(RESULTS)}
 
 
+def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path) -> None:
+    file = ServeFile(tmp_path / "served.json", PLAN)
+    file.begin("a command")
+    file.failed(Step(PLAN.arms[0]), "the port is taken")
+    shown = CliRunner().invoke(app, ["show", str(file.path)])
+    assert "stock, tokens: the port is taken" in shown.stdout
+    assert "tokens/s" not in shown.stdout
+
+
 def test_a_table_of_engines_names_what_vllm_resolved() -> None:
     assert facts.captions({"old": {"vllm": "0.32.0"}}) == []
     assert facts.captions({"a": FACTS, "b": FACTS | {"graphs": "NONE"}})[1].startswith("b: vLLM 0.32.0, runner V2, ")
