@@ -6,7 +6,7 @@ from itertools import product
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, GPU_ENGINE, RUNNERS, tiny_arm
+from benchmarks.plans.engines import ACCEPTANCE, MODE_0_ENGINE, RUNNERS, tiny_arm
 
 BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
@@ -17,7 +17,7 @@ def baseline() -> Plan:
     The plugin is loaded and switched off, because each row is audited and the audit's agent comes with the plugin.
     """
     return Plan(
-        name="baseline",
+        name="baseline-mode0",
         about="vLLM with the plugin off, by release, runner and attention backend",
         arms=tuple(
             Arm(
@@ -27,7 +27,7 @@ def baseline() -> Plan:
                 release=release,
                 runner=runner,
                 acceptance=ACCEPTANCE,
-                engine=GPU_ENGINE | {"attention_backend": backend},
+                engine=MODE_0_ENGINE | {"attention_backend": backend},
                 labels={"vLLM": release, "runner": runner, "backend": backend, "size": shape},
             )
             for shape, (release, runner), backend in product(("8b", "1b"), RUNNERS, BACKENDS)
