@@ -11,9 +11,11 @@ import os
 import random
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
 from simulation.judge import differences, mistakes
@@ -23,6 +25,9 @@ from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
 from simulation.shape import LONGEST, Shape
 from simulation.wishes import Wishes
 from undone import applied
+
+from vllm_async_spec import reset_sync_report, sync_report
+from vllm_async_spec.vllm_plugin.patches import min_tokens
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 WISHFUL = (0, 4)
@@ -123,6 +128,63 @@ def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
     monkeypatch.setattr(Draft, "wrong", 97)
     got, right = longest_beside(counting, WISHES[wish])
     assert got == right
+
+
+def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
+    """An engine that has served one request, and of each step how many tokens had come out when it was scheduled."""
+    engine, had = Engine(runner_class, Shape(tokens=48), random.Random(0)), list[int]()
+    engine.add("one", [1, 2, 3], 40, -1, wishes)
+    while engine.busy:
+        had.append(len(engine.outputs["one"]))
+        engine.step()
+    return engine, had
+
+
+@pytest.mark.parametrize("least", [0, 6, 20])
+def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
+    counting: Any, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+    for owner, name in ((counting, "_get_draft_token_ids_cpu"), (min_tokens, "_read_rows")):
+        inner = getattr(owner, name)
+
+        def noted(*args: Any, inner: Any = inner, name: str = name) -> Any:
+            reads.append(name)
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    reset_sync_report()
+    _, had = alone(counting, Wishes(min_tokens=least))
+    counts = sync_report().fallbacks.get("min_tokens", 0)
+    below = sum(tokens < least for tokens in had)
+    # The first step has nothing to wait for, and at the minimum two outputs may be in flight.
+    assert max(0, below - 3) <= counts <= below
+    assert counts <= len(reads) <= below
+    assert set(reads) <= {"_read_rows"}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
+    """Then each stands for one token, so that a request which nobody reads now can be read later."""
+    batch_class = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
+    processor = SimpleNamespace(min_toks={}, **({"add_request": None} if drafts else {}))
+    batch = SimpleNamespace(
+        logitsprocs=SimpleNamespace(all=[processor]),
+        sampling_metadata=SimpleNamespace(output_token_ids=[[7, -1], [8, -1]]),
+        sampled_token_ids_cpu=torch.tensor([[3], [4]]),
+        async_copy_ready_event=SimpleNamespace(synchronize=lambda: None),
+        req_ids=["read", "not read"],
+        req_id_to_index={"read": 0, "not read": 1},
+        prev_req_id_to_index={"read": 0, "not read": 1},
+        logitsprocs_need_output_token_ids=False,
+        thinking_budget_state_holder=None,
+        frequency_penalties_reqs={"read"},
+        presence_penalties_reqs=set(),
+        repetition_penalties_reqs=set(),
+        bad_words_token_ids={},
+    )
+    batch_class.update_async_output_token_ids(batch)
+    assert batch.sampling_metadata.output_token_ids == [[7, 3], [8, -1] if drafts else [8, 4]]
 
 
 @pytest.mark.parametrize("wish", ["penalties", "bad words"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -155,6 +156,49 @@ def test_whatever_fails_leaves_vllms_own_drafting(
     (line,) = [record.getMessage() for record in caplog.records]
     assert type(error).__name__ in line
     assert "and more" not in line
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collected_in_one(
+    waits: bool, collects: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    events: list[object] = []
+
+    def propose() -> torch.Tensor:
+        events.append(gc.isenabled())
+        return NOTHING
+
+    def drafter(runner: Any, capture: Any) -> SimpleNamespace:
+        return SimpleNamespace(propose=capture(propose), sizes=[1])
+
+    def check(run: Callable[[], object]) -> None:
+        events.append("checked")
+        run()
+        if waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def capture(run: Callable[[], object], pool: object) -> Callable[[], object]:
+        events.append("captured")
+        run()
+        return run
+
+    monkeypatch.setattr(draft_graphs, "Drafter", drafter)
+    monkeypatch.setattr(draft_graphs, "refuse_waits", check)
+    monkeypatch.setattr(draft_graphs, "captured", capture)
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
+    runner = make_runner()
+    launched = runner.drafter.propose
+    with caplog.at_level(logging.INFO, "vllm.async_spec"), contextlib.ExitStack() as stack:
+        stack.callback(gc.enable)
+        if not collects:
+            gc.disable()
+        draft_graphs._capture(runner)
+        assert gc.isenabled() == collects
+    assert events == ["checked", False, "captured", False][: 2 if waits else 4]
+    assert runner.drafter.propose is (launched if waits else propose)
+    assert len(caplog.records) == 1
 
 
 def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureFixture):

@@ -22,7 +22,7 @@ import torch
 
 from vllm_async_spec.patching import Transaction, temporarily
 from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes
-from vllm_async_spec.streams import captured
+from vllm_async_spec.streams import captured, refuse_waits
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
@@ -121,13 +121,20 @@ def _launched_plainly(drafter: Proposer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Keep the garbage collections before each capture from traversing all of vLLM's objects."""
+    """Keep the garbage collections before each capture from traversing all of vLLM's objects.
+
+    There is none during a capture: it may unload a kernel's module, which would invalidate the capture.
+    """
+    enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 class Drafter:
@@ -242,8 +249,12 @@ def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
 
 def _replay(runner: RunnerBase) -> None:
     """Capture this runner's drafter, replay the graphs from now on, and log the cost."""
-    start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
-    capture = functools.partial(captured, pool=torch.cuda.graph_pool_handle())
+    start, reserved, pool = time.perf_counter(), torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], torch.Tensor]) -> Replay:
+        refuse_waits(run)
+        return captured(run, pool)
+
     with _no_garbage_collected(), torch.inference_mode():
         drafting = Drafter(runner, capture)
     runner.drafter.propose = drafting.propose
