@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_async_spec.patching import temporarily
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 
@@ -57,6 +59,10 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
         uses_mrope=False,
         uses_xdrope_dim=0,
     )
+
+
+def no_warm_up() -> None:
+    """Of a sampler that needs no memory."""
 
 
 def test_nothing_speaks_against_a_plain_engine():
@@ -105,6 +111,7 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
     "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],
     "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
     "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
+    "the drafter has another vocabulary": [set_to("drafter.use_heterogeneous_vocab", True)],
     "drafts are drawn at random": [set_to("drafter._enable_probabilistic_draft_probs", True)],
     "drafts are made by Step3p5MTPProposer": [another_drafter],
     "the engine serves LoRA adapters": [set_to("lora_config", object())],
@@ -131,7 +138,7 @@ def test_it_is_left_as_it_is_and_the_operator_is_told_why(
     assert draft_graphs.refused(runner) == reason
     propose = runner.drafter.propose
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
+        draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose is propose
     assert [record.getMessage() for record in caplog.records] == [
         f"vllm-async-spec does not capture drafting as CUDA graphs: {reason}"
@@ -151,7 +158,7 @@ def test_whatever_fails_leaves_vllms_own_drafting(
     monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
     runner = make_runner()
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
+        draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose() == "launched"
     (line,) = [record.getMessage() for record in caplog.records]
     assert type(error).__name__ in line
@@ -194,19 +201,96 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
         stack.callback(gc.enable)
         if not collects:
             gc.disable()
-        draft_graphs._capture(runner)
+        draft_graphs._capture(runner, no_warm_up)
         assert gc.isenabled() == collects
     assert events == ["checked", False, "captured", False][: 2 if waits else 4]
     assert runner.drafter.propose is (launched if waits else propose)
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_graphs_that_leave_no_memory_for_sampling_go(
+    fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """vLLM allocates the sampler's tensors at the end of its warm-up, and each capture empties the cache of them."""
+    graphs: list[weakref.ref[Any]] = []
+
+    class Drafter:
+        sizes = (1,)
+
+        def __init__(self, runner: Any, capture: Any) -> None:
+            self.itself = self  # as what is captured refers to what captures it
+            graphs.append(weakref.ref(self))
+
+        def propose(self) -> str:
+            return "replayed"
+
+    def warm_up() -> None:
+        warmed.append(graphs[0]() is not None)
+        if warmed[-1] and not fits:
+            raise RuntimeError("CUDA out of memory occurred when warming up sampler")
+
+    warmed: list[bool] = []
+    monkeypatch.setattr(draft_graphs, "Drafter", Drafter)
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
+    runner = make_runner()
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner, warm_up)
+    assert runner.drafter.propose() == ("replayed" if fits else "launched")
+    assert warmed == ([True] if fits else [True, False])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert ("warming up sampler" in line) != fits
+
+
+def test_drafting_is_captured_once_at_the_end_of_warm_up_and_the_sampler_warms_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Runner:
+        attn_groups: tuple[str, ...] = ()
+
+        def __init__(self) -> None:
+            self.warmed: list[str] = []
+
+        def _dummy_sampler_run(self, hidden_states: str) -> str:
+            self.warmed.append(hidden_states)
+            return "sampled"
+
+    captures: list[Any] = []
+
+    def capture(runner: Any, warm_up: Callable[[], object]) -> None:
+        captures.append(runner)
+        warm_up()
+
+    monkeypatch.setattr(draft_graphs, "_capture", capture)
+    with temporarily() as changes:
+        draft_graphs._apply(changes, SimpleNamespace(GPUModelRunner=Runner))  # type: ignore[arg-type]
+        one, two = Runner(), Runner()
+        for runner in (one, two):
+            assert runner._dummy_sampler_run("profile") == "sampled"  # of memory, without a KV cache
+            assert captures == [one] * (runner is two)
+            runner.attn_groups = ("a group",)
+            assert runner._dummy_sampler_run(hidden_states="warm-up") == "sampled"
+            assert runner._dummy_sampler_run("again") == "sampled"
+            assert runner.warmed == ["profile", "warm-up", "warm-up", "again"]
+    assert captures == [one, two]
+
+
+def test_a_drafter_of_the_users_that_can_not_be_inspected_is_left_alone(caplog: pytest.LogCaptureFixture):
+    runner = make_runner()
+    del runner.drafter.propose
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner, no_warm_up)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("vllm-async-spec does not capture drafting as CUDA graphs: AttributeError")
+
+
 def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
     runner = make_runner()
     runner.drafter.propose = lambda sampled_token_ids: None
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
-        draft_graphs._capture(SimpleNamespace())
+        draft_graphs._capture(runner, no_warm_up)
+        draft_graphs._capture(SimpleNamespace(), no_warm_up)
     assert not caplog.records
 
 

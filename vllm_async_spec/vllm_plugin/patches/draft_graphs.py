@@ -59,6 +59,7 @@ def refused(runner: RunnerBase) -> str | None:
         "positions are XD-RoPE's": getattr(runner, "uses_xdrope_dim", 0) > 0,
         "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
         "drafts are a tree": any(any(path) for path in getattr(drafter, "tree_choices", ())),
+        "the drafter has another vocabulary": bool(getattr(drafter, "use_heterogeneous_vocab", False)),
         "drafts are drawn at random": bool(getattr(drafter, "_enable_probabilistic_draft_probs", False)),
         f"drafts are made by {type(drafter).__name__}": type(drafter).__name__ not in PROPOSERS,
         "the engine serves LoRA adapters": runner.lora_config is not None,
@@ -247,8 +248,12 @@ def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
     return width
 
 
-def _replay(runner: RunnerBase) -> None:
-    """Capture this runner's drafter, replay the graphs from now on, and log the cost."""
+def _replay(runner: RunnerBase, changes: Transaction) -> tuple[int, int, float, float]:
+    """Capture this runner's drafter, and replay the graphs from now on.
+
+    Returns:
+        The number of batch sizes, the largest, the seconds taken, and the MiB of device memory taken.
+    """
     start, reserved, pool = time.perf_counter(), torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], torch.Tensor]) -> Replay:
@@ -257,31 +262,47 @@ def _replay(runner: RunnerBase) -> None:
 
     with _no_garbage_collected(), torch.inference_mode():
         drafting = Drafter(runner, capture)
-    runner.drafter.propose = drafting.propose
-    inform(
-        "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
-        len(drafting.sizes),
-        drafting.sizes[-1],
-        time.perf_counter() - start,
-        (torch.cuda.memory_reserved() - reserved) / 2**20,
-    )
+    changes.set(runner.drafter, "propose", drafting.propose)
+    taken = (torch.cuda.memory_reserved() - reserved) / 2**20
+    return len(drafting.sizes), drafting.sizes[-1], time.perf_counter() - start, taken
 
 
-def _capture(runner: RunnerBase) -> None:
-    """Let this runner's drafter replay graphs, or log why it can't."""
+def _capture(runner: RunnerBase, warm_up: Callable[[], object]) -> None:
+    """Let this runner's drafter replay graphs, or log why it can't.
+
+    Args:
+        runner: a runner whose KV cache has been initialised.
+        warm_up: allocates the sampler's largest tensors. vLLM leaves them in the allocator's cache, which each capture
+            empties. If they no longer fit beside the graphs, the graphs go.
+    """
     drafter = getattr(runner, "drafter", None)
-    if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
-        return  # no drafter, or one without a model
     try:
+        if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
+            return  # no drafter, or one without a model
         reason = refused(runner)
         if reason is None:
-            _replay(runner)
+            with Transaction() as changes:
+                taken = _replay(runner, changes)
+                warm_up()
+            inform(
+                "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)", *taken
+            )
             return
+        failed = False
     except Exception as error:  # vLLM's own drafting still works
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+        failed, reason = True, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+    if failed:
+        _give_back(warm_up)
     inform("vllm-async-spec does not capture drafting as CUDA graphs: %s", reason)
+
+
+def _give_back(warm_up: Callable[[], object]) -> None:
+    """Free the memory of graphs that nothing replays, and leave the sampler's tensors in the allocator's cache."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    warm_up()
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -295,7 +316,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         # vLLM calls this at the end of warm-up, after capturing the target, and earlier at the end of memory profiling.
         if self.attn_groups and self not in done:
             done.add(self)
-            _capture(self)
+            _capture(self, lambda: dummy_sampler_run(self, *args, **kwargs))
         return made
 
     transaction.set(runner, "_dummy_sampler_run", _dummy_sampler_run)
