@@ -154,11 +154,14 @@ def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, mo
         saw, model, kept = self.drafter.model.saw, self.drafter.model, dict(vars(self.drafter))
         captures: list[Any] = []
 
+        def fail(seen: Any) -> None:
+            raise RuntimeError("out of memory")
+
         def capture(run: Any) -> Any:
-            run()
             captures.append(run)
             if len(captures) == 2:
-                raise RuntimeError("out of memory")
+                model.saw = fail
+            run()
             return run
 
         model.saw = lambda seen: None
