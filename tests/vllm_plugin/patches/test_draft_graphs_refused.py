@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from vllm_async_spec.patching import temporarily
+from vllm_async_spec.spec_decode.draft_graphs import DraftShape
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 
@@ -326,6 +327,35 @@ class Graphs:
 NOTHING = torch.zeros(8, dtype=torch.bool)
 
 
+def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
+    """One with graphs of two requests and three drafts, and arguments for which it replays them."""
+    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
+    fields = {
+        "_drafter": SimpleNamespace(num_speculative_tokens=1),
+        "_drafts": 3,
+        "_tokens": 4,
+        "_shape": DraftShape(2, 4, 5, 6, torch.float32),
+        "sizes": [1, 2],
+        "_last_indices": "last",
+        "_graphs": Graphs(),
+        "_propose": lambda **given: "launched",
+    }
+    for name, value in fields.items():
+        setattr(drafting, name, value)
+    tensor = torch.zeros(8)
+    metadata = SimpleNamespace(
+        num_reqs=2,
+        max_query_len=4,
+        num_actual_tokens=8,
+        slot_mapping=tensor,
+        seq_lens=tensor,
+        block_table_tensor=torch.zeros(8, 6),
+    )
+    names = ("target_token_ids", "target_positions", "next_token_ids", "last", "num_rejected_tokens_gpu")
+    given: dict[str, Any] = dict.fromkeys(names, tensor)
+    return drafting, given | {"target_hidden_states": torch.zeros(8, 5), "common_attn_metadata": metadata}
+
+
 @pytest.mark.parametrize(
     ("changes", "answer"),
     [
@@ -340,29 +370,21 @@ NOTHING = torch.zeros(8, dtype=torch.bool)
 )
 def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str) -> None:
     """Images are among the inputs, or the scheduler wants fewer drafts, say."""
-    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
-    drafter = SimpleNamespace(num_speculative_tokens=1)
-    fields = {
-        "_drafter": drafter,
-        "_drafts": 3,
-        "_tokens": 4,
-        "sizes": [1, 2],
-        "_last_indices": "last",
-        "_graphs": Graphs(),
-    }
-    for name, value in fields.items():
-        setattr(drafting, name, value)
-    drafting._propose = lambda **given: "launched"  # type: ignore[assignment, return-value]
-    tensor = torch.zeros(8)
-    metadata = SimpleNamespace(
-        num_reqs=2,
-        max_query_len=4,
-        num_actual_tokens=8,
-        slot_mapping=tensor,
-        seq_lens=tensor,
-        block_table_tensor=tensor,
-    )
-    names = ("target_token_ids", "target_positions", "target_hidden_states", "next_token_ids", "last")
-    given = dict.fromkeys((*names, "num_rejected_tokens_gpu"), tensor) | {"common_attn_metadata": metadata}
+    drafting, given = captured_drafter()
     assert drafting.propose(**given | changes) == answer
-    assert drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
+    assert drafting._drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
+
+
+@pytest.mark.parametrize("name", ["target_hidden_states", "block_table_tensor"])
+def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A target may return hidden states of another width than its configuration names."""
+    drafting, given = captured_drafter()
+    assert drafting.propose(**given) == "replayed 2"
+    wide = torch.zeros(8, 7)
+    given[name] = wide
+    given["common_attn_metadata"].block_table_tensor = wide if name == "block_table_tensor" else torch.zeros(8, 6)
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        assert drafting.propose(**given) == "launched"
+    assert drafting._drafter.propose is drafting._propose
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets hidden states")

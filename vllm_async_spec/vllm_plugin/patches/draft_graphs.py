@@ -162,7 +162,9 @@ class Drafter:
         most = _most_rows(runner)
         table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
         axes = len(runner.mrope_positions.gpu) if runner.uses_mrope else 0
-        shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype, axes)
+        self._shape = shape = DraftShape(
+            most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype, axes
+        )
         inputs = DraftInputs(shape, runner.device)
 
         def drafting(given: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
@@ -222,20 +224,29 @@ class Drafter:
         ):
             drafts: torch.Tensor = self._propose(**given)
             return drafts
+        hidden, table = given["target_hidden_states"], metadata.block_table_tensor[:rows]
+        if (hidden.shape[1], table.shape[1]) != (self._shape.hidden, self._shape.pages):
+            return self._stop(given, f"hidden states of width {hidden.shape[1]} and {table.shape[1]} pages a request")
         # As `propose` leaves it; a batch before this one may have got fewer drafts.
         self._drafter.num_speculative_tokens = self._drafts
         tensors = {
             "token_ids": given["target_token_ids"],
             "positions": given["target_positions"],
-            "hidden_states": given["target_hidden_states"],
+            "hidden_states": hidden,
             "slot_mapping": metadata.slot_mapping[: rows * self._tokens],
             "next_token_ids": given["next_token_ids"],
             "last_indices": given[self._last_indices],
             "rejected": given["num_rejected_tokens_gpu"],
             "seq_lens": metadata.seq_lens[:rows],
-            "block_table": metadata.block_table_tensor[:rows],
+            "block_table": table,
         }
         return self._graphs.draft(rows, tensors)
+
+    def _stop(self, given: Mapping[str, Any], found: str) -> torch.Tensor:
+        """Have vLLM draft for this batch and all later ones, and log why."""
+        self._drafter.propose = self._propose
+        inform("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets %s", found)
+        return self._propose(**given)
 
 
 def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
