@@ -163,28 +163,54 @@ def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
     assert set(reads) <= {"_read_rows"}
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
-    """Then each stands for one token, so that a request which nobody reads now can be read later."""
+def replaced(*, drafts: bool = True, holder: Any = None, penalised: frozenset[str] = frozenset()) -> list[list[int]]:
+    """The output tokens of two requests, each of which had the placeholders of two steps, one token a step."""
     batch_class = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
     processor = SimpleNamespace(min_toks={}, **({"add_request": None} if drafts else {}))
+    names = ["one", "two"]
+    rows = {name: row for row, name in enumerate(names)}
     batch = SimpleNamespace(
         logitsprocs=SimpleNamespace(all=[processor]),
         sampling_metadata=SimpleNamespace(output_token_ids=[[7, -1], [8, -1]]),
         sampled_token_ids_cpu=torch.tensor([[3], [4]]),
         async_copy_ready_event=SimpleNamespace(synchronize=lambda: None),
-        req_ids=["read", "not read"],
-        req_id_to_index={"read": 0, "not read": 1},
-        prev_req_id_to_index={"read": 0, "not read": 1},
+        req_ids=names,
+        req_id_to_index=rows,
+        prev_req_id_to_index=rows,
         logitsprocs_need_output_token_ids=False,
-        thinking_budget_state_holder=None,
-        frequency_penalties_reqs={"read"},
+        thinking_budget_state_holder=holder,
+        frequency_penalties_reqs=penalised,
         presence_penalties_reqs=set(),
         repetition_penalties_reqs=set(),
         bad_words_token_ids={},
     )
     batch_class.update_async_output_token_ids(batch)
-    assert batch.sampling_metadata.output_token_ids == [[7, 3], [8, -1] if drafts else [8, 4]]
+    assert batch.prev_req_id_to_index is rows
+    tokens: list[list[int]] = batch.sampling_metadata.output_token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
+    """Then each stands for one token."""
+    assert replaced(drafts=drafts, penalised=frozenset({"one"})) == [[7, 3], [8, -1] if drafts else [8, 4]]
+
+
+class Holder:
+    """What vLLM keeps of requests with a thinking budget, by row."""
+
+    def __init__(self, **state: Any) -> None:
+        vars(self).update(state)
+
+    def has_tracked_requests(self) -> bool:
+        return True
+
+
+def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any) -> None:
+    """vLLM reads the tokens of that request only; all are replaced where it does not say which it is."""
+    assert replaced(holder=Holder(_state={1: {}})) == [[7, -1], [8, 4]]
+    assert replaced(holder=Holder(_state={1: {}}), penalised=frozenset({"one"})) == [[7, 3], [8, 4]]
+    assert replaced(holder=Holder()) == [[7, 3], [8, 4]]
 
 
 @pytest.mark.parametrize("wish", ["penalties", "bad words"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
@@ -140,17 +140,23 @@ def _read_rows(batch: SampledBatch, rows: Mapping[str, int]) -> Mapping[str, int
     tokens so far, the placeholders are those of many steps. Its count of tokens would then stay ahead, and end the
     engine at the model's length.
     """
-    if batch.logitsprocs_need_output_token_ids or _thinks(batch):
+    thinking = _thinking(batch)
+    if batch.logitsprocs_need_output_token_ids or thinking is None:
         return rows
     penalised = batch.frequency_penalties_reqs | batch.presence_penalties_reqs | batch.repetition_penalties_reqs
-    read = {row for processor in _counting(batch) for row in processor.min_toks} | batch.bad_words_token_ids.keys()
+    read = {row for processor in _counting(batch) for row in processor.min_toks}
+    read |= batch.bad_words_token_ids.keys() | thinking
     now = batch.req_id_to_index
     return {name: row for name, row in rows.items() if name in penalised or now.get(name) in read}
 
 
-def _thinks(batch: SampledBatch) -> bool:
-    thinking = getattr(batch, "thinking_budget_state_holder", None)
-    return thinking is not None and bool(thinking.has_tracked_requests())
+def _thinking(batch: SampledBatch) -> Set[int] | None:
+    """The rows of requests with a thinking budget, from 0.21 on; None if there are some, but it is unknown which."""
+    holder = getattr(batch, "thinking_budget_state_holder", None)
+    if holder is None or not holder.has_tracked_requests():
+        return frozenset()
+    rows: Mapping[int, object] | None = getattr(holder, "_state", None)
+    return None if rows is None else rows.keys()
 
 
 def _has_drafts(batch: SampledBatch) -> bool:
