@@ -142,8 +142,10 @@ def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
 
 @pytest.mark.parametrize("least", [0, 6, 20])
 def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
-    counting: Any, least: int, monkeypatch: pytest.MonkeyPatch
+    counting: Any, least: int, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if release.startswith("0.21."):
+        pytest.skip("stock 0.21 waits for tokens and drafts of every batch, by a mistake that 0.22 corrects")
     reads: list[str] = []
     for owner, name in ((counting, "_get_draft_token_ids_cpu"), (min_tokens, "_read_rows")):
         inner = getattr(owner, name)
@@ -178,6 +180,7 @@ def replaced(*, drafts: bool = True, holder: Any = None, penalised: frozenset[st
         req_id_to_index=rows,
         prev_req_id_to_index=rows,
         logitsprocs_need_output_token_ids=False,
+        no_penalties=not penalised,
         thinking_budget_state_holder=holder,
         frequency_penalties_reqs=penalised,
         presence_penalties_reqs=set(),

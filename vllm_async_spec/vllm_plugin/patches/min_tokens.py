@@ -89,7 +89,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
             update(self)
             return
         event, rows = self.async_copy_ready_event, self.prev_req_id_to_index
-        if event is not None and not needed:
+        if event is not None and not _read_by_vllm(self):
             self.async_copy_ready_event = CountedEvent(event, self.sampled_token_ids_cpu.nbytes)
         if rows is not None:
             self.prev_req_id_to_index = _read_rows(self, rows)
@@ -157,6 +157,12 @@ def _thinking(batch: SampledBatch) -> Set[int] | None:
         return frozenset()
     rows: Mapping[int, object] | None = getattr(holder, "_state", None)
     return None if rows is None else rows.keys()
+
+
+def _read_by_vllm(batch: SampledBatch) -> bool:
+    """Whether stock vLLM too reads output tokens of this batch, and so waits for them."""
+    read = not batch.no_penalties or batch.bad_words_token_ids or batch.logitsprocs_need_output_token_ids
+    return bool(read or _thinking(batch) is None or _thinking(batch))
 
 
 def _has_drafts(batch: SampledBatch) -> bool:
