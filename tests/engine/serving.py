@@ -23,6 +23,8 @@ from results import Completion
 
 START_TIMEOUT = 600.0
 STOP_TIMEOUT = 60.0
+MAX_NUM_SEQS = 16
+"""Requests of the largest batch."""
 
 
 def serve_command(model: Path, *options: str) -> list[str]:
@@ -89,6 +91,13 @@ class Server:
         """The greedy completion, streamed and put together."""
         return _completion(prompt, list(self.stream(prompt, max_tokens)))
 
+    def ask(self, prompt: str, max_tokens: int, **options: Any) -> http.client.HTTPConnection:
+        """A connection with an unanswered request for the greedy completion; closing the connection hangs up."""
+        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+        connection = self._connect()
+        connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
+        return connection
+
     def metric(self, name: str) -> float:
         """The one counter or gauge whose name and labels begin so."""
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith("vllm:" + name)]
@@ -105,10 +114,7 @@ class Server:
 
     @contextmanager
     def _asked(self, prompt: str, max_tokens: int, options: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
-        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
-        headers = {"Content-Type": "application/json"}
-        with closing(self._connect()) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body | options), headers)
+        with closing(self.ask(prompt, max_tokens, **options)) as connection:
             yield connection.getresponse()
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -130,7 +136,7 @@ def speculating_command(target: Path, draft: Path, port: int) -> list[str]:
     drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     return serve_command(
         *(target, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--enforce-eager"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS), "--enforce-eager"),
         *("--speculative-config", json.dumps(drafting)),
     )
 
