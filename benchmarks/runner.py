@@ -121,10 +121,6 @@ class Runner:
                     loads[load.name] = process.ask(
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
                     )
-                if number == 0 and self._plan.audit_steps:
-                    audits = turn["audit"] = {}
-                    for load in self._plan.loads:
-                        audits[load.name] = process.ask("audit", load=load.name, steps=self._plan.audit_steps)
         except ChildError as error:
             turn["error"] = str(error)
         return turn | {"seconds": round(time.monotonic() - start, 1)}
@@ -147,9 +143,8 @@ class Runner:
     def _started(self, arm: Arm) -> Iterator[Child]:
         env = self._envs.get(arm.release) if arm.release else None
         log = self._cache / "logs" / f"{self._plan.name}-{arm.name}.log"
-        audit = self._plan.audit_steps > 0
         models = self._cache / "models"
-        with child.start(arm, self._plan.loads, audit=audit, env=env, models=models, log=log) as process:
+        with child.start(arm, self._plan.loads, audit=False, env=env, models=models, log=log) as process:
             process.wait_until_ready()
             yield process
 

@@ -53,7 +53,6 @@ def run(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
     ] = 0,
-    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
     ] = False,
@@ -65,7 +64,7 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds, audit)
+        chosen = _adjusted(find_plan(plan), turns, seconds)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -156,9 +155,8 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float, audit: bool) -> Plan:
-    steps = plan.audit_steps if audit else 0
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, audit_steps=steps)
+def _adjusted(plan: Plan, turns: int, seconds: float) -> Plan:
+    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds)
 
 
 def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.arms import Plan, PlanError
-from benchmarks.plans.baseline import baseline, baseline_tiny
 from benchmarks.plans.flashinfer import defaults, flashinfer, flashinfer_before, flashinfer_older_gpu
-from benchmarks.plans.optimistic import optimistic, optimistic_audit
+from benchmarks.plans.optimistic import optimistic
 from benchmarks.plans.overhead import overhead, overhead_tiny
 from benchmarks.plans.v1_runner import v1_runner
 
@@ -39,12 +38,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "optimistic-1b": lambda: optimistic("1b"),
     "optimistic-8b": lambda: optimistic("8b"),
     "optimistic-1b-compiled": lambda: optimistic("1b", compiled=True),
-    "optimistic-audit-1b": lambda: optimistic_audit("1b"),
-    "optimistic-audit-8b": lambda: optimistic_audit("8b"),
     "v1-1b-0.26.0": lambda: v1_runner("1b", "0.26.0"),
     "v1-8b-0.26.0": lambda: v1_runner("8b", "0.26.0"),
     "v1-moe-0.26.0": lambda: v1_runner("moe", "0.26.0"),
     "v1-a3b-0.26.0": lambda: v1_runner("a3b", "0.26.0"),
-    "baseline": baseline,
-    "baseline-tiny": baseline_tiny,
 }

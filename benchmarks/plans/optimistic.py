@@ -56,29 +56,3 @@ def _flash_arm(
         acceptance=ACCEPTANCE,
         engine={**base, "attention_backend": "FLASH_ATTN"} | engine,
     )
-
-
-def optimistic_audit(shape: str) -> Plan:
-    """An audit of vLLM 0.18.1 with the plugin on and off."""
-    return Plan(
-        name=f"optimistic-audit-{shape}",
-        about=f"vLLM 0.18.1 with the plugin on and off, audited, {shape} shape",
-        arms=tuple(
-            Arm(
-                plugin.value,
-                shape,
-                plugin=plugin,
-                release="0.18.1",
-                runner="V1",
-                acceptance=ACCEPTANCE,
-                engine=GPU_ENGINE | {"attention_backend": "FLASH_ATTN"},
-                labels={"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.NOOP else "on", "size": shape},
-            )
-            for plugin in (Plugin.ON, Plugin.NOOP)
-        ),
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
-        turns=1,
-        seconds=2.0,
-        repetitions=2,
-        audit_steps=64,
-    )

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import tables
 from benchmarks.arms import Acceptance
 from benchmarks.cli import app
-from benchmarks.plans.baseline import baseline
-from benchmarks.present import grid, notes
+from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.serving.results import served_files
 from benchmarks.stored import read_json
@@ -94,19 +93,6 @@ def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list
     assert len(picture) > 5000
 
 
-def test_the_baseline_is_listed_and_drawn(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    plan = baseline()
-    found = document({arm.name: [50 + 5 * place] for place, arm in enumerate(plan.arms)}, plan)
-    listed = grid(found)
-    assert listed.head[:4] == ["vLLM", "runner", "backend", "size"]
-    assert len(listed.rows) == len(plan.arms)
-    result = tmp_path / "baseline.json"
-    result.write_text(json.dumps(found))
-    assert CliRunner().invoke(app, ["plot", str(result)]).exit_code == 0
-    assert result.with_suffix(".svg").stat().st_size > 5000
-
-
 def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     """The site draws them when it is built."""
     docs = RESULTS.parents[1] / "docs"
@@ -121,8 +107,8 @@ def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     [
         (["run", "nothing"], "there is no plan 'nothing'"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
-        (["run", "baseline", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
-        (["run", "baseline", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["run", "overhead-1b", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
+        (["run", "overhead-1b", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
         (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
         (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
         (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
