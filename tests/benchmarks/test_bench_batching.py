@@ -320,7 +320,6 @@ def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are counted on a GPU")
 def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each synchronous step ends with a wait until nothing is left to do; of the others not one in two does.
 

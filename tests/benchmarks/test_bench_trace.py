@@ -275,7 +275,6 @@ def test_a_method_is_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a trace is of a GPU")
 @pytest.mark.parametrize(
     ("technique", "drafts"), [("stopping", 0), ("static", 0), ("interleaving", 0), ("batching", 0), ("batching", 3)]
 )

@@ -315,7 +315,6 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits need a CUDA device")
 @pytest.mark.parametrize(
     "kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED], ids=lambda kind: kind.__name__
 )

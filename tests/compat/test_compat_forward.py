@@ -332,7 +332,6 @@ def test_a_default_device_works_while_it_is_watched_and_afterwards(monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits and kernels need a CUDA device")
 @pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)
 def test_on_a_gpu_the_same_backends_are_found_to_be_the_same(kind: type[planted.Right]):
     found = attended(kind, "spec K + 1", "mixed", device=CudaDevice())

@@ -24,7 +24,6 @@ from vllm_async_spec.vllm_plugin.ledger import find_patch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="these findings are of a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 

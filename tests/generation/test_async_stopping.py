@@ -12,15 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import EVERYTHING, RowsStopAt, StopsOnceOn, assert_same, seeded
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from late_device import LateChannel
 from switched_on import enabled, nothing_said
 

@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import RowsStopAt
 from late_device import LateChannel

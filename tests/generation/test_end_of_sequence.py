@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import transformers
 from generating import RowsStopAt
 from interleaving_controls import (
@@ -34,10 +31,7 @@ from interleaving_controls import (
 from vllm_async_spec import generation
 from vllm_async_spec.generation import decode_loops, workspace
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from interleaving_runs import Favours, assert_same, both, recorded, ways
 

@@ -7,11 +7,8 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from interleaving_runs import both, recorded, ways
 

@@ -7,11 +7,8 @@ import functools
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 from simulated_streams import Stream, simulated
 
 from vllm_async_spec import generation

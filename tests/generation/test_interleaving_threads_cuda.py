@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from interleaving_controls import INTERLEAVED, STATIC, VOCABULARY, delayed, generate, make_model, prompts
 
 from vllm_async_spec import generation
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": VOCABULARY}
 WAYS: dict[str, dict[str, Any]] = {

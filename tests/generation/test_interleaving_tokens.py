@@ -9,15 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import RowsStopAt, StopsOnceOn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from interleaving_runs import Favours, as_graphs, assert_same, both, recorded, ways
 from late_device import LateChannel
 from recorded_steps import RecordedSteps, Recording

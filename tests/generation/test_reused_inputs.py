@@ -12,11 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from prepared_inputs import HAS_POSITIONS, PREPARE, Seen, attending, masks_made, prompts, shown
 from test_async_stopping_cost import Operators

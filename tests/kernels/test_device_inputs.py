@@ -245,7 +245,6 @@ def compare_kernel(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_correcting_waits_for_nothing_on_a_gpu() -> None:
     arguments = tensors(random_rows(random.Random(3), 9), (16, 32), 3, "cuda")
     arguments.correct()  # compiles

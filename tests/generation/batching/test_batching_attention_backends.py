@@ -11,12 +11,9 @@ from typing import Any
 
 import kernel_contract
 import pytest
+import tiny_models
 import torch
 import trtllm_contract
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
 from small_batchers import LENGTH, PROMPTS, generated, make
 from test_batching_drafts import drafter
 

@@ -16,9 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
 from small_batchers import LONG, PROMPTS, collect, make, tokens
 

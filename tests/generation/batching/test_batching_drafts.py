@@ -8,15 +8,12 @@ import random
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import batcher_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from late_device import LateStreams
 from small_batchers import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
 

@@ -10,9 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from small_batchers import LONG, PROMPTS, collect, make
 from test_batching_callers import expected, held_in_step, known_before_the_model_is_another_s, stream, submit_all
 

@@ -7,9 +7,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
 from caller_faults import DRAFTS, LENGTH, PROMPTS, STOP, World, stubbed
 from generating import batcher_of

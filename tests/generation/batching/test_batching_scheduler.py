@@ -8,8 +8,6 @@ from collections import deque
 
 import pytest
 
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from vllm_async_spec.generation.batching.pages import NULL_PAGE, PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step

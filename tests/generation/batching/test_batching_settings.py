@@ -6,11 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from small_batchers import EOS, LENGTH, PROMPTS, make, tokens
 

@@ -6,13 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
 from late_device import LateStreams
 from small_batchers import PROMPTS, WAYS, generated, make, prompts, tokens
 
