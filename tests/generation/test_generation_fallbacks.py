@@ -78,6 +78,17 @@ def test_strict_refuses_it(kind: str, kwargs: dict[str, Any], way: dict[str, Any
 
 
 @pytest.mark.parametrize("way", [{}, INTERLEAVED])
+def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None, way: dict[str, Any]):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    expected = model.generate(**inputs, max_new_tokens=6)
+    with one_warning("need a CUDA device, and input_ids are on cpu"):
+        for _ in range(2):
+            found = model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, **way)
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("way", [{}, INTERLEAVED])
 def test_strict_refuses_a_cpu_too(way: dict[str, Any]):
     with pytest.raises(ValueError, match="need a CUDA device, and input_ids are on cpu; leave out strict"):
         tiny_models.model("llama").generate(
