@@ -15,6 +15,7 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
+from command_line import COMMAND
 from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results
@@ -228,8 +229,7 @@ def test_requests_that_share_a_prefix_have_the_same_keys_there():
 
 def installed(*arguments: str) -> Any:
     """In a process of its own, since vLLM stays what it is imported as."""
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
+    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.slow

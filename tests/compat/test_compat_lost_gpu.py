@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import COMMAND
 
 from vllm_async_spec.compat import suite
 from vllm_async_spec.compat.check import Subject
@@ -85,9 +86,8 @@ for each in found.results:
 
 @pytest.mark.gpu
 def test_the_command_attends_with_the_rest_in_a_new_process(tmp_path: Path):
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
     named = [f"--backend=compat_attention:{name}" for name in ("Astray", "Right")]
-    command = [sys.executable, "-c", code, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
+    command = [*COMMAND, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
     assert (tmp_path / "found.json").is_file(), done.stderr[-2000:]
     astray, right = json.loads((tmp_path / "found.json").read_text())["backends"]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import COMMAND
 from hypothesis import given
 from hypothesis import strategies as st
 from run_servers import FOREIGN, SNAPSHOT, UNMARKED, Spoil, World, is_directory, listing, marker_of, written
@@ -334,7 +335,7 @@ def test_status_leaves_a_checkout_and_the_folder_of_an_audit_alone(world: World)
         before = listing(world.temporary)
         environment = os.environ | {"TMPDIR": str(world.temporary), "HOME": str(world.home)}
         done = subprocess.run(
-            [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "status"],
+            [*COMMAND, "status"],
             capture_output=True,
             text=True,
             env=environment,

@@ -1,0 +1,11 @@
+"""The command `vllm-async-spec` in a process of its own, as where vLLM stays what it is imported as."""
+
+from __future__ import annotations
+
+import sys
+
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()",
+]
