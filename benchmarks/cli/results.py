@@ -133,7 +133,7 @@ def plot(
 def tables(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
 ) -> None:
-    """Write the tables in docs/*.md from the results."""
+    """Write the tables of docs/measured.md from the results; the site makes the others."""
     with failing(TableError, PlanError):
         stale = rewrite(documents())
     if check and stale:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from bench_documents import PLAN, document
+from test_bench_waits_page import generated
 from typer.testing import CliRunner
 
 from benchmarks import tables
@@ -20,6 +22,7 @@ from benchmarks.serving.results import served_files
 from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
+__all__ = ["generated"]  # a fixture
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
@@ -28,9 +31,12 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
     assert done.exit_code == 0, done.output
 
 
-def test_every_document_with_measured_tables_is_looked_at():
-    asking = {path.name for path in documents() if "<!-- results: " in path.read_text()}
-    assert {"measured-runner.md", "benchmarks.md"} <= asking
+def test_the_site_makes_each_table_that_a_page_asks_for(generated: ModuleType):
+    made = {path.name: generated.with_tables(path.read_text(), path) for path in documents()}
+    assert not any("<!-- table: " in text for text in made.values())
+    assert "| 0.32.0 | V2 | decode-1 | 6.32 (6.32-6.53) ms |" in made["measured-flashinfer.md"]
+    with pytest.raises(TableError, match=r"a.md asks for the results 'nothing', and .* does not exist"):
+        generated.with_tables("<!-- table: nothing -->", Path("a.md"))
 
 
 @pytest.fixture
