@@ -120,12 +120,12 @@ def test_a_driver_is_refused_after_its_event_loop_was_closed_in_the_middle_of_a_
 
 def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypatch: pytest.MonkeyPatch):
     leaving, go, left_to_do = threading.Event(), threading.Event(), []
-    commit = Driver._hand_over
+    stop_driving = Driver._stop_driving
 
     def late(*args: Any) -> None:
         leaving.set()
         assert go.wait(60)
-        commit(*args)
+        stop_driving(*args)
 
     async def main() -> None:
         driver, work = Driver(), Work(step=left_to_do.pop, busy=lambda: bool(left_to_do))
@@ -137,7 +137,7 @@ def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypat
         while left_to_do:
             await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(Driver, "_hand_over", late)
+    monkeypatch.setattr(Driver, "_stop_driving", late)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
