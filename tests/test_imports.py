@@ -1,7 +1,5 @@
 """What importing costs, and that imports point downwards only (the layout of the package)."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The repository stays small and readable: what is generated is compressed or made on demand, and nothing is long."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

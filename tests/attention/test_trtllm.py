@@ -1,7 +1,5 @@
 """The adapter for trtllm-gen and XQA, against a second copy of their contract."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """XQA itself with the adapter's arguments, on a GPU, against the oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace

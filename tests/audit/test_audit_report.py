@@ -1,7 +1,5 @@
 """An audit's data through JSON, in the terminal and as a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

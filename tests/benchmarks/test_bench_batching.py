@@ -1,7 +1,5 @@
 """The benchmark of continuous batching, on a CPU: what it measures, and when it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +22,7 @@ from generating import make_batches_late
 from benchmarks import batching, middle
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import expected_length
+from benchmarks.batching_arms import Arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.cli import app
 from benchmarks.middle import MiddleError
@@ -102,7 +101,7 @@ def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pyte
     make_arms = batching.make_arms
     wrong = "transformers"
 
-    def altered(*args: Any, **kwargs: Any) -> batching.Arms:
+    def altered(*args: Any, **kwargs: Any) -> Arms:
         made = make_arms(*args, **kwargs)
         whole = made.runs[wrong]
 

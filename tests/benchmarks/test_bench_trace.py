@@ -1,7 +1,5 @@
 """Timelines of the techniques: from made-up records of a GPU to blocks, and from these to a picture."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What to use instead: every fault that the suite finds has advice, and waits have the audit's."""
 
-from __future__ import annotations
-
 import compat_planted as planted
 import pytest
 from compat_checked import checked

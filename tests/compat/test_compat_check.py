@@ -1,7 +1,5 @@
 """The suite's verdicts of builders with known faults."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """`vllm-async-spec compat`: what it prints and writes, its exit codes, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

@@ -1,7 +1,5 @@
 """A GPU that a builder or its kernels have lost: who is told, and who is still tried."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

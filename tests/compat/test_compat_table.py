@@ -1,7 +1,5 @@
 """The tables of vLLM's builders, which the site makes from the published runs."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audit on a real vLLM: waits that were planted are found at their lines, and a clean server has none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

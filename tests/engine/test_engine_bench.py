@@ -1,8 +1,6 @@
 """The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks, under both ways of
 scheduling? What each step emits is known beforehand, token for token."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`audit --model` that is interrupted or whose engine fails: no process of vLLM's is left, and the cause is named."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`vllm serve` with the plugin, of which every process has its own copy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Skips the files of this folder, before they are imported, where transformers is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Asynchronous stopping on a GPU: the stream, the pinned buffers and the events that `LateChannel` stands for."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

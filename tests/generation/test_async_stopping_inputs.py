@@ -3,8 +3,6 @@
 Of transformers 5; with 4.57 nothing is reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

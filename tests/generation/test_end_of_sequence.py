@@ -1,7 +1,5 @@
 """The end-of-sequence test that all loops share: against membership in a set, and what it must not launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria

@@ -4,8 +4,6 @@ Each order that `CudaSlots` and the channel keep is taken away once, in `interle
 must come out wrong: else the delays would show nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

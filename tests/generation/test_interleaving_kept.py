@@ -1,7 +1,5 @@
 """What interleaved generation keeps for a model: when it is used again, made anew and freed, and its memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What interleaved generation refuses, where it falls back, and how its switches follow each other."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The orders between the streams of interleaved generation, on simulated streams: each is needed, all are enough."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Threads that generate with a model each on one GPU: the tokens of one after the other, whoever captures meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

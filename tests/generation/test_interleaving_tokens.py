@@ -4,8 +4,6 @@ Runs with whichever transformers is installed; `make test-transformers` runs it 
 the steps are recorded once and then repeated, as CUDA graphs are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens, positions, lengths and slots written on the device: kernel and reference against a model in plain Python."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 That vLLM's builders are handed the same is in tests/releases/test_virtual_batches.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The optimistic runner on a real vLLM release: each seam that it takes, called on CPU tensors without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

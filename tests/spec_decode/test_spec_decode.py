@@ -1,7 +1,5 @@
 """Bookkeeping of drafts on the device: progress carried over many steps, and buffers that no wait protects."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

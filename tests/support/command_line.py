@@ -1,7 +1,5 @@
 """The command `vllm-async-spec` in a process of its own, as where vLLM stays what it is imported as."""
 
-from __future__ import annotations
-
 import sys
 
 COMMAND = [

@@ -1,7 +1,5 @@
 """What tests of `generate` have in common: one seeded call, stopping criteria of one's own, outputs held to others."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention backends of continuous batching on a CPU, on stand-ins that hold each call to its contract."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable

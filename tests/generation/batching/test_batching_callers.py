@@ -1,7 +1,5 @@
 """`ContinuousBatcher` and its callers: whatever one of them does, the requests of the others go on and are right."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

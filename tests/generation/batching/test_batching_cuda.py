@@ -1,7 +1,5 @@
 """Continuous batching on a GPU: the streams, events and graphs that `LateStreams` stands for, and drafts."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Continuous batching with a draft model: the tokens of the batcher without one, and how many a step gives."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

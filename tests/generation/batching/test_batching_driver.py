@@ -1,7 +1,5 @@
 """Who drives a `ContinuousBatcher` that several event loops share, and what becomes of the rest when a loop ends."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

@@ -1,7 +1,5 @@
 """Ten thousand operations on a batcher whose callers misbehave, inside its steps too; see `caller_faults`."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

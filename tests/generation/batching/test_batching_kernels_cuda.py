@@ -1,7 +1,5 @@
 """Attention kernels of continuous batching on a GPU, against the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A request of continuous batching: streamed, cancelled, failed, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The scheduler of continuous batching against a device that tells what a step gave some steps late. No tensors."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 

@@ -1,7 +1,5 @@
 """What a batcher is made with: settings and a model, which ones are refused, and who may use it meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tokens of continuous batching: those of `generate` of transformers, and its own on a device that is late."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ It is written for this simulation only, in PyTorch operators and with a new tens
 it shows is of the simulation: without a mistake it passes, with one it does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger on a module of its own: what is applied, refused, left alone and undone."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Servers remove their own directories, and nothing else ever disappears or changes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

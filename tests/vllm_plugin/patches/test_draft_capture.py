@@ -1,7 +1,5 @@
 """Drafting that is replayed gives the drafts and keeps the keys of drafting that is launched, whatever came before."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

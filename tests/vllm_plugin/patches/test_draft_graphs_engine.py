@@ -1,7 +1,5 @@
 """Drafting that is replayed in a real engine, batch by batch: `-m gpu`, with vLLM 0.14 to 0.29 installed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
