@@ -38,6 +38,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def default_devices_work() -> None:
+    """PyTorch keeps the functions that take a default device from its first use on, which may fall into a test.
+
+    If that test has replaced `torch.empty`, no later test's default device would reach `torch.empty`.
+    """
+    with torch.device("cpu"):
+        torch.empty(0)
+
+
 @pytest.fixture(autouse=True)
 def settings_stay() -> Iterator[None]:
     """Undo what a command sets for its process where it runs in this one: variables, and vLLM's log level."""

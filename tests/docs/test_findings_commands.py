@@ -94,6 +94,8 @@ def test_context_parallel_kernels_are_told_of_rejected_drafts():
     assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
     given, right = context_parallel_lengths(torch.device("cuda"), host=EXACT)
     assert given == right
+    given, right = context_parallel_lengths(torch.device("cuda"), host=BOUND, mended=True)
+    assert given == right
 
 
 def test_fast_prefill_reads_offsets_before_their_copy_arrives(monkeypatch: pytest.MonkeyPatch):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from rank_models import VOCABULARY
 
+DIFFER = "RANKS_DIFFER"
+"""A variable that makes rank 1 decide differently, on a CPU."""
 REQUESTS = 12
 DRAFT_TOKENS = 3
 ASKED = "asked by a test"
@@ -23,8 +26,6 @@ PATIENCE_S = 10.0
 
 def ask_rank(worker: Any) -> dict[str, Any]:
     """What one rank says, after one host read that it counts. Runs in the worker's process."""
-    import os
-
     from vllm_async_spec.sync_policy import record_fallback, sync_report
     from vllm_async_spec.vllm_plugin.state import active_plugin
 
@@ -39,6 +40,18 @@ def ask_rank(worker: Any) -> dict[str, Any]:
         "patches": {name: outcome.state.value for name, outcome in outcomes.items()},
         "report": sync_report().to_dict(),
     }
+
+
+def differ() -> None:
+    """Make the metadata builders of this process refuse CUDA graphs if it is rank 1."""
+    import torch.distributed
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    def get_cudagraph_support(cls: type[object], config: object, spec: object) -> AttentionCGSupport:
+        return AttentionCGSupport.NEVER if torch.distributed.get_rank() == 1 else AttentionCGSupport.ALWAYS
+
+    CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(get_cudagraph_support)  # type: ignore[assignment]
 
 
 def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -107,5 +120,7 @@ def main() -> None:
     arguments.out.write_text(json.dumps(found), encoding="utf-8")
 
 
+if __name__ == "__mp_main__" and DIFFER in os.environ:
+    differ()  # in the processes of the engine and its workers, which run this file again
 if __name__ == "__main__":
     main()

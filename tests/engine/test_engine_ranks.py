@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rank_models import prepare
-from ranks import ASKED
+from ranks import ASKED, DIFFER
 from scenario import environment
 from watched_start import watched
 
@@ -190,6 +190,19 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
     assert "asynchronous scheduling is off, decided by vLLM: vLLM refuses asynchronous scheduling with pipeline" in (
         found["plugin"].log
     )
+
+
+@on_cpu
+def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    """Before they meet in a collective, where each would wait for the other."""
+    options = {"tensor_parallel_size": 2, "enforce_eager": True}
+    found = run(tmp_path, tiny, options, {"stock": STOCK | {DIFFER: "1"}, "plugin": {DIFFER: "1"}})
+    assert served(found["stock"])["tokens"], "nothing meets in a collective on a CPU, so stock starts"
+    assert found["plugin"].said == {}
+    said = "the ranks differ in attention group 1 of "
+    line = next(line for line in found["plugin"].log.splitlines() if said in line)
+    assert "with graphs ALWAYS on rank 0" in line
+    assert "with graphs NEVER on rank 1; give all ranks the same packages and variables" in line
 
 
 def test_only_a_near_tie_may_differ_on_gpus() -> None:

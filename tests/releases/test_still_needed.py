@@ -89,6 +89,7 @@ def _takes_the_bound(builder: Any) -> bool:
 FAULTS: dict[str, Callable[[Any], bool]] = {
     "async-scheduling-default": _turns_draft_models_on_when_asked_only,
     "async-scheduling-unset": lambda add: _globals(add)["EngineArgs"].async_scheduling is False,
+    "context-parallel-lengths": lambda build: {"get_dcp_local_seq_lens", "optimistic_seq_lens_cpu"} <= {*_names(build)},
     "draft-lengths": lambda propose: (
         "num_rejected_tokens_gpu" not in _locals(propose) and "last_token_indices" in _locals(propose)
     ),
@@ -130,6 +131,7 @@ NOT_TOLD_BY_CODE = {
     "draft-graphs": "the same",
     "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",
+    "rank-agreement": "no vLLM compares its ranks",
 }
 
 

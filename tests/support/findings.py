@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.vllm_plugin.patches.context_parallel_lengths import take_device_lengths
+
 RANKS = 2
 EXACT = [33, 100, 17]
 BOUND = [36, 103, 20]
 """Three drafts of each request are in flight, and the device has rejected them."""
 
 
-def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[list[int], list[int]]:
+def context_parallel_lengths(
+    device: torch.device, *, host: list[int], mended: bool = False
+) -> tuple[list[int], list[int]]:
     """Run the lines of the V1 runner that tell kernels how much of each request lies on this GPU.
 
     They are compiled from the source of the vLLM that is imported, and run by a stand-in for the runner.
@@ -25,6 +29,7 @@ def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[
     Args:
         device: Of the runner.
         host: What the runner's host knows of the lengths; the device knows `EXACT`.
+        mended: Whether the plugin mends the runner before.
 
     Returns:
         What kernels are given, and what they would be given of exact lengths.
@@ -34,17 +39,20 @@ def context_parallel_lengths(device: torch.device, *, host: list[int]) -> tuple[
     count = len(EXACT)
     exact, known = (torch.tensor(each, dtype=torch.int32) for each in (EXACT, host))
     buffer = SimpleNamespace(cpu=torch.zeros(count, dtype=torch.int32), gpu=torch.zeros(count, dtype=torch.int32))
-    buffer.gpu = buffer.gpu.to(device)
+    buffer.gpu, buffer.np = buffer.gpu.to(device), buffer.cpu.numpy()
     buffer.copy_to_gpu = lambda n: buffer.gpu[:n].copy_(buffer.cpu[:n])
     on_device = exact.to(device)
     runner = SimpleNamespace(
         dcp_world_size=RANKS,
         dcp_rank=0,
+        use_async_spec_decode=True,
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
         optimistic_seq_lens_cpu=known,
         seq_lens=on_device,
         dcp_local_seq_lens=buffer,
     )
+    if mended:
+        take_device_lengths(runner)
     given = SimpleNamespace()
     scope = {"self": runner, "cm_base": given, "num_reqs": count, "num_reqs_padded": count}
     _run(lines, vars(module) | scope)

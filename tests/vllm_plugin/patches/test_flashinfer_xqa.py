@@ -70,6 +70,7 @@ def test_a_machine_with_xqa_asks_no_server(capability: int, source: list[str | N
     module = patched(capability, server=False)
     assert module.supports_trtllm_attention() is True
     assert module.supports_trtllm_attention(is_prefill=False) is True
+    assert module.supports_trtllm_attention(is_prefill=True) is False
     assert module.asked == 0
 
 

@@ -85,13 +85,13 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
         if module.current_platform.is_device_capability_family(100):
             answer = original(is_prefill)
             # vLLM always asks about decoding too, and one warning is enough.
-            if not (answer or is_prefill) and _answer_with_artifacts(original):
+            if not (answer or is_prefill) and _answer_with_artifacts(original, is_prefill):
                 logger.warning(NO_CUBINS)
             return answer
+        if not _answer_with_artifacts(original, is_prefill):
+            return False  # whatever the server says, which vLLM's function asks first, for up to 5 s in each rank
         if is_prefill:
             return original(is_prefill)
-        if not _answer_with_artifacts(original):
-            return False
         source = xqa_source()
         if source is None:
             logger.warning(
@@ -107,14 +107,14 @@ def _asking_the_machine(original: Callable[..., bool], module: ModuleType) -> Ca
     return supports_trtllm_attention
 
 
-def _answer_with_artifacts(original: Callable[..., bool]) -> bool:
-    """The answer of vLLM for decoding, as if the artifact server had replied.
+def _answer_with_artifacts(original: Callable[..., bool], is_prefill: bool) -> bool:
+    """The answer of vLLM as if the artifact server had replied.
 
     vLLM's function runs uncached, with globals of its own. Its module stays unchanged, because other threads read it.
     """
     asked: FunctionType = inspect.unwrap(original)
     names = asked.__globals__ | {"has_nvidia_artifactory": lambda: True}
-    return bool(FunctionType(asked.__code__, names, asked.__name__, asked.__defaults__, asked.__closure__)(False))
+    return bool(FunctionType(asked.__code__, names, asked.__name__, asked.__defaults__, asked.__closure__)(is_prefill))
 
 
 def compile_xqa(shapes: Iterable[tuple[object, ...]]) -> None:

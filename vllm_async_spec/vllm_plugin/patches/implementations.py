@@ -9,6 +9,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 _NAMES = (
     "async_scheduling",
     "carried_inputs",
+    "context_parallel_lengths",
     "cpu_sampling",
     "draft_graphs",
     "draft_lengths",
@@ -22,6 +23,7 @@ _NAMES = (
     "mla_prefill",
     "optimistic_runner",
     "prometheus_registry",
+    "rank_agreement",
     "top_k_bound",
     "virtual_batches",
 )
