@@ -113,8 +113,8 @@ def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     [
         (["run", "nothing"], "there is no plan 'nothing'"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
-        (["run", "overhead-1b", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
-        (["run", "overhead-1b", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
+        (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
         (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
         (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
         (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
