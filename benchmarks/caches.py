@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import Plugin
+from benchmarks.arms import Arm, Plugin
 
 CACHE_ROOT = "VLLM_CACHE_ROOT"
 """vLLM's environment variable of the folder of its caches."""
@@ -26,6 +26,16 @@ def state(arm: Mapping[str, Any]) -> str:
 def same_code(arm: Mapping[str, Any]) -> str:
     """A name that arms share which compile the same code."""
     return _mark(arm).parent.name
+
+
+def waves(arms: Sequence[Arm]) -> list[list[Arm]]:
+    """Arms that may start at once: of those that compile the same code and find none, one goes first."""
+    first: dict[str, Arm] = {}
+    for arm in arms:
+        if state(arm.to_dict()) == "cold":
+            first.setdefault(same_code(arm.to_dict()), arm)
+    rest = [arm for arm in arms if arm not in first.values()]
+    return [wave for wave in ([*first.values()], rest) if wave]
 
 
 def mark(arm: Mapping[str, Any]) -> None:

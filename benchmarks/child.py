@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plugin
+from benchmarks.caches import CACHE_ROOT
 from benchmarks.loads import Load
 from vllm_async_spec import json_child
 
@@ -35,6 +36,7 @@ def start(
     log: Path,
     module: str = "benchmarks.engine",
     more: Mapping[str, Any] | None = None,
+    limit_s: float = float("inf"),
 ) -> contextlib.AbstractContextManager[json_child.Child]:
     """Run the process of an arm's engine while the context lasts.
 
@@ -47,6 +49,7 @@ def start(
         log: file for its log.
         module: the module that serves the commands, and takes the setup.
         more: further parts of the setup.
+        limit_s: most seconds until it is ready, and until it answers.
     """
     setup = {"arm": arm.to_dict(), "loads": [asdict(load) for load in loads], "models": str(models.resolve())}
     setup |= dict(more or {})
@@ -56,8 +59,8 @@ def start(
         env=environment(arm, os.environ, audit=audit),
         fail=lambda why: ChildError(f"the engine of {arm.name!r} failed: {why}"),
         cwd=ROOT,
-        ready_s=_START_SECONDS,
-        answer_s=_ANSWER_SECONDS,
+        ready_s=min(_START_SECONDS, limit_s),
+        answer_s=min(_ANSWER_SECONDS, limit_s),
     )
 
 
@@ -71,9 +74,16 @@ def interpreter(env: Path | None) -> list[str]:
 
 
 def environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
-    """Environment of an arm's process: settings of vLLM and of this project come from the arm, not from the caller."""
+    """Environment of an arm's process: settings of vLLM and of this project come from the arm, not from the caller.
+
+    The place of vLLM's cache is the caller's, so that a machine can bring compiled kernels along.
+    """
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     runner = {} if arm.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if arm.runner == "V2" else "0"}
     agent = {"VLLM_ASYNC_SPEC_AUDIT": "1"} if audit else {}
-    kept = {name: value for name, value in inherited.items() if not name.startswith(("VLLM_", "ASYNC_SPEC_"))}
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name == CACHE_ROOT or not name.startswith(("VLLM_", "ASYNC_SPEC_"))
+    }
     return kept | common | runner | agent | _MODES[arm.plugin] | dict(arm.environment)

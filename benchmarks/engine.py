@@ -29,6 +29,8 @@ from vllm_async_spec.json_child import serve
 
 _SPARE_TOKENS = 32
 """Tokens by which drafts in flight may extend a request beyond its prompt and output."""
+_AHEAD = 3
+"""Steps after which no block of a finished request is in use."""
 
 
 class BenchEngine:
@@ -101,9 +103,11 @@ class BenchEngine:
     def measure(self, load: str, seconds: float, repetitions: int) -> dict[str, Any]:
         """Run `load` once untimed, then at least `repetitions` times, and on until `seconds` are spent."""
         which, requests = self._loads[load]
+        self._forget_prompts()
         self._driver.run(requests, which.running)
         timings: list[Timing] = []
         while len(timings) < repetitions or sum(timing.seconds for timing in timings) < seconds:
+            self._forget_prompts()
             timings.append(self._driver.time(which, requests))
         return {
             "n": len(timings),
@@ -112,6 +116,12 @@ class BenchEngine:
             "acceptance_length": statistics.fmean(timing.acceptance_length for timing in timings),
             "runs": [asdict(timing) for timing in timings],
         }
+
+    def _forget_prompts(self) -> None:
+        """Empty the prefix cache, or the next run would find its prompts there. Raises EngineError if vLLM does not."""
+        caching = self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+        if caching and not empty_prefix_cache(self._llm):
+            raise EngineError("vLLM does not empty its prefix cache, so the next run would compute no prompt")
 
     def expect(self, load: str, file: str) -> dict[str, Any]:
         """Serve `load` and write its tokens, with those close behind, to `file`, for the soak of another engine."""
@@ -181,6 +191,15 @@ class BenchEngine:
             raise EngineError("this vLLM has no synthetic rejection sampling; set the acceptance by means of weights")
         rates = [share**position for position in range(1, self._arm["draft_tokens"] + 1)]
         return {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+
+
+def empty_prefix_cache(llm: Any) -> bool:
+    """Whether the prefix cache of `llm`, a `vllm.LLM` without requests, could be emptied."""
+    for _ in range(_AHEAD):
+        if llm.reset_prefix_cache():
+            return True
+        llm.llm_engine.step()  # a step scheduled ahead still holds blocks
+    return False
 
 
 def main() -> None:

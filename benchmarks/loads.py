@@ -71,6 +71,12 @@ def _decode(batch: int, *, output: int = 200, suffix: str = "") -> Load:
     return Load(f"decode-{batch}{suffix}", batch, batch, (64, 64), (output, output))
 
 
+def _context(batch: int, thousands: int) -> Load:
+    """Decoding after long prompts; all loads of contexts have about as many tokens."""
+    tokens = thousands * 1024
+    return Load(f"context-{thousands}k", batch, batch, (tokens, tokens), (200, 200))
+
+
 LOADS = {
     load.name: load
     for load in (
@@ -79,7 +85,9 @@ LOADS = {
         _decode(32),
         _decode(128),
         Load("mixed", requests=256, running=32, prompt=(64, 512), output=(16, 128)),
-        Load("long", requests=1, running=1, prompt=(32_768, 32_768), output=(200, 200)),
+        _context(32, 1),
+        _context(8, 8),
+        _context(2, 32),
         _decode(1, output=96, suffix="-short"),
         _decode(4, output=96, suffix="-short"),
         Load("mixed-short", requests=24, running=4, prompt=(16, 64), output=(8, 32)),

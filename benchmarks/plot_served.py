@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.serving.results import servers, summarise
+from benchmarks.serving.results import engines, summarise
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,8 +19,13 @@ _TITLE = 84
 
 
 def served_latencies(document: dict[str, Any], plt: Any) -> Figure:
-    """TPOT p50 and p99 against the request rate: medians over passes, with bars from the lowest to the highest."""
+    """TPOT p50 and p99 against the request rate: medians over passes, with bars from the lowest to the highest.
+
+    Of a result of several machines, the one with the most rows is drawn.
+    """
     rows = [row for row in summarise(document) if row["rate"] is not None]
+    machine = statistics.mode(row["machine"] for row in rows) if rows else 0
+    rows = [row for row in rows if row["machine"] == machine]
     figure: Figure
     figure, panels = plt.subplots(1, 2, figsize=(8.2, 3.6), layout="constrained")
     for panel, share in zip(panels, ("p50", "p99"), strict=True):
@@ -55,7 +61,7 @@ def rates_of(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def _title(document: dict[str, Any]) -> str:
-    facts = [server["facts"] for server in servers(document).values()]
+    facts = [*engines(document).values()]
     releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
     devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
     return f"{textwrap.fill(document['plan']['about'], _TITLE)}\nvLLM {releases} on {devices}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.stored import exists, files, read_json
-from benchmarks.summary import SPREADS, summarise
+from benchmarks.summary import SPREADS, session_of, summarise
 from vllm_async_spec.cli.outputs import keep_elsewhere
 from vllm_async_spec.compat.json_text import compact_json
 
@@ -40,6 +40,7 @@ class ResultFile:
         self.path = path
         empty: Document = {"schema": SCHEMA, "commands": [], "turns": []}
         self.document = opened(path, asdict(plan), empty, read_result, _identity, fresh=fresh)
+        self._session = 0
 
     @property
     def turns(self) -> list[Turn]:
@@ -47,21 +48,37 @@ class ResultFile:
         turns: list[Turn] = self.document["turns"]
         return turns
 
-    def holds(self, number: int, arm: Arm, *, failed: bool) -> bool:
-        """Whether the file has the turn of `arm` in pass `number`; with `failed`, a failed turn counts."""
-        return any(
-            turn["pass"] == number and turn["arm"] == arm.name and (failed or "error" not in turn)
-            for turn in self.turns
-        )
+    def begin(self) -> None:
+        """Begin a session: one run of the command. Only turns of one session are compared."""
+        self._session = 1 + max((session_of(turn) for turn in self.turns), default=-1)
+
+    def holds(self, number: int, arm: Arm, beside: Collection[str], *, failed: bool) -> bool:
+        """Whether the file has the turn of `arm` in pass `number`; with `failed`, a failed turn counts.
+
+        A turn counts if its session has the arms `beside` in the same pass too.
+        """
+        here = [turn for turn in self.turns if turn["pass"] == number]
+        gone = {turn["arm"] for turn in here if "error" in turn} if failed else set()
+        found: dict[int, set[str]] = {}
+        for turn in here:
+            if "error" not in turn:
+                found.setdefault(session_of(turn), set()).add(turn["arm"])
+        return arm.name in gone or any({arm.name, *beside} - gone <= arms for arms in found.values())
 
     def add(self, turn: Turn, command: str) -> None:
-        """Add a turn, replacing an earlier attempt at it, and write the file.
+        """Add a turn of this session, in place of earlier ones that failed, and write the file.
 
         Raises:
             PlanError: the file can't be written; the message says where all turns are kept.
         """
+        turn = turn | ({"session": self._session} if self._session else {})
         same = (turn["pass"], turn["arm"])
-        self.document["turns"] = [kept for kept in self.turns if (kept["pass"], kept["arm"]) != same] + [turn]
+        kept = [
+            each
+            for each in self.turns
+            if (each["pass"], each["arm"]) != same or not ("error" in each or session_of(each) == self._session)
+        ]
+        self.document["turns"] = [*kept, turn]
         _drop_single_runs(self.turns)
         if command not in self.document["commands"]:
             self.document["commands"].append(command)

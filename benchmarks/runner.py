@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import child
+from benchmarks import caches, child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
-from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
+from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, has_gpu, installed_vllm
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -45,6 +45,8 @@ class Runner:
         """
         self._plan, self._result, self._command, self._report = plan, result, command, report
         self._envs, self._cache = envs, cache
+        self._until = float("inf")
+        self._beside: dict[str, int] = {}
 
     def run(self, *, only: str = "", budget: float = float("inf"), retry: bool = False) -> bool:
         """Run the missing turns.
@@ -58,18 +60,24 @@ class Runner:
             Whether no requested turn is missing.
         """
         begun, longest = time.monotonic(), 0.0
+        self._until = begun + budget
+        self._result.begin()
         missing = self.missing(only=only, retry=retry)
         without = sorted({arm.release for _, arm in missing if arm.release and not self._has(arm.release)})
         if without:
             self._report(f"no environment has vLLM {', '.join(without)}; give --env RELEASE=FILE to run its arms")
             missing = [(number, arm) for number, arm in missing if arm.release not in without]
-        with self._children() as engine:
+        arms = {arm.name: arm for _, arm in missing}
+        with self._children([*arms.values()]) as engine:
             for done, (number, arm) in enumerate(missing):
                 start = time.monotonic()
                 if start - begun + longest > budget:
                     self._report(f"turns left: {len(missing) - done}; run the same command again for them")
                     return False
                 turn = self._turn(number, arm, engine)
+                if "error" in turn and time.monotonic() >= self._until:  # it would not have failed with more time
+                    self._report(f"turns left: {len(missing) - done}; run the same command again for them")
+                    return False
                 longest = max(longest, time.monotonic() - start)
                 self._result.add(turn, self._command)
                 self._report(f"{done + 1}/{len(missing)} {arm.name}: {_in_short(turn)}")
@@ -78,11 +86,11 @@ class Runner:
     def missing(self, *, only: str = "", retry: bool = False) -> list[tuple[int, Arm]]:
         """The turns that `run` would run, as (pass, arm)."""
         chosen = self._plan.named(only)
-        return [
-            (number, arm)
-            for number, arm in self._plan.order()
-            if arm in chosen and not self._result.holds(number, arm, failed=not retry)
-        ]
+        asked = [(number, arm) for number, arm in self._plan.order() if arm in chosen]
+        beside = {arm.name for arm in chosen} & {self._plan.reference, self._plan.control}
+        lacking = [turn for turn in asked if not self._result.holds(*turn, beside, failed=not retry)]
+        again = {number for number, _ in lacking}
+        return [turn for turn in asked if turn in lacking or (turn[1].name in beside and turn[0] in again)]
 
     def lacks(self, arms: Iterable[Arm]) -> str | None:
         """Why this machine can run none of these arms, with the remedy; None if it can run one."""
@@ -100,12 +108,17 @@ class Runner:
         room = gpu_bytes()
         if room is None or not arms:
             return None
-        weights = [arm.weight_bytes for arm in arms]
-        needed = sum(weights) if self._plan.keep else min(weights)
+        if not self._plan.keep:
+            needed = min(arm.weight_bytes for arm in arms)
+            each = f"its engine has {needed / 1e9:.1f} GB of weights"
+        else:
+            caches = [arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms]
+            needed = sum(arm.weight_bytes + WORKSPACE_BYTES for arm in arms) + sum(caches)
+            each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None
-        each = f"{len(arms)} engines side by side have" if self._plan.keep else "its engine has"
-        return f"{each} {needed / 1e9:.1f} GB of weights, and the GPU has {room / 1e9:.1f} GB; run it on a larger GPU"
+        fewer = "give --one-by-one, or --only with fewer arms, or " if self._plan.keep else ""
+        return f"{each}, and the GPU has {room / 1e9:.1f} GB; {fewer}run it on a larger GPU"
 
     def _has(self, release: str) -> bool:
         return release in self._envs or release == installed_vllm()
@@ -115,7 +128,7 @@ class Runner:
         turn: Turn = {"pass": number, "arm": arm.name}
         try:
             with engine(arm) as process:
-                turn["facts"] = process.ask("describe")
+                turn["facts"] = process.ask("describe") | {"beside": self._beside.get(arm.name, 1)}
                 loads = turn["loads"] = {}  # measured loads stay, even if a later one fails
                 for load in self._plan.loads:
                     loads[load.name] = process.ask(
@@ -126,27 +139,48 @@ class Runner:
         return turn | {"seconds": round(time.monotonic() - start, 1)}
 
     @contextlib.contextmanager
-    def _children(self) -> Iterator[Engines]:
-        """Gives engines to arms: a new engine for each turn, or one engine for each arm until the end."""
+    def _children(self, arms: Sequence[Arm]) -> Iterator[Engines]:
+        """Gives engines to arms: a new engine for each turn, or one engine for each arm until the end.
+
+        Engines that stay start at once, and all are ready before the first is timed.
+        """
         with contextlib.ExitStack() as stack:
             kept: dict[str, Child] = {}
+            failed: dict[str, ChildError] = {}
+            for together in caches.waves(arms) if self._plan.keep else []:
+                begun = [(arm.name, stack.enter_context(self._begun(arm))) for arm in together]
+                for name, process in begun:
+                    self._beside[name] = len(together)
+                    try:
+                        process.wait_until_ready()
+                        kept[name] = process
+                    except ChildError as error:
+                        failed[name] = error
 
             @contextlib.contextmanager
             def shared(arm: Arm) -> Iterator[Child]:
-                if arm.name not in kept:
-                    kept[arm.name] = stack.enter_context(self._started(arm))
+                if arm.name in failed:
+                    raise failed[arm.name]
                 yield kept[arm.name]
 
             yield shared if self._plan.keep else self._started
 
     @contextlib.contextmanager
     def _started(self, arm: Arm) -> Iterator[Child]:
-        env = self._envs.get(arm.release) if arm.release else None
-        log = self._cache / "logs" / f"{self._plan.name}-{arm.name}.log"
-        models = self._cache / "models"
-        with child.start(arm, self._plan.loads, audit=False, env=env, models=models, log=log) as process:
+        with self._begun(arm) as process:
             process.wait_until_ready()
             yield process
+
+    def _begun(self, arm: Arm) -> contextlib.AbstractContextManager[Child]:
+        return child.start(
+            arm,
+            self._plan.loads,
+            audit=False,
+            env=self._envs.get(arm.release) if arm.release else None,
+            models=self._cache / "models",
+            log=self._cache / "logs" / f"{self._plan.name}-{arm.name}.log",
+            limit_s=max(self._until - time.monotonic(), 1.0),
+        )
 
 
 def _in_short(turn: dict[str, Any]) -> str:

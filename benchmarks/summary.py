@@ -10,12 +10,14 @@ from benchmarks.arms import PlanError
 from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
 
 Row = dict[str, Any]
+Place = tuple[int, int]
+"""Session and pass of a turn."""
 SPREADS = ("step_ms", "tokens_per_second")
 """Figures of which a row gives the spread."""
 
 
 def summarise(document: dict[str, Any]) -> list[Row]:
-    """One row for each load and arm, loads outermost.
+    """One row for each load and arm, loads outermost, of sessions that have the reference too.
 
     Arms are compared by steps a second for a steady load, and by tokens a second for other loads. A row has `ratio`, or
     `refused` with the reason for its absence.
@@ -29,12 +31,13 @@ def summarise(document: dict[str, Any]) -> list[Row]:
         }
         for arm in plan["arms"]:
             found = [
-                turn["loads"][load["name"]]
+                (session_of(turn), turn["loads"][load["name"]])
                 for turn in document["turns"]
                 if turn["arm"] == arm["name"] and load["name"] in turn.get("loads", {})
             ]
-            if found:
-                row = {"load": load["name"], "steady": steady, "arm": arm["name"]} | _figures(found)
+            beside = {session for session, _ in speeds.get(plan["reference"], ())}
+            if kept := [each for session, each in found if session in beside] or [each for _, each in found]:
+                row = {"load": load["name"], "steady": steady, "arm": arm["name"]} | _figures(kept)
                 rows.append(row | _comparison(document, speeds, arm["name"]))
     return rows
 
@@ -71,21 +74,32 @@ def _figures(found: list[dict[str, Any]]) -> Row:
     row: Row = {"turns": len(found), "runs": sum(turn["n"] for turn in found)}
     for name in SPREADS:
         values = [turn[name] for turn in found]
-        spread = values if len(values) > 1 else [run[name] for run in found[0]["runs"]]
+        spread = [run[name] for run in found[0].get("runs", ())] if len(values) == 1 else values
+        spread = spread or values  # other turns of the arm, which are of another session, took the place of its runs
         row[name] = {"median": statistics.median(values), "low": min(spread), "high": max(spread)}
     row["acceptance_length"] = statistics.fmean(turn["acceptance_length"] for turn in found)
     return row
 
 
-def _by_pass(turns: list[dict[str, Any]], arm: str, load: str, *, steady: bool) -> dict[int, float]:
+def session_of(turn: dict[str, Any]) -> int:
+    """The run of the command that a turn is of; older results do not say."""
+    session: int = turn.get("session", 0)
+    return session
+
+
+def _place(turn: dict[str, Any]) -> Place:
+    return session_of(turn), turn["pass"]
+
+
+def _by_pass(turns: list[dict[str, Any]], arm: str, load: str, *, steady: bool) -> dict[Place, float]:
     return {
-        turn["pass"]: 1000 / turn["loads"][load]["step_ms"] if steady else turn["loads"][load]["tokens_per_second"]
+        _place(turn): 1000 / turn["loads"][load]["step_ms"] if steady else turn["loads"][load]["tokens_per_second"]
         for turn in turns
         if turn["arm"] == arm and load in turn.get("loads", {})
     }
 
 
-def _comparison(document: dict[str, Any], speeds: dict[str, dict[int, float]], arm: str) -> Row:
+def _comparison(document: dict[str, Any], speeds: dict[str, dict[Place, float]], arm: str) -> Row:
     plan = document["plan"]
     reference, control = plan["reference"], plan["control"]
     if arm == reference:
@@ -96,13 +110,19 @@ def _comparison(document: dict[str, Any], speeds: dict[str, dict[int, float]], a
     machines = {str(turn["facts"]["hardware"]) for turn in document["turns"] if "facts" in turn}
     if len(machines) > 1:
         return {"refused": f"the turns ran on {len(machines)} different machines"}
-    why = refusal(_ratio(speeds[reference], speeds[control])) if control else None
+    why = refusal(_ratio(speeds[reference], _beside(speeds[control], speeds[arm]))) if control else None
     if why is None and ratio is None:
         why = "fewer than two passes have both arms"
     return {"refused": why} if why else {"ratio": _plain(ratio)}
 
 
-def _ratio(reference: dict[int, float], other: dict[int, float]) -> Interval | None:
+def _beside(speeds: dict[Place, float], other: dict[Place, float]) -> dict[Place, float]:
+    """Of `speeds` those of sessions that `other` has too."""
+    sessions = {session for session, _ in other}
+    return {place: speed for place, speed in speeds.items() if place[0] in sessions}
+
+
+def _ratio(reference: dict[Place, float], other: dict[Place, float]) -> Interval | None:
     both = sorted(reference.keys() & other.keys())
     return paired_ratio([reference[number] for number in both], [other[number] for number in both])
 

@@ -6,7 +6,8 @@ A document that is read without the site has a table between two comments, each 
     <!-- end of results -->
 
 In other documents the site's build (docs/generated.py) puts the table in the place of `<!-- table: NAME -->`. NAME is a
-key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`.
+key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
+between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
+from benchmarks.published import defaults, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
 from benchmarks.serving.results import find_served
-from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.stored import exists, files, read_json
 from benchmarks.summary import against
 from benchmarks.waits.table import SHAPES, waits_tables
@@ -33,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _PLACE = re.compile(
     r"(?P<begin>^<!-- results: (?P<name>\S+) -->\n)(?P<table>.*?)(?P<end>^<!-- end of results -->$)", re.M | re.S
 )
+_FIGURE = re.compile(r"(?P<begin><!-- measured: (?P<words>.+?) -->).*?(?P<end><!-- end of measured -->)")
 
 
 class TableError(ValueError):
@@ -65,7 +67,16 @@ def filled(text: str, results: Path, document: Path) -> str:
         table = make_table(place["name"], results, document)
         parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
         end = place.end()
-    return "".join([*parts, text[end:]])
+    return _FIGURE.sub(lambda place: _figure(place, results, document), "".join([*parts, text[end:]]))
+
+
+def _figure(place: re.Match[str], results: Path, document: Path) -> str:
+    if place.start() == 0 or place.string[place.start() - 1] == "\n":
+        raise TableError(f"{document} begins a line with {place['begin']}, which Markdown takes for HTML; move it")
+    try:
+        return f"{place['begin']}{in_words_of(place['words'].split(), results)}{place['end']}"
+    except (LookupError, TypeError) as error:
+        raise TableError(f"{document} asks for {place['words']!r}, which no result has: {error}") from None
 
 
 def make_table(name: str, results: Path, document: Path) -> str:
@@ -76,8 +87,8 @@ def make_table(name: str, results: Path, document: Path) -> str:
     path = results / f"{name}.json"
     if not exists(path):
         raise TableError(f"{document} asks for the results {name!r}, and {path} does not exist")
-    if (served := find_served(path)) is not None:
-        return "\n".join([serve_grid(served).markdown(), *(f"{note}\n" for note in serve_notes(served))])
+    if (from_servers := find_served(path)) is not None:
+        return served_table(from_servers, name)
     found = read_result(path)
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
 
@@ -241,6 +252,7 @@ def _features(results: Path) -> str:
 
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "batching": _batching,
+    "defaults": defaults,
     "demo": _demo,
     "features": _features,
     "flashinfer": _flashinfer,
@@ -251,7 +263,9 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "kernels": _kernels,
     "kernels-by-rows": _kernels_by_rows,
     "plan-time": _plan_time,
+    "served": served,
     "soak": _soak,
+    "starts": starts,
     "step-time": _step_time,
     **{f"feature-waits-{shape}": partial(waits_tables, shape=shape) for shape in SHAPES},
 }

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.streams import captured, counted_wait
+from vllm_async_spec.streams import captured, counted_wait, refuse_waits
 
 
 class Late:
@@ -40,6 +45,87 @@ def test_the_error_policy_lets_it_wait():
     assert late.waits == 1
 
 
+def test_a_wait_is_refused_and_one_in_another_thread_is_not(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's mode is of the process, and its warning comes in the thread that waits."""
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def read() -> str:
+        assert modes[-1] == "warn"
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        return "read"
+
+    def other_reads() -> None:
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(read).result() == "read"
+        warnings.warn("another warning", UserWarning, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another warning") as warned:
+        refuse_waits(other_reads)
+    assert len(warned) == 1
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        refuse_waits(read)
+    assert modes == ["default", "warn", "default", "warn", "default"]
+
+
+class Generator:
+    """Stands for a device's generator of random numbers, whose state a capture has taken."""
+
+    state = "capturing"
+
+    def clone_state(self) -> str:
+        return "free"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.state = state
+
+
+class Capture:
+    """Stands for `torch.cuda.graph`, which stays on its stream if the capture can't be ended."""
+
+    current: Any = SimpleNamespace(device_index=0)
+    ends = True
+
+    def __init__(self, graph: Any, pool: Any) -> None:
+        self.before = Capture.current
+
+    def __enter__(self) -> None:
+        Capture.current = "the capture's"
+
+    def __exit__(self, *error: object) -> None:
+        if not Capture.ends:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        Capture.current = self.before
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("allocating", [True, False])
+def test_a_capture_that_fails_leaves_nothing_in_capture_state(
+    ends: bool, allocating: bool, monkeypatch: pytest.MonkeyPatch
+):
+    stream, generator, pools = Capture.current, Generator(), ["the pool"] * allocating
+
+    def leave(device: int, pool: str) -> None:
+        if pool not in pools:
+            raise RuntimeError("not recording to this pool")
+        pools.remove(pool)
+
+    monkeypatch.setattr(Capture, "ends", ends)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Capture.current)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(Capture, "current", stream))
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", leave, raising=False)
+    with pytest.raises(RuntimeError if not ends else KeyError):
+        captured(lambda: {}["a kernel"], "the pool")
+    assert Capture.current is stream
+    if not ends:
+        assert generator.state == "free"
+        assert pools == []
+
+
 @pytest.mark.gpu
 def test_a_captured_function_is_replayed_into_what_it_returned():
     given = torch.arange(4, device="cuda")
@@ -47,5 +133,11 @@ def test_a_captured_function_is_replayed_into_what_it_returned():
     replay = captured(lambda: given * 2, torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream())
     given += 1
     assert replay().tolist() == [2, 4, 6, 8]
-    with pytest.raises(RuntimeError):
-        captured(lambda: given.sum().item(), torch.cuda.graph_pool_handle())
+    stream = torch.cuda.current_stream()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            captured(lambda: given.sum().item(), torch.cuda.graph_pool_handle())
+        assert torch.cuda.current_stream() == stream
+        assert torch.rand(4, device="cuda").sum().item() > 0
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        refuse_waits(lambda: given.sum().item())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -10,6 +13,7 @@ import torch
 from vllm_async_spec.sync_policy import ReadKind, host_read
 
 Kept = TypeVar("Kept")
+_WAITS = "called a synchronizing CUDA operation"
 
 
 class Arrival(Protocol):
@@ -49,14 +53,67 @@ def captured(run: Callable[[], Kept], pool: Any, **capture: Any) -> Callable[[],
         A function that replays the graph on the current stream. Returns what `run` returned, valid after the replay.
 
     Raises:
-        RuntimeError: `run` waits for the device, or does something else that can't be captured.
+        RuntimeError: `run` waits for the device, or does something else that can't be captured. The stream is then the
+            one of before.
     """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, **capture):
-        kept = run()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool, **capture):
+            kept = run()
+    except BaseException:
+        if torch.cuda.current_stream() != stream:
+            _leave_capture(stream, pool)
+        raise
 
     def replay() -> Kept:
         graph.replay()
         return kept
 
     return replay
+
+
+def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Put back what `torch.cuda.graph` leaves in capture state if it can't end the capture."""
+    torch.cuda.set_stream(stream)
+    # The old state would refuse every random number outside a capture.
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())
+    with contextlib.suppress(RuntimeError):  # the allocator may have left the pool already
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+
+
+def refuse_waits(run: Callable[[], object]) -> None:
+    """Run a function once, and raise `RuntimeError` if it waits for the device.
+
+    Found during a capture, the wait would leave the allocator and the random generator in capture state.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    with _waits_refused():
+        # The mode is process-wide: "error" would also make other threads' reads fail.
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def _waits_refused() -> Iterator[None]:
+    """Turn PyTorch's warning of a device wait into an error in this thread, and drop it in others.
+
+    Raises:
+        RuntimeError: the block waits for the device.
+    """
+    here = threading.get_ident()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_WAITS)
+        show = warnings.showwarning
+
+        def refuse(message: Warning | str, *where: Any, **more: Any) -> None:
+            if _WAITS not in str(message):
+                show(message, *where, **more)
+            elif threading.get_ident() == here:
+                raise RuntimeError(str(message))
+
+        warnings.showwarning = refuse
+        yield

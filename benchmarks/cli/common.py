@@ -25,6 +25,9 @@ Env = Annotated[
     ),
 ]
 
+OneByOne = Annotated[
+    bool, typer.Option("--one-by-one", help="End each arm's process before the next starts: for a small GPU.")
+]
 
 CACHE = Path(".cache/benchmarks")
 _PAGE = 150
@@ -86,9 +89,12 @@ def find_environments(given: list[str] | None, needed: str | None = None) -> dic
     return environments
 
 
-def tell(found: Mapping[str, Any], table: Table, remarks: Iterable[str] = (), json_file: Path | None = None) -> None:
+def tell(
+    found: Mapping[str, Any], table: Table | None, remarks: Iterable[str] = (), json_file: Path | None = None
+) -> None:
     """Print a result, and write it to `json_file`, if given."""
-    console.print(table)
+    if table is not None:
+        console.print(table)
     for remark in remarks:
         typer.echo(remark)
     write_json(found, json_file)

@@ -17,6 +17,7 @@ from benchmarks.cli.common import (
     CACHE,
     Cache,
     Env,
+    OneByOne,
     fail,
     fail_interrupted,
     failing,
@@ -30,6 +31,7 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
+from benchmarks.serving.results import against as served_against
 from benchmarks.serving.results import find_served, served_files
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
@@ -53,6 +55,7 @@ def run(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
     ] = 0,
+    one_by_one: OneByOne = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
     ] = False,
@@ -64,7 +67,7 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds)
+        chosen = _adjusted(find_plan(plan), turns, seconds, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -102,7 +105,8 @@ def show(
     for path in files or [*result_files(), *served_files()]:
         found = _read(path)
         if "served" in found:
-            show_served(found)
+            with failing(PlanError):
+                show_served(served_against(found, to) if to else found)
             continue
         with failing(PlanError):
             _show(against(found, to) if to else found)
@@ -155,8 +159,13 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float) -> Plan:
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds)
+def _adjusted(plan: Plan, turns: int, seconds: float, *, one_by_one: bool) -> Plan:
+    return dataclasses.replace(
+        plan,
+        turns=turns or plan.turns,
+        seconds=seconds or plan.seconds,
+        keep=plan.keep and not one_by_one,
+    )
 
 
 def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def show_served(document: dict[str, Any]) -> None:
     table = Table(*found.head, title=document["plan"]["about"])
     for row in found.rows:
         table.add_row(*map(escape, row))
-    tell(document, table, serve_notes(document))
+    tell(document, table if found.rows else None, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, fail, fail_interrupted, find_environments, output_folder, say
+from benchmarks.cli.common import (
+    CACHE,
+    Cache,
+    Env,
+    OneByOne,
+    fail,
+    fail_interrupted,
+    find_environments,
+    output_folder,
+    say,
+)
 from benchmarks.cli.results import show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
@@ -37,9 +47,8 @@ def serve(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no step that would end after this many seconds; 0: no limit.")
     ] = 0,
-    one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="End each arm's server before the next starts: for a small GPU.")
-    ] = False,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit servers at the end.")] = True,
+    one_by_one: OneByOne = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
     ] = False,
@@ -53,7 +62,7 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_serve_plan(plan), turns, seconds, one_by_one)
+        chosen = _adjusted(find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ServeFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -78,6 +87,11 @@ def serve(
     raise typer.Exit(0 if done and not result.document["failures"] else 1)
 
 
-def _adjusted(plan: ServePlan, turns: int, seconds: float, one_by_one: bool) -> ServePlan:
-    keep = plan.keep and not one_by_one
-    return dataclasses.replace(plan, turns=turns or plan.turns, seconds=seconds or plan.seconds, keep=keep)
+def _adjusted(plan: ServePlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> ServePlan:
+    return dataclasses.replace(
+        plan,
+        turns=turns or plan.turns,
+        seconds=seconds or plan.seconds,
+        audited=plan.audited if audit else (),
+        keep=plan.keep and not one_by_one,
+    )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.arms import Acceptance, Arm, Means, Plugin
 from benchmarks.shapes import Method
 
-COMPILED_ENGINE = {"dtype": "bfloat16"}
-"""vLLM's default compilation."""
-GPU_ENGINE = COMPILED_ENGINE | {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+DEFAULT_ENGINE: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": None, "max_num_seqs": None}
+"""vLLM's defaults; None is vLLM's own choice, where `engine` would choose for its loads."""
+MODE_0_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+"""Without vLLM's compilation, so that stock launches kernel by kernel; the names of plans say `-mode0`."""
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
 """For engines that share a GPU. With the cache size given, vLLM does not derive it from free memory, so other engines
 may start or end meanwhile. The utilisation is the share that must be free at the start."""
 SIX_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 2 << 30}
 """For six engines: with 23 GiB each, of which 4 are cache, six would not fit on an H200. This cache holds 15,000 tokens
 of an 8b; mixed arrivals use 10,000."""
-FOUR_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 6 << 30}
-"""This cache holds 49,000 tokens of an 8b, enough for 128 requests of 264 tokens at once."""
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the tiny shape's matrices are too small for two threads

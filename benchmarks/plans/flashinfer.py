@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, COMPILED_ENGINE, FLASHINFER, FOUR_OF_8B, GPU_ENGINE, NATIVE, SIX_OF_8B
+from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, MODE_0_ENGINE, NATIVE, SIX_OF_8B
 
 
 def flashinfer(shape: str) -> Plan:
@@ -18,11 +18,11 @@ def flashinfer(shape: str) -> Plan:
     """
 
     def arm(name: str, plugin: Plugin, attention: dict[str, Any], **environment: str) -> Arm:
-        engine = GPU_ENGINE | SIX_OF_8B | {"attention_config": attention}
+        engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_config": attention}
         return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine, environment=environment)
 
     return _flashinfer(
-        name=f"flashinfer-{shape}",
+        name=f"flashinfer-{shape}-mode0",
         about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
         arms=(
             *(arm(plugin.value, plugin, FLASHINFER) for plugin in Plugin),
@@ -33,33 +33,15 @@ def flashinfer(shape: str) -> Plan:
     )
 
 
-def defaults(shape: str) -> Plan:
-    """FlashInfer with vLLM's default compilation and capture, as an operator gets them."""
-
-    def arm(name: str, plugin: Plugin, backend: str) -> Arm:
-        engine = COMPILED_ENGINE | FOUR_OF_8B | {"attention_config": {"backend": backend}}
-        return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine)
-
-    return _flashinfer(
-        name=f"defaults-{shape}",
-        about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, compiled by vLLM, {shape} shape",
-        arms=(
-            *(arm(plugin.value, plugin, "FLASHINFER") for plugin in Plugin),
-            arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"),
-        ),
-        loads=("decode-1", "decode-32", "decode-128", "mixed"),
-    )
-
-
 def flashinfer_before(shape: str, runner: str) -> Plan:
     """FlashInfer in one runner of vLLM 0.26.0, which decodes drafts with the wrappers alone."""
 
     def arm(name: str, plugin: Plugin, backend: str = "FLASHINFER") -> Arm:
-        engine = GPU_ENGINE | SIX_OF_8B | {"attention_backend": backend}
+        engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_backend": backend}
         return Arm(name, shape, plugin=plugin, release="0.26.0", runner=runner, acceptance=ACCEPTANCE, engine=engine)
 
     return _flashinfer(
-        name=f"flashinfer-{shape}-0.26.0-{runner}",
+        name=f"flashinfer-{shape}-0.26.0-{runner}-mode0",
         about=f"FlashInfer in the {runner} runner of vLLM 0.26.0 with the plugin on, off and not loaded, {shape} shape",
         arms=(
             *(arm(plugin.value, plugin) for plugin in Plugin),
@@ -70,9 +52,9 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
 
 def flashinfer_older_gpu(shape: str) -> Plan:
     """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on any GPU."""
-    engine = GPU_ENGINE | SIX_OF_8B | {"attention_config": FLASHINFER | NATIVE}
+    engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_config": FLASHINFER | NATIVE}
     return _flashinfer(
-        name=f"flashinfer-{shape}-fa2",
+        name=f"flashinfer-{shape}-fa2-mode0",
         about=f"FlashInfer as on Ampere and Ada with the plugin on, off and not loaded, {shape} shape",
         arms=tuple(
             Arm(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, GPU_ENGINE, tiny_arm
+from benchmarks.plans.engines import ACCEPTANCE, DEFAULT_ENGINE, tiny_arm
 from benchmarks.shapes import find_shape
 
 
@@ -15,7 +15,7 @@ def overhead(shape: str) -> Plan:
         name=f"overhead-{shape}",
         about=f"The plugin on, off and not loaded, {shape} shape",
         arms=tuple(
-            Arm(plugin.value, shape, plugin=plugin, method=method, acceptance=ACCEPTANCE, engine=GPU_ENGINE)
+            Arm(plugin.value, shape, plugin=plugin, method=method, acceptance=ACCEPTANCE, engine=DEFAULT_ENGINE)
             for plugin in Plugin
         ),
         loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.arms import Arm, PlanError, Plugin
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, COMPILED_ENGINE, CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.plans.defaults import PUBLISHED, Published
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, DEFAULT_ENGINE
 from benchmarks.serving.plan import ServeLoad, ServePlan
 from benchmarks.shapes import Method
 
@@ -31,74 +33,27 @@ _LOADS = (
 )
 
 
-def _served(
-    name: str,
-    about: str,
-    shape: str,
-    backends: Mapping[str, tuple[Plugin, str]],
-    *,
-    release: str | None,
-    runner: str | None = None,
-) -> ServePlan:
-    """A plan whose arms are pairs of the plugin's state and an attention backend, by name."""
-    engine: dict[str, Any] = COMPILED_ENGINE | BESIDE_OTHERS | {"max_model_len": _LONGEST}
-    engine["kv_cache_memory_bytes"] = _CACHE[shape]
+def _served(which: Published) -> ServePlan:
+    engine: dict[str, Any] = DEFAULT_ENGINE | BESIDE_OTHERS | {"max_model_len": _LONGEST}
+    engine["kv_cache_memory_bytes"] = _CACHE[which.shape]
     return ServePlan(
-        name=name,
-        about=about,
+        name=f"serve-{which.name}",
+        about=f"vllm serve {which.about}",
         arms=tuple(
             Arm(
                 arm,
-                shape,
+                which.shape,
                 plugin=plugin,
-                release=release,
-                runner=runner,
-                method=Method.EAGLE,
+                release=which.release,
+                runner=which.runner,
                 acceptance=ACCEPTANCE,
                 engine=engine | {"attention_backend": backend},
             )
-            for arm, (plugin, backend) in backends.items()
+            for arm, (plugin, backend) in which.arms().items()
         ),
         loads=_LOADS,
         goodput=_GOODPUT,
-    )
-
-
-def _three(backend: str) -> dict[str, tuple[Plugin, str]]:
-    return {plugin.value: (plugin, backend) for plugin in Plugin}
-
-
-def serve_8b() -> ServePlan:
-    """vLLM 0.32.0 with FLASHINFER, and FLASH_ATTN beside it."""
-    return _served(
-        "serve-8b",
-        "vllm serve 0.32.0 with FLASHINFER, the plugin on, off and not loaded, and with FLASH_ATTN, 8b shape",
-        "8b",
-        _three("FLASHINFER") | {"FLASH_ATTN": (Plugin.STOCK, "FLASH_ATTN")},
-        release="0.32.0",
-    )
-
-
-def serve_optimistic() -> ServePlan:
-    """vLLM 0.18.1 with FLASH_ATTN."""
-    return _served(
-        "serve-1b-0.18.1",
-        "vllm serve 0.18.1 with FLASH_ATTN, the plugin on, off and not loaded, 1b shape",
-        "1b",
-        _three("FLASH_ATTN"),
-        release="0.18.1",
-    )
-
-
-def serve_before() -> ServePlan:
-    """The V1 runner of vLLM 0.26.0 with FLASHINFER."""
-    return _served(
-        "serve-1b-0.26.0-V1",
-        "vllm serve 0.26.0 with the V1 runner and FLASHINFER, the plugin on, off and not loaded, 1b shape",
-        "1b",
-        _three("FLASHINFER") | {"FLASH_ATTN": (Plugin.STOCK, "FLASH_ATTN")},
-        release="0.26.0",
-        runner="V1",
+        audited=("closed-1", "closed-32"),
     )
 
 
@@ -129,14 +84,13 @@ def serve_tiny() -> ServePlan:
         scale=16,
         output_scale=4,
         goodput={"ttft": 200.0, "tpot": 20.0},
+        audited=("closed-8",),
     )
 
 
 SERVE_PLANS: dict[str, Callable[[], ServePlan]] = {
     "serve-tiny": serve_tiny,
-    "serve-8b": serve_8b,
-    "serve-1b-0.18.1": serve_optimistic,
-    "serve-1b-0.26.0-V1": serve_before,
+    **{f"serve-{which.name}": partial(_served, which) for which in PUBLISHED},
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, COMPILED_ENGINE
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE
 from benchmarks.shapes import find_shape
 
 _FITS_BESIDE = 10e9
@@ -17,7 +17,7 @@ _FITS_BESIDE = 10e9
 def v1_runner(shape: str, release: str) -> Plan:
     """The V1 runner with the plugin on, off and not loaded, and the V2 runner, at vLLM's defaults with FLASH_ATTN."""
     beside = find_shape(shape).parameters <= _FITS_BESIDE
-    engine: dict[str, Any] = COMPILED_ENGINE | {"attention_backend": "FLASH_ATTN"} | (BESIDE_OTHERS if beside else {})
+    engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"} | (BESIDE_OTHERS if beside else {})
     arm = partial(Arm, shape=shape, release=release, acceptance=ACCEPTANCE, engine=engine)
     return Plan(
         name=f"v1-{shape}-{release}",

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from benchmarks.arms import Arm, PlanError
+from benchmarks.arms import Arm, PlanError, Plugin
 
 _FEWEST = 4
 """Fewest requests of a load."""
+AUDIT = -1
+"""In place of a pass: the step is an audit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class ServePlan:
     """Divides the lengths of outputs."""
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Latencies in ms that a request must keep to count for goodput: `ttft`, `tpot`."""
+    audited: tuple[str, ...] = ()
+    """Closed loops under which servers with the plugin loaded are audited, each in a server of its own, at the end."""
+    audit_steps: int = 32
     sampled: int = 512
     """Greedy requests, and as many seeded requests, whose tokens are compared with the reference's."""
 
@@ -94,12 +99,19 @@ class Step:
     arm: Arm
     load: ServeLoad | None = None
     number: int = 0
-    """The pass."""
+    """The pass, or `AUDIT`."""
+
+    @property
+    def audits(self) -> bool:
+        """Whether it is an audit, which needs a server of its own."""
+        return self.number == AUDIT
 
     @property
     def name(self) -> str:
         """A name for messages."""
-        return f"{self.arm.name}, {f'{self.load.name}, pass {self.number}' if self.load else 'tokens'}"
+        if self.load is None:
+            return f"{self.arm.name}, tokens"
+        return f"{self.arm.name}, {self.load.name}, {'audit' if self.audits else f'pass {self.number}'}"
 
 
 def steps(plan: ServePlan) -> list[Step]:
@@ -107,8 +119,20 @@ def steps(plan: ServePlan) -> list[Step]:
 
     Tokens come first, the reference's before all. Then each load has two passes, forwards and backwards, before the
     next load begins: a run that is cut off has whole comparisons of fewer loads. Without `keep` an arm's steps of a
-    pass come together, because each change of arms starts a server.
+    pass come together, because each change of arms starts a server. Audits come last. Stock has none: the audit's
+    agent comes with the plugin, and the plugin that is off stands for stock.
     """
+    audits = [
+        Step(arm, load, AUDIT)
+        for arm in plan.arms
+        if arm.plugin is not Plugin.STOCK
+        for load in plan.loads
+        if load.name in plan.audited
+    ]
+    return [*_timed(plan), *audits]
+
+
+def _timed(plan: ServePlan) -> list[Step]:
     first = sorted(plan.arms, key=lambda arm: arm.name != plan.reference)
     if plan.keep:
         pairs = [(number, number + 1) for number in range(0, plan.turns, 2)]

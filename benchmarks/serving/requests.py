@@ -63,6 +63,9 @@ def _tokens(source: random.Random, length: int, vocabulary: int) -> list[int]:
 
 def _write(path: Path, rows: list[tuple[list[int], int]]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps({"prompt": as_text(prompt), "output_tokens": output}) for prompt, output in rows)
+    lines = (  # an audit reads `max_tokens`
+        json.dumps({"prompt": as_text(prompt), "output_tokens": output, "max_tokens": output})
+        for prompt, output in rows
+    )
     path.write_text("\n".join(lines) + "\n")
     return len(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,16 @@ from benchmarks.serving.plan import ServePlan, Step
 from benchmarks.statistics import Interval, paired_ratio, refusal
 from benchmarks.stored import files, read_json
 
+_FREE = ("about", "turns", "seconds", "audited", "audit_steps")
+"""Fields of a plan in which two runs of one result may differ."""
 SERVED = 1
 """The schema, under the key `served`, by which a file is known."""
 
 Document = dict[str, Any]
 Row = dict[str, Any]
+Runs = dict[tuple[int, int], Row]
+"""Runs of an arm under a load, by session and pass."""
+ANY = object()
 
 _LEAST_MS = 1e-3
 """Least latency that counts: tokens that arrive in one piece have none between them."""
@@ -46,17 +51,31 @@ class ServeFile:
             "sessions": [],
             "tokens": {},
             "measured": [],
+            "starts": [],
+            "audits": [],
             "failures": [],
         }
         self.document = opened(path, asdict(plan), empty, read_served, _identity, fresh=fresh)
 
-    def holds(self, step: Step, *, failed: bool) -> bool:
-        """Whether the file has this step; with `failed`, a failed step counts."""
+    def holds(self, step: Step, beside: Collection[str], *, failed: bool) -> bool:
+        """Whether the file has this step; with `failed`, a failed step counts.
+
+        A load counts if the session that measured it has the arms `beside` in the same pass, so that rows of two runs
+        are never compared.
+        """
         if failed and any(_same(failure, step) for failure in self.document["failures"]):
             return True
         if step.load is None:
             return step.arm.name in self.document["tokens"]
-        return any(_same(run, step) for run in self.document["measured"])
+        if step.audits:
+            return any(_same(audit, step) for audit in self.document.get("audits", ()))
+        place = _key(step) | {"arm": ANY}
+        gone = {each["arm"] for each in self.document["failures"] if failed and _at(each, place)}
+        arms: dict[int, set[str]] = {}
+        for run in self.document["measured"]:
+            if _at(run, place):
+                arms.setdefault(run["session"], set()).add(run["arm"])
+        return any({step.arm.name, *beside} - gone <= found for found in arms.values())
 
     def begin(self, command: str) -> None:
         """Begin a session: a run of the command, with servers of its own."""
@@ -64,18 +83,31 @@ class ServeFile:
             self.document["commands"].append(command)
         self.document["sessions"].append({"servers": {}})
 
-    def started(self, arm: str, start: Row, facts: Row) -> None:
-        """Note how a server of this session started, and what it is."""
-        self.document["sessions"][-1]["servers"][arm] = {"start": start, "facts": facts}
+    def started(self, arm: str, start: Row | None, facts: Row) -> None:
+        """Note what a server of this session is, and how it started; no start, if it is one to be audited."""
+        if start is not None:
+            self.document["sessions"][-1]["servers"][arm] = {"facts": facts}
+            self.document.setdefault("starts", []).append({"arm": arm} | start)
+        else:
+            self.document["sessions"][-1]["servers"].setdefault(arm, {"facts": facts})
         self._write()
 
     def measured(self, step: Step, run: Row) -> None:
         """Add what a load came to."""
         assert step.load is not None
-        session = len(self.document["sessions"]) - 1
         self._forget(step)
-        self.document["measured"].append(_key(step) | {"session": session} | run)
+        self.document["measured"].append(_key(step) | {"session": self._session} | run)
         self._write()
+
+    def audited(self, step: Step, audit: Row) -> None:
+        """Add the audit of an arm under a load."""
+        self._forget(step)
+        self.document.setdefault("audits", []).append(_key(step) | {"session": self._session} | audit)
+        self._write()
+
+    @property
+    def _session(self) -> int:
+        return len(self.document["sessions"]) - 1
 
     def compared(self, step: Step, samples: Row) -> None:
         """Add the comparison of an arm's tokens."""
@@ -131,24 +163,62 @@ def served_files(folder: Path = RESULTS) -> list[Path]:
 
 
 def summarise(document: Document) -> list[Row]:
-    """One row for each load and arm that were measured, loads outermost.
+    """One row for each machine, load and arm that were measured, machines outermost.
 
     A row has the medians over passes with lowest and highest, `n`, and `ratios` by the keys of `SPEEDS`: an interval,
-    or the reason for its absence.
+    or the reason for its absence. Arms are compared within a pass of a session, so within one run on one machine. A
+    run of an arm whose session lacks the reference counts only where no session has it.
     """
     plan, rows = document["plan"], []
-    for load in plan["loads"]:
-        runs = {arm["name"]: _runs(document, arm["name"], load["name"]) for arm in plan["arms"]}
-        for arm, found in runs.items():
-            if found:
-                row = {"load": load["name"], "rate": load["rate"], "arm": arm} | _figures([*found.values()])
-                rows.append(row | {"ratios": _ratios(document, runs, arm)})
+    for machine, sessions in enumerate(machines(document).values()):
+        for load in plan["loads"]:
+            runs = {arm["name"]: _runs(document, arm["name"], load["name"], sessions) for arm in plan["arms"]}
+            reference = runs[plan["reference"]]
+            for arm, found in runs.items():
+                kept = _beside(found, reference) or found
+                if kept:
+                    row = {"machine": machine, "load": load["name"], "rate": load["rate"], "arm": arm}
+                    row |= _figures([*kept.values()]) | {"host_idle": _host_idle(document, arm, load["name"], sessions)}
+                    rows.append(row | {"ratios": _ratios(plan, runs, arm)})
     return rows
 
 
-def servers(document: Document) -> dict[str, Row]:
-    """The latest server of each arm: its start and its facts."""
-    return {arm: found for session in document["sessions"] for arm, found in session["servers"].items()}
+def against(document: Document, other: str) -> Document:
+    """`document` with its arms compared with `other`, and none as control.
+
+    Raises:
+        PlanError: the document has no such arm.
+    """
+    plan = document["plan"]
+    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
+        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
+    return document | {"plan": plan | {"reference": other, "control": None}}
+
+
+def machines(document: Document) -> dict[str, list[int]]:
+    """Sessions by the machine that they ran on, which is told by its hardware."""
+    found: dict[str, list[int]] = {}
+    for number, session in enumerate(document["sessions"]):
+        for server in [*session["servers"].values()][:1]:
+            name = ", ".join(f"{value}" for value in server["facts"]["hardware"].values())
+            found.setdefault(name, []).append(number)
+    return found
+
+
+def starts(document: Document) -> list[Row]:
+    """Every start of a server: `arm`, `seconds`, `caches`, and `beside`, the servers that started at once."""
+    older = [
+        {"arm": arm} | server["start"]
+        for session in document["sessions"]
+        for arm, server in session["servers"].items()
+        if "start" in server
+    ]
+    return [*older, *document.get("starts", ())]
+
+
+def engines(document: Document) -> dict[str, Row]:
+    """The facts of the latest server of each arm."""
+    return {arm: found["facts"] for session in document["sessions"] for arm, found in session["servers"].items()}
 
 
 def unlike(document: Document, arm: str) -> dict[str, int]:
@@ -183,33 +253,48 @@ def _spread(values: list[float]) -> Row:
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def _runs(document: Document, arm: str, load: str) -> dict[int, Row]:
-    return {run["pass"]: run for run in document["measured"] if (run["arm"], run["load"]) == (arm, load)}
+def _runs(document: Document, arm: str, load: str, sessions: Collection[int]) -> Runs:
+    return {
+        (run["session"], run["pass"]): run
+        for run in document["measured"]
+        if (run["arm"], run["load"]) == (arm, load) and run["session"] in sessions
+    }
 
 
-def _ratios(document: Document, runs: dict[str, dict[int, Row]], arm: str) -> dict[str, Row]:
-    plan = document["plan"]
+def _host_idle(document: Document, arm: str, load: str, sessions: Collection[int]) -> float | None:
+    """The latest share of time in which the GPU waited for the host, without the cost of recording."""
+    found: list[float | None] = [
+        audit["plain_idle"]
+        for audit in document.get("audits", ())
+        if (audit["arm"], audit["load"]) == (arm, load) and audit["session"] in sessions
+    ]
+    return found[-1] if found else None
+
+
+def _ratios(plan: Row, runs: dict[str, Runs], arm: str) -> dict[str, Row]:
+    reference, control = runs[plan["reference"]], runs.get(plan["control"])
     if arm == plan["reference"]:
         return {}
-    used = [server for session in document["sessions"] for server in session["servers"].values()]
-    machines = {str(server["facts"]["hardware"]) for server in used}
     found: dict[str, Row] = {}
     for name, speed in SPEEDS.items():
-        ratio = _ratio(runs[plan["reference"]], runs[arm], speed)
-        why = None
-        if len(machines) > 1:
-            why = f"the servers ran on {len(machines)} different machines"
-        elif ratio is None:
+        ratio, why = _ratio(reference, runs[arm], speed), None
+        if ratio is None:
             why = "fewer than two passes have both arms"
-        elif arm != plan["control"] and plan["control"] in runs:
-            why = refusal(_ratio(runs[plan["reference"]], runs[plan["control"]], speed))
+        elif arm != plan["control"] and control is not None:
+            why = refusal(_ratio(reference, _beside(control, runs[arm]), speed))
         found[name] = {"refused": why} if why or ratio is None else asdict(ratio)
     return found
 
 
-def _ratio(reference: dict[int, Row], other: dict[int, Row], speed: Callable[[Row], float]) -> Interval | None:
+def _beside(runs: Runs, other: Runs) -> Runs:
+    """Of `runs` those of sessions that `other` has too."""
+    sessions = {session for session, _ in other}
+    return {place: run for place, run in runs.items() if place[0] in sessions}
+
+
+def _ratio(reference: Runs, other: Runs, speed: Callable[[Row], float]) -> Interval | None:
     both = sorted(reference.keys() & other.keys())
-    return paired_ratio([speed(reference[number]) for number in both], [speed(other[number]) for number in both])
+    return paired_ratio([speed(reference[key]) for key in both], [speed(other[key]) for key in both])
 
 
 def _key(step: Step) -> Row:
@@ -217,9 +302,13 @@ def _key(step: Step) -> Row:
 
 
 def _same(entry: Row, step: Step) -> bool:
-    return all(entry[name] == value for name, value in _key(step).items())
+    return _at(entry, _key(step))
+
+
+def _at(entry: Row, place: Row) -> bool:
+    return all(value in (ANY, entry[name]) for name, value in place.items())
 
 
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:
     """The fields that two runs must share to be one result."""
-    return {name: value for name, value in plan.items() if name not in ("about", "turns", "seconds")}
+    return {name: value for name, value in plan.items() if name not in _FREE}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm
+from benchmarks.audited import digest
 from benchmarks.child import ChildError
 from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments
@@ -18,6 +19,9 @@ from benchmarks.serving.requests import write_requests, write_sample
 from benchmarks.serving.results import ServeFile
 from benchmarks.serving.servers import Processes, Server
 from benchmarks.shapes import find_shape
+from vllm_async_spec.audit.engine import AuditError
+from vllm_async_spec.audit.launch import audit_server
+from vllm_async_spec.audit.loads import LoadError
 
 Report = Callable[[str], None]
 _WARM_UP, _WARM_UP_OUTPUT = 64, 8
@@ -28,6 +32,8 @@ _SLOWER, _SPARE_S = 5.0, 60.0
 """A load may last so many times as long as it should, and so many seconds more; then the client is ended."""
 _WORKSPACE_BYTES = 8e9
 """Memory of a server beside weights and KV cache: its drafter, activations, CUDA graphs and workspaces."""
+_AUDIT_S = 60.0
+"""Expected seconds of an audit with the start of its server, and the limit of each of its recordings."""
 _DRAIN_S = 3.0
 """Expected seconds of a load after its last request has arrived."""
 
@@ -48,17 +54,19 @@ class ServeRunner:
         """Prepare to run `plan`; the arguments are those of `runner.Runner`."""
         self._plan, self._result, self._command, self._report = plan, result, command, report
         self._envs, self._cache = envs, cache
-        self._longest: dict[str | None, float] = {}
+        self._longest: dict[str, float] = {}
         self._dead: set[str] = set()
         self._until = float("inf")
 
     def missing(self, *, only: str = "", loads: str = "", retry: bool = False) -> list[Step]:
         """The steps that `run` would run."""
         arms, chosen = self._plan.named(only), [None, *self._plan.chosen(loads)]
+        asked = [step for step in steps(self._plan) if step.arm in arms and step.load in chosen]
+        beside = {arm.name for arm in arms} & {self._plan.reference, self._plan.control}
+        lacking = [step for step in asked if not self._result.holds(step, beside, failed=not retry)]
+        again = {(step.load, step.number) for step in lacking if step.load and not step.audits}
         return [
-            step
-            for step in steps(self._plan)
-            if step.arm in arms and step.load in chosen and not self._result.holds(step, failed=not retry)
+            step for step in asked if step in lacking or (step.arm.name in beside and (step.load, step.number) in again)
         ]
 
     def lacks(self, arms: Iterable[Arm]) -> str | None:
@@ -104,7 +112,7 @@ class ServeRunner:
         self._result.begin(self._command)
         with Processes(self._plan.name, self._envs, self._cache) as processes:
             if self._plan.keep:
-                names = [*grouped(missing)]
+                names = [*grouped(step for step in missing if not step.audits)]
                 self._start(processes, [arm for arm in self._plan.arms if arm.name in names], missing)
             for done, step in enumerate(missing):
                 if step.arm.name in self._dead:
@@ -123,19 +131,21 @@ class ServeRunner:
         return not left
 
     def _expected(self, step: Step) -> float:
-        return self._longest.get(_kind(step), self._plan.seconds + _DRAIN_S)
+        return self._longest.get(_kind(step), _AUDIT_S if step.audits else self._plan.seconds + _DRAIN_S)
 
-    def _start(self, processes: Processes, arms: list[Arm], missing: list[Step]) -> None:
+    def _start(self, processes: Processes, arms: list[Arm], missing: list[Step], *, audit: bool = False) -> None:
         """Start servers and warm them up; the first missing step of an arm whose server fails has failed."""
         begun = time.monotonic()
-        failed = processes.start(arms, max(self._until - begun, _DRAIN_S))
+        failed = processes.start(arms, max(self._until - begun, _DRAIN_S), audit=audit)
         for arm in arms:
             server = processes.running(arm)
             if server is not None:
-                self._result.started(arm.name, server.started, server.facts)
+                self._result.started(arm.name, None if audit else server.started, server.facts)
                 with self._failing(failed, server):
                     self._sample(processes, server, "warm-up", _WARM_UP, _WARM_UP_OUTPUT)
-            if arm.name in failed:
+            if arm.name in failed and time.monotonic() >= self._until:
+                self._report(f"{arm.name}: its server was not ready within the budget")
+            elif arm.name in failed:
                 first = next(step for step in missing if step.arm.name == arm.name)
                 self._lost(processes, first, failed[arm.name])
                 self._report(f"{arm.name}: {failed[arm.name]}")
@@ -151,17 +161,19 @@ class ServeRunner:
 
     def _step(self, processes: Processes, step: Step) -> str:
         """Run a step, keep its result, and return a line that says what came out."""
-        if processes.running(step.arm) is None:  # servers do not stay side by side
+        server = processes.running(step.arm)
+        if server is None or server.audit != step.audits:  # servers do not stay side by side
             for arm in self._plan.arms:
                 processes.end(arm)
-            self._start(processes, [step.arm], [step])
+            self._start(processes, [step.arm], [step], audit=step.audits)
         server = processes.running(step.arm)
         if server is None:
             return "not run"
         failed: dict[str, str] = {}
         said = ""
         with self._failing(failed, server):
-            said = self._tokens(processes, server, step) if step.load is None else self._load(processes, server, step)
+            work = self._tokens if step.load is None else self._audit if step.audits else self._load
+            said = work(processes, server, step)
         if why := failed.get(step.arm.name):
             if server.process.process.poll() is not None:
                 self._lost(processes, step, why)
@@ -180,8 +192,7 @@ class ServeRunner:
         assert step.load is not None
         seconds = self._plan.seconds
         path = self._requests(f"{step.load.name}-{step.number}")
-        vocabulary = find_shape(step.arm.shape).target["vocab_size"]
-        requests = write_requests(path, step.load, step.number, self._plan, vocabulary, seconds)
+        requests = write_requests(path, step.load, step.number, self._plan, _vocabulary(step.arm), seconds)
         arguments = client_arguments(port=server.port, tokenizer=server.tokenizer, dataset=path, requests=requests)
         arguments += load_arguments(step.load, self._plan, step.number)
         run = _whole(processes.ask_client(step.arm, arguments, _SLOWER * seconds + _SPARE_S), requests)
@@ -191,6 +202,26 @@ class ServeRunner:
             f"TTFT {run['ttft']['p50']:.0f} ms, TPOT {run['tpot']['p50']:.2f} ms, p99 {run['tpot']['p99']:.2f} ms, "
             f"{run['output_throughput']:.0f} tokens/s"
         )
+
+    def _audit(self, processes: Processes, server: Server, step: Step) -> str:
+        """Audit a server while its load runs over and over."""
+        assert step.load is not None
+        path = self._requests(f"{step.load.name}-audit")
+        write_requests(path, step.load, step.number, self._plan, _vocabulary(step.arm), self._plan.seconds)
+        try:
+            report = audit_server(
+                f"http://127.0.0.1:{server.port}",
+                load=str(path),
+                batch=step.load.concurrency or _AT_ONCE,
+                steps=self._plan.audit_steps,
+                seconds=min(_AUDIT_S, max((self._until - time.monotonic()) / 4, 1.0)),
+            )
+        except (AuditError, LoadError) as error:
+            raise ChildError(str(error)) from None
+        audit = digest(report)
+        self._result.audited(step, audit)
+        idle = "not known" if audit["plain_idle"] is None else f"{audit['plain_idle']:.0%}"
+        return f"{audit['critical'][0]:.2f} critical waits a step, host-caused idle {idle}"
 
     def _tokens(self, processes: Processes, server: Server, step: Step) -> str:
         """Serve the sampled requests, and compare their tokens with the reference's."""
@@ -227,9 +258,8 @@ class ServeRunner:
         seeded: bool = False,
     ) -> dict[str, Any]:
         path = self._requests(name)
-        vocabulary = find_shape(server.arm.shape).target["vocab_size"]
         more = {"output": output} if output else {}
-        write_sample(path, requests, vocabulary, self._plan.scale, **more)
+        write_sample(path, requests, _vocabulary(server.arm), self._plan.scale, **more)
         arguments = client_arguments(port=server.port, tokenizer=server.tokenizer, dataset=path, requests=requests)
         arguments += sample_arguments(_AT_ONCE, seeded=seeded)
         return _whole(processes.ask_client(server.arm, arguments, _SLOWER * self._plan.seconds + _SPARE_S), requests)
@@ -255,5 +285,10 @@ def _different(one: list[str], other: list[str]) -> int:
     return max(len(one), len(other)) - same
 
 
-def _kind(step: Step) -> str | None:
-    return step.load.name if step.load else None
+def _vocabulary(arm: Arm) -> int:
+    size: int = find_shape(arm.shape).target["vocab_size"]
+    return size
+
+
+def _kind(step: Step) -> str:
+    return "tokens" if step.load is None else "audit" if step.audits else step.load.name

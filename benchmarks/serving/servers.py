@@ -43,6 +43,8 @@ class Server:
     started: dict[str, Any]
     """How the start went: `seconds`, `caches`, and `beside`, the number of servers that started at the same time."""
     facts: dict[str, Any]
+    audit: bool = False
+    """Whether it can be audited."""
 
     def death(self) -> str | None:
         """Why the server has ended, with the path of its log; None if it runs."""
@@ -88,8 +90,10 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         if arm.name in self._servers:
             self._servers.pop(arm.name)[1].close()
 
-    def start(self, arms: Sequence[Arm], limit_s: float = _START_S) -> dict[str, str]:
+    def start(self, arms: Sequence[Arm], limit_s: float = _START_S, *, audit: bool = False) -> dict[str, str]:
         """Start servers side by side, and wait until they are ready, each for at most `limit_s` seconds.
+
+        With `audit` they have the audit's agent.
 
         Of arms with the same code that none of them has compiled yet, one starts first and compiles it for the others.
 
@@ -98,13 +102,9 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         """
         for arm in arms:
             self._begin_client(arm.release)
-        first: dict[str, Arm] = {}
-        for arm in arms:
-            if caches.state(arm.to_dict()) == "cold":
-                first.setdefault(caches.same_code(arm.to_dict()), arm)
         failed: dict[str, str] = {}
-        for together in ([*first.values()], [arm for arm in arms if arm not in first.values()]):
-            begun = [self._begin(arm, len(together)) for arm in together]
+        for together in caches.waves(arms):
+            begun = [self._begin(arm, len(together), audit=audit) for arm in together]
             for arm, process, port, tokenizer, started, stack in begun:
                 try:
                     started["seconds"] = process.answer(min(_START_S, limit_s))["seconds"]
@@ -114,7 +114,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                     failed[arm.name] = str(error)
                     stack.close()
                 else:
-                    self._servers[arm.name] = (Server(arm, process, port, tokenizer, started, facts), stack)
+                    self._servers[arm.name] = (Server(arm, process, port, tokenizer, started, facts, audit), stack)
                     caches.mark(arm.to_dict())
         return failed
 
@@ -145,7 +145,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
             self._clients[release] = (stack.enter_context(self._client(release)), stack)
 
     def _begin(
-        self, arm: Arm, beside: int
+        self, arm: Arm, beside: int, *, audit: bool
     ) -> tuple[Arm, json_child.Child, int, Path, dict[str, Any], contextlib.ExitStack]:
         port = free_port()
         shape = find_shape(arm.shape)
@@ -158,7 +158,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
             json_child.start(
                 [*child.interpreter(self._env(arm)), *SERVER, json.dumps(setup)],
                 log=self._log(arm.name),
-                env=server_environment(arm, os.environ),
+                env=server_environment(arm, os.environ, audit=audit),
                 fail=lambda why: ChildError(f"the server of {arm.name!r} failed: {why}"),
                 cwd=child.ROOT,
                 answer_s=_DESCRIBE_S,
@@ -186,14 +186,12 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._cache / "logs" / f"{self._plan}-{name}.log"
 
 
-def server_environment(arm: Arm, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts.
-
-    The place of vLLM's cache is the caller's, so that a machine can bring compiled kernels along.
-    """
-    found = child.environment(arm, inherited) | {"VLLM_SERVER_DEV_MODE": "1"}
+def server_environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) -> dict[str, str]:
+    """Environment of a server: as of an engine, but with vLLM's own processes, and the page that tells facts."""
+    found = child.environment(arm, inherited, audit=audit) | {"VLLM_SERVER_DEV_MODE": "1"}
+    found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = "600"  # the client keeps connections too, and may not meet a closing one
     del found["VLLM_ENABLE_V1_MULTIPROCESSING"]
-    return found | {name: inherited[name] for name in (caches.CACHE_ROOT,) if name in inherited}
+    return found
 
 
 def _ends(process: subprocess.Popen[str], seconds: float) -> bool:

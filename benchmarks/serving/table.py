@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.facts import captions
 from benchmarks.present import Grid
-from benchmarks.serving.results import SPEEDS, Document, Row, servers, summarise, unlike
+from benchmarks.serving.results import SPEEDS, Document, Row, against, engines, machines, starts, summarise, unlike
 
 _LATENCIES = {"ttft": ("TTFT", 0), "tpot": ("TPOT", 2), "itl": ("ITL", 2)}
 """Headings, and digits after the point."""
@@ -13,30 +13,65 @@ _COMPARED = "tpot"
 
 
 def serve_grid(document: Document) -> Grid:
-    """A row for each load and arm: medians over passes, the spread of what is compared, ratios."""
+    """A row for each machine, load and arm: medians over passes, the spread of what is compared, ratios."""
     reference = document["plan"]["reference"]
+    rows, several = summarise(document), len(machines(document)) > 1
+    audited = any(row["host_idle"] is not None for row in rows)
     head = [
+        *["machine"] * several,
         "load",
         "arm",
         *(f"{name}, ms: p50 / p90 / p99" for name, _ in _LATENCIES.values()),
         "goodput, requests/s",
         "tokens/s",
         "accepted",
+        *["host-caused idle"] * audited,
         *(f"speed by {name}, {reference} = 1" for name in SPEEDS),
         "n",
     ]
-    return Grid(head, [_row(row, reference) for row in summarise(document)])
+    return Grid(head, [[*[str(row["machine"] + 1)] * several, *_row(row, audited=audited)] for row in rows])
+
+
+def compared(document: Document, arm: str, other: str) -> list[Row]:
+    """An arm's rows, compared with `other`; a ratio that noise forbids to the plan's reference has no value either.
+
+    Raises:
+        PlanError: the document has no arm `other`.
+    """
+    own = {(row["machine"], row["load"]): row["ratios"] for row in summarise(document) if row["arm"] == arm}
+    rows = [row for row in summarise(against(document, other)) if row["arm"] == arm]
+    for row in rows:
+        forbidden = own.get((row["machine"], row["load"]), {})
+        row["ratios"] |= {name: found for name, found in forbidden.items() if "refused" in found}
+    return rows
+
+
+def against_grid(document: Document, arm: str, other: str) -> Grid:
+    """Speeds of one arm, another being 1, by machine and load. Raises what `compared` raises."""
+    several = len(machines(document)) > 1
+    head = [*["machine"] * several, "load", *(f"{arm} by {name}, {other} = 1" for name in SPEEDS), "n"]
+    rows = [
+        [
+            *[str(row["machine"] + 1)] * several,
+            row["load"],
+            *(_ratio(row["ratios"].get(name)) for name in SPEEDS),
+            str(row["n"]),
+        ]
+        for row in compared(document, arm, other)
+    ]
+    return Grid(head, rows)
 
 
 def serve_notes(document: Document) -> list[str]:
     """Notes: why ratios are omitted, tokens, starts, engines, the goodput's limits, failures."""
     plan = document["plan"]
-    found = servers(document)
     lines = _refusals(document)
     if document["tokens"]:
         lines += _tokens(document)
-    lines += [_start(arm, server["start"]) for arm, server in found.items()]
-    lines += captions({arm: server["facts"] for arm, server in found.items()})
+    if len(names := [*machines(document)]) > 1:
+        lines += [f"Machine {number}: {name}." for number, name in enumerate(names, 1)]
+    lines += [_start(arm, found[-1]) for arm in _arms(plan) if (found := _starts(document, arm))]
+    lines += captions(engines(document))
     if plan["goodput"]:
         limits = " and ".join(f"{name.upper()} up to {limit:g} ms" for name, limit in plan["goodput"].items())
         lines.append(f"Goodput counts requests with {limits}.")
@@ -45,7 +80,15 @@ def serve_notes(document: Document) -> list[str]:
     ]
 
 
-def _row(row: Row, reference: str) -> list[str]:
+def _arms(plan: Row) -> list[str]:
+    return [arm["name"] for arm in plan["arms"]]
+
+
+def _starts(document: Document, arm: str) -> list[Row]:
+    return [start for start in starts(document) if start["arm"] == arm]
+
+
+def _row(row: Row, *, audited: bool) -> list[str]:
     latencies = (
         " / ".join(
             _latency(found, digits, spread=key == _COMPARED and share != "p90") for share, found in row[key].items()
@@ -59,6 +102,7 @@ def _row(row: Row, reference: str) -> list[str]:
         f"{row['request_goodput']['median']:.1f}" if row["request_goodput"] else "-",
         _spread(row["output_throughput"], 0),
         f"{row['acceptance_length']['median']:.2f}" if row["acceptance_length"] else "-",
+        *["-" if row["host_idle"] is None else f"{row['host_idle']:.0%}"] * audited,
         *(_ratio(row["ratios"].get(name)) for name in SPEEDS),
         str(row["n"]),
     ]

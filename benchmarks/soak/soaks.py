@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, GPU_ENGINE, NATIVE, RUNNERS, tiny_arm
+from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, MODE_0_ENGINE, NATIVE, RUNNERS, tiny_arm
 from benchmarks.shapes import Method, find_shape
 
 _E5M2 = {"disable_flashinfer_q_quantization": True}
@@ -72,7 +72,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             method=next(iter(find_shape(shape).drafters)),
             acceptance=ATTENTIVE,
             # In float16 rounding rarely decides between two tokens.
-            engine=GPU_ENGINE
+            engine=MODE_0_ENGINE
             | BESIDE_OTHERS
             | {
                 "dtype": "float16",

@@ -109,7 +109,7 @@ class CaseRequest(Request):
     adapter: int | None = None
 
 
-_MLA = {"1b": "mla-dense", "tiny": "tiny-mtp"}
+_MLA = {"1b": "mla-dense", "8b": "mla", "tiny": "tiny-mtp"}
 _XGRAMMAR = Package("xgrammar", "xgrammar")
 _DRAWN = {"temperature": 0.8}
 
@@ -119,7 +119,7 @@ ENGINES: dict[str, Engine] = {
         Engine("plain"),
         Engine(
             "lora",
-            options={"enable_lora": True, "max_loras": 8, "max_lora_rank": 8},
+            options={"enable_lora": True, "max_loras": 4, "max_cpu_loras": 8, "max_lora_rank": 8},
             adapters=8,
             package=Package("safetensors", "safetensors"),
         ),
@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         Case("churn", "plain decoding, requests come and go", load=CHURN, reference=None),
         Case("prefix-caching", "the same, prompts share 48 tokens", load=CHURN, reference="churn", prefix=True),
         Case("lora-1", "the same, all requests for one LoRA adapter", "lora", CHURN, "churn", adapters=1),
-        Case("lora-8", "the same, requests for 8 LoRA adapters", "lora", CHURN, "churn", adapters=8),
+        Case("lora-8", "the same, requests for 8 LoRA adapters, 4 at once", "lora", CHURN, "churn", adapters=8),
         Case("kv-offloading", "the same, keys and values offloaded to the host", "kv-offloading", CHURN, "churn"),
         Case("eagle", "drafts of an EAGLE head", "eagle"),
         Case("eagle3", "drafts of an EAGLE-3 head", "eagle3"),

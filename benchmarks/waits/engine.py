@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.audited import digest
-from benchmarks.engine import BenchEngine
+from benchmarks.engine import BenchEngine, empty_prefix_cache
 from benchmarks.features.engine import sampling_params
 from benchmarks.features.files import write_adapter, write_tokenizer
 from benchmarks.loads import Request
@@ -140,7 +140,7 @@ class WaitsEngine(BenchEngine):
 
     def _run(self, case: Case) -> Timing:
         load, requests = requests_of(case, self._shape)
-        self._llm.reset_prefix_cache()  # otherwise every prompt would be in the cache
+        empty_prefix_cache(self._llm)  # otherwise every prompt would be in the cache
         return self._case_driver.time(load, requests)
 
     def _check(self, case: Case) -> None:

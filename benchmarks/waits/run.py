@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError
-from benchmarks.machine import gpu_bytes
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, COMPILED_ENGINE, CPU_ENGINE, CPU_ENVIRONMENT
+from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, DEFAULT_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.waits.cases import CASES, DRAFT_TOKENS, ENGINES, LOADS, Case, Engine
 from benchmarks.waits.result import REASONS, Found, Group, WaitsResult, ratio, step_ms
@@ -33,8 +33,6 @@ _CACHE_BYTES = {"8b": 3 << 30}
 _CACHE_BYTES_ELSE = 2 << 30
 """Keys and values of 32 requests of 384 tokens, and a half more."""
 _MOST = 16
-_WORKSPACE = 4e9
-"""Bytes of an engine beside weights and cache: CUDA context, graphs, activations."""
 _SAID = re.compile(r"failed: (?P<type>\w+): (?P<words>.*?)(?: \(log: .*\))?$", re.S)
 _VALIDATION = re.compile(r"Value error, (.*?)(?: \[type=|$)", re.S)
 _REFUSING = {"ValueError", "ValidationError", "VLLMValidationError", "NotImplementedError"}
@@ -262,7 +260,8 @@ def fitting(group: Group) -> int:
     room = gpu_bytes()
     if room is None or group.cpu:
         return _MOST
-    each = 1.15 * 2 * find_shape(group.shape).parameters + _CACHE_BYTES.get(group.shape, _CACHE_BYTES_ELSE) + _WORKSPACE
+    cache = _CACHE_BYTES.get(group.shape, _CACHE_BYTES_ELSE)
+    each = 1.15 * 2 * find_shape(group.shape).parameters + cache + WORKSPACE_BYTES
     return max(int(0.95 * room / each), 2)
 
 
@@ -274,7 +273,7 @@ def arm_of(engine: Engine, group: Group, plugin: Plugin) -> Arm:
     shape = engine.shape(group.shape)
     assert shape is not None
     cache = {"kv_cache_memory_bytes": _CACHE_BYTES.get(group.shape, _CACHE_BYTES_ELSE)}
-    options = CPU_ENGINE if group.cpu else COMPILED_ENGINE | BESIDE_OTHERS | cache
+    options = CPU_ENGINE if group.cpu else DEFAULT_ENGINE | BESIDE_OTHERS | cache
     return Arm(
         engine.name,
         shape,

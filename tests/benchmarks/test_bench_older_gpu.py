@@ -53,9 +53,9 @@ def test_a_flashinfer_that_chooses_in_another_way_is_refused(
 
 
 def test_the_arms_that_ask_are_given_it_and_no_others():
-    arms = find_plan("flashinfer-8b-fa2").arms
+    arms = find_plan("flashinfer-8b-fa2-mode0").arms
     assert [arm.name for arm in arms] == ["stock", "noop", "plugin"]
     (name,) = older_gpu.ENVIRONMENT
     assert {environment(arm, {})[name] for arm in arms} == {"fa2"}
-    assert name not in environment(find_plan("flashinfer-8b").arms[0], {name: "fa2"})
+    assert name not in environment(find_plan("flashinfer-8b-mode0").arms[0], {name: "fa2"})
     assert {soak.name for soak in SOAKS.values() if name in soak.subject.environment} == {"0.32.0-V2-FLASHINFER-fa2"}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_documents import FACTS, PLAN, measured
+from bench_documents import FACTS, PLAN, document, measured, row
 from typer.testing import CliRunner
 
 from benchmarks import child, runner
@@ -22,6 +22,7 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
 from benchmarks.stored import read_json
+from benchmarks.summary import summarise
 
 
 class Engines:
@@ -32,10 +33,12 @@ class Engines:
         self.asked: list[tuple[str, str]] = []
         self.envs: list[Path | None] = []
         self.fails: set[str] = set()
+        self.limits: list[float] = []
 
     @contextlib.contextmanager
-    def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, **_: Any) -> Iterator[Any]:
+    def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, limit_s: float, **_: Any) -> Iterator[Any]:
         self.started.append(arm.name)
+        self.limits.append(limit_s)
         self.envs.append(env)
         yield _Engine(self, arm)
 
@@ -46,6 +49,7 @@ class _Engine:
     arm: Arm
 
     def wait_until_ready(self) -> None:
+        self.engines.asked.append((self.arm.name, "ready"))
         if self.arm.name in self.engines.fails:
             raise ChildError(f"the engine of {self.arm.name!r} failed: out of luck")
 
@@ -99,6 +103,23 @@ def test_kept_engines_are_started_once(engines, tmp_path):
     run(tmp_path, dataclasses.replace(PLAN, keep=True))
     assert engines.started == ["plugin", "noop", "stock"]
     assert engines.asked.count(("stock", "describe")) == PLAN.turns
+    assert engines.asked[:3] == [(name, "ready") for name in ("plugin", "noop", "stock")]  # all, before one is timed
+
+
+def test_kept_engines_with_the_same_code_to_compile_start_after_one_has(engines, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "empty"))
+    _, result = run(tmp_path, dataclasses.replace(PLAN, keep=True))
+    assert engines.asked[0] == ("plugin", "ready")
+    assert {turn["arm"]: turn["facts"]["beside"] for turn in result.turns} == {"plugin": 1, "noop": 2, "stock": 2}
+
+
+def test_a_kept_engine_that_fails_is_not_started_for_each_turn(engines, tmp_path):
+    engines.fails = {"noop"}
+    _, result = run(tmp_path, dataclasses.replace(PLAN, keep=True))
+    assert engines.started.count("noop") == 1
+    errors = [turn["error"] for turn in result.turns if turn["arm"] == "noop"]
+    assert errors == ["the engine of 'noop' failed: out of luck"] * PLAN.turns
+    assert sum("loads" in turn for turn in result.turns) == 2 * PLAN.turns
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monkeypatch):
@@ -119,10 +140,27 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monke
 
     monkeypatch.setattr(child, "start", engines.start)
     _, result = run(tmp_path)
-    assert engines.started == [arm.name for _, arm in PLAN.order()]
+    # The pass that was cut off is measured again as a whole: its turns would be compared with those of another run.
+    order = [arm.name for _, arm in PLAN.order()]
+    assert engines.started == [*order[:5], *order[3:]]
     assert [turn_without_runs(turn) for turn in result.turns[:5]] == [turn_without_runs(turn) for turn in before]
+    assert [turn.get("session", 0) for turn in result.turns] == [0] * 5 + [1] * 9
     run(tmp_path)
-    assert len(engines.started) == len(PLAN.order())  # nothing was left
+    assert len(engines.started) == len(order) + 2  # nothing was left
+
+
+def test_only_turns_of_one_session_are_compared():
+    found = document({"stock": [100, 100, 100], "noop": [100, 100, 100], "plugin": [200, 200, 200]})
+    assert row(found, "plugin")["ratio"]["pairs"] == 3
+    for turn in found["turns"]:
+        turn["session"] = {"stock": [0, 1, 1], "noop": [0, 1, 1], "plugin": [1, 1, 1]}[turn["arm"]][turn["pass"]]
+    found["summary"] = summarise(found)
+    assert row(found, "plugin")["ratio"]["pairs"] == 2  # stock's first pass is of another run
+    for turn in found["turns"]:
+        turn["session"] = 1 if turn["arm"] == "plugin" else 0
+    found["summary"] = summarise(found)
+    assert row(found, "plugin")["refused"] == "fewer than two control passes"
+    assert row(found, "plugin")["turns"] == 3  # no session has both, and what was measured is shown
 
 
 def turn_without_runs(turn: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +175,33 @@ def test_a_budget_ends_between_turns(engines, tmp_path, monkeypatch):
     assert not done
     assert 1 < len(result.turns) < len(PLAN.order())
     assert run(tmp_path, budget=100_000)[0]
+
+
+def test_an_engine_that_the_budget_cuts_off_has_not_failed(engines, tmp_path, monkeypatch):
+    engines.fails = {"noop"}
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(runner.time, "monotonic", lambda: float(next(clock)))
+    done, result = run(tmp_path, budget=100)
+    assert not done
+    assert engines.started == ["plugin", "noop"]
+    assert [turn["arm"] for turn in result.turns] == ["plugin"]
+    assert engines.limits[1] < engines.limits[0] < 100
+
+
+def test_a_turn_whose_pass_lost_its_reference_is_measured_again(engines, tmp_path, monkeypatch):
+    whole = Engines.start
+
+    def broken_off(self: Engines, arm: Arm, *rest: Any, **more: Any) -> Any:
+        if len(self.started) == 2:
+            raise KeyboardInterrupt
+        return whole(self, arm, *rest, **more)
+
+    monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    monkeypatch.setattr(child, "start", engines.start)
+    run(tmp_path)
+    assert engines.started[:5] == ["plugin", "noop", "plugin", "noop", "stock"]
 
 
 def test_more_turns_add_to_what_is_there(engines, tmp_path):
@@ -163,7 +228,7 @@ def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_pat
     run(tmp_path)
     assert len(engines.started) == before
     _, result = run(tmp_path, retry=True)
-    assert engines.started[before:] == ["noop"] * PLAN.turns
+    assert engines.started[before:] == [arm.name for _, arm in PLAN.order()]  # each ratio has its control beside it
     assert not any("error" in turn for turn in result.turns)
 
 
@@ -203,19 +268,27 @@ def test_a_plan_that_does_not_exist():
         find_plan("nothing")
 
 
+def _measured_before(folder: Path) -> Path:
+    """The result of a mode-0 plan, which was measured when the plan's name did not say so."""
+    found = read_json(RESULTS / "flashinfer-8b.json")
+    found["plan"]["name"] = "flashinfer-8b-mode0"
+    path = folder / "flashinfer-8b-mode0.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
 @pytest.mark.parametrize("fresh", [[], ["--fresh"]], ids=["as it is", "fresh"])
 def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(fresh, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: False)
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
-    there = tmp_path / "flashinfer-8b.json"
-    there.write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
+    there = _measured_before(tmp_path)
     before = there.read_text()
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path), *fresh])
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh])
     assert done.exit_code == 2, done.output
     assert done.output == (
-        "benchmarks: the plan flashinfer-8b can't run here: its engines need a GPU, and this machine has none; run it "
-        f"where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was measured "
-        "before\n"
+        "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; "
+        f"run it where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was "
+        "measured before\n"
     )
     assert there.read_text() == before
 
@@ -224,8 +297,8 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
-    (tmp_path / "flashinfer-8b.json").write_text(json.dumps(read_json(RESULTS / "flashinfer-8b.json")))
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b", "--out", str(tmp_path)])
+    _measured_before(tmp_path)
+    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path)])
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")
     assert "ms a step" not in done.output
@@ -233,7 +306,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
 
 def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    done = CliRunner().invoke(app, ["run", "optimistic-1b", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["run", "optimistic-1b-mode0", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
 

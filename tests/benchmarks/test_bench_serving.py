@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -15,11 +16,11 @@ from served import PLAN
 from served_results import raw_result
 from typer.testing import CliRunner
 
-from benchmarks import caches, facts, tables
+from benchmarks import caches, facts, published, tables
 from benchmarks.acceptance import arrange
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.cli import app
-from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_8b, serve_tiny
+from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_tiny
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files
 from benchmarks.serving.arguments import server_arguments
@@ -28,9 +29,10 @@ from benchmarks.serving.plan import ServeLoad, ServePlan, Step
 from benchmarks.serving.requests import trace, write_requests, write_sample
 from benchmarks.serving.results import ServeFile, served_files
 from benchmarks.serving.servers import server_environment
-from benchmarks.serving.table import serve_grid, serve_notes
+from benchmarks.serving.table import against_grid, serve_grid, serve_notes
 from benchmarks.serving.tokenizer import as_text, write_tokenizer
 
+SERVE_8B = find_serve_plan("serve-8b")
 MACHINE = {"device": "a device"}
 FACTS = {
     "vllm": "0.32.0",
@@ -53,12 +55,12 @@ def test_lengths_are_those_of_the_trace(tmp_path: Path) -> None:
     assert statistics.median(prompts) == pytest.approx(1020, rel=0.02)
     assert statistics.median(outputs) == pytest.approx(129, rel=0.05)
     path = tmp_path / "requests.jsonl"
-    count = write_requests(path, ServeLoad("rate", rate=50.0), 0, serve_8b(), 128_256, seconds=2.0)
+    count = write_requests(path, ServeLoad("rate", rate=50.0), 0, SERVE_8B, 128_256, seconds=2.0)
     found = rows(path)
     assert count == len(found) == 100
     assert {len(row["prompt"].split()) for row in found} <= {*prompts}
     assert {row["output_tokens"] for row in found} <= {*outputs}
-    assert max(prompts) + max(outputs) < serve_8b().arms[0].engine["max_model_len"]
+    assert max(prompts) + max(outputs) < SERVE_8B.arms[0].engine["max_model_len"]
 
 
 def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) 
 def test_prompts_share_long_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     load = ServeLoad("prefixes", concurrency=32, each_second=1.0, prefixes=2)
-    write_requests(path, load, 0, serve_8b(), 128_256, seconds=1.0)
+    write_requests(path, load, 0, SERVE_8B, 128_256, seconds=1.0)
     prefixes = {tuple(row["prompt"].split()[:1024]) for row in rows(path)}
     assert len(prefixes) == 2
     assert all(len(row["prompt"].split()) > 1024 for row in rows(path))
@@ -115,7 +117,7 @@ def test_lines_of_json_are_read_without_pandas(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     write_sample(path, 5, 1024, 16)
     found = _Rows(path_or_buf=str(path), lines=True)
-    assert found.columns == ["prompt", "output_tokens"]
+    assert found.columns == ["prompt", "output_tokens", "max_tokens"]
     assert [row.to_dict() for _, row in found.iterrows()] == rows(path)
 
 
@@ -130,7 +132,7 @@ def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tmp_path: Path) -> None:
-    arm = next(arm for arm in serve_8b().arms if arm.name == "plugin")
+    arm = next(arm for arm in SERVE_8B.arms if arm.name == "plugin")
     options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
     named = {option for option in options if option.startswith("--")}
     assert not named & {"--compilation-config", "--enforce-eager", "--no-enable-prefix-caching", "--max-num-seqs"}
@@ -150,6 +152,7 @@ def test_a_server_has_processes_of_its_own_and_the_callers_cache() -> None:
     arm = Arm("an arm", "tiny", plugin=Plugin.NOOP, runner="V1")
     found = server_environment(arm, {"VLLM_CACHE_ROOT": "/cache", "VLLM_ATTENTION_BACKEND": "X", "HOME": "/home"})
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found
+    assert int(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 60  # seconds for which the client keeps a connection
     assert "VLLM_ATTENTION_BACKEND" not in found
     assert (found["VLLM_CACHE_ROOT"], found["VLLM_ASYNC_SPEC"], found["VLLM_SERVER_DEV_MODE"]) == ("/cache", "off", "1")
 
@@ -170,7 +173,7 @@ def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    stock, noop, plugin, other = (arm.to_dict() for arm in serve_8b().arms)
+    stock, noop, plugin, other = (arm.to_dict() for arm in SERVE_8B.arms)
     assert caches.state(stock) == "cold"
     caches.mark(stock)
     assert [caches.state(arm) for arm in (stock, noop, plugin, other)] == ["warm", "shared", "shared", "cold"]
@@ -213,23 +216,26 @@ def test_an_unknown_plan_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(PlanError, match="there is no served plan 'x'; there are serve-tiny, serve-8b, "):
         find_serve_plan("x")
     assert [find_serve_plan(name).name for name in SERVE_PLANS] == [*SERVE_PLANS]
-    rates = [load.rate for load in serve_8b().loads if load.rate]
+    rates = [load.rate for load in SERVE_8B.loads if load.rate]
     assert rates == sorted(rates)
-    assert {load.concurrency for load in serve_8b().loads} >= {1, 8, 32, 128}
-    assert serve_tiny().arms[0].method == serve_8b().arms[0].method
+    assert {load.concurrency for load in SERVE_8B.loads} >= {1, 8, 32, 128}
+    assert serve_tiny().arms[0].method == SERVE_8B.arms[0].method
 
 
-def written(path: Path, speeds: dict[str, float]) -> ServeFile:
+ARMS = (*PLAN.arms, Arm("FLASH_ATTN", "tiny"))
+
+
+def written(path: Path, speeds: dict[str, float], plan: ServePlan = PLAN) -> ServeFile:
     """A result in which each arm has the same speed in all loads and passes."""
-    file = ServeFile(path, PLAN)
+    file = ServeFile(path, plan)
     file.begin("a command")
-    for arm in PLAN.arms:
+    for arm in plan.arms:
         file.started(arm.name, {"seconds": 42.4, "caches": "warm", "beside": 3}, FACTS)
-        counts = {} if arm.name == PLAN.reference else {"different": 0}
+        counts = {} if arm.name == plan.reference else {"different": 0}
         samples: dict[str, Any] = {kind: {"requests": 8, "tokens": 80} | counts for kind in ("greedy", "seeded")}
         samples["seeded"]["unlike_greedy"] = 7
         file.compared(Step(arm), samples)
-        for load in PLAN.loads:
+        for load in plan.loads:
             for number in (0, 1):
                 run = digest(raw_result(4, speeds[arm.name] * (1 + number / 10)))
                 file.measured(Step(arm, load, number), run)
@@ -269,14 +275,37 @@ def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path) -> Non
 
 
 def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
-    written(tmp_path / "served.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
+    written(tmp_path / "serve-tiny.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
     page = tmp_path / "page.md"
-    page.write_text("<!-- results: served -->\n\n<!-- end of results -->\n")
+    page.write_text("<!-- results: serve-tiny -->\n\n<!-- end of results -->\n")
     page.write_text(tables.rewrite([page], tmp_path)[page])
     assert "| rate-2 | plugin | 14 / 26 / 28 |" in page.read_text()
     assert tables.rewrite([page], tmp_path) == {}
     page.write_text(page.read_text().replace("14 / 26 / 28", "13 / 26 / 28"))
     assert page in tables.rewrite([page], tmp_path)
+
+
+def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> None:
+    plan = dataclasses.replace(PLAN, name="serve-8b", arms=tuple(dataclasses.replace(arm, shape="8b") for arm in ARMS))
+    speeds = {"stock": 1.0, "noop": 1.0, "plugin": 2.0, "FLASH_ATTN": 1.6}
+    written(tmp_path / "serve-8b.json", speeds, plan)
+    written(tmp_path / "serve-8b-h100.json", speeds, plan)
+    written(tmp_path / "serve-tiny.json", speeds)  # a CPU's
+    page = published.served(tmp_path)
+    assert [line for line in page.splitlines() if line.startswith("#")] == ["## 8b-h100", "## 8b"]
+    assert "![TPOT against the request rate](assets/results/serve-8b-h100.svg)" in page
+    assert "| rate-2 | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 1.250 (1.250-1.250) | 2 |" in page
+    assert "Not measured yet: 1b, 8b-0.26.0-V2, " in page
+    for head in ("load | arm | TTFT, ms: p50 / p90 / p99 | TPOT", "load | arm | goodput, requests/s | tokens/s | acc"):
+        assert page.count(f"| {head}") == 2
+    assert page.count("The plugin is slower than FLASH_ATTN by more than noise in: no cell.") == 2
+    slow = written(tmp_path / "slow.json", speeds | {"FLASH_ATTN": 2.5}, plan)
+    assert (
+        "slower than FLASH_ATTN by more than noise in: rate-2 (TPOT p50), rate-2 (TPOT p99)"
+        in published.served_table(slow.document, "slow")
+    )
+    noisy = written(tmp_path / "noisy.json", speeds | {"noop": 1.5}, plan)
+    assert [*against_grid(noisy.document, "plugin", "FLASH_ATTN").rows[0]] == ["rate-2", "-", "-", "-", "2"]
 
 
 def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
@@ -285,10 +314,24 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["show", str(path)])
     assert shown.exit_code == 0
     assert "Latencies that nobody measured" in shown.stdout
+    shown = CliRunner().invoke(app, ["show", str(path), "--against", "plugin"])
+    assert "plugin =" in shown.stdout
+    refused = CliRunner().invoke(app, ["show", str(path), "--against", "none"])
+    assert refused.exit_code == 1
+    assert "made-up has no arm 'none'; it has stock, noop, plugin" in refused.stderr
     assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
     assert path.with_suffix(".svg").stat().st_size > 5000
     assert served_files(tmp_path) == [path]
     assert not {*served_files(RESULTS)} & {*result_files(RESULTS)}
+
+
+def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path) -> None:
+    file = ServeFile(tmp_path / "served.json", PLAN)
+    file.begin("a command")
+    file.failed(Step(PLAN.arms[0]), "the port is taken")
+    shown = CliRunner().invoke(app, ["show", str(file.path)])
+    assert "stock, tokens: the port is taken" in shown.stdout
+    assert "tokens/s" not in shown.stdout
 
 
 def test_a_table_of_engines_names_what_vllm_resolved() -> None:

@@ -17,7 +17,9 @@ from benchmarks.arms import PlanError
 from benchmarks.cli import app
 from benchmarks.serving import run, servers
 from benchmarks.serving.plan import steps
-from benchmarks.serving.results import ServeFile, faults, read_served, summarise, unlike
+from benchmarks.serving.results import ServeFile, faults, machines, read_served, starts, summarise, unlike
+from benchmarks.serving.table import serve_grid, serve_notes
+from vllm_async_spec.audit.engine import AuditError
 
 FORWARDS, BACKWARDS = ["stock", "noop", "plugin"], ["plugin", "noop", "stock"]
 
@@ -63,17 +65,15 @@ def test_four_passes_are_two_pairs_over_all_loads() -> None:
 
 def test_cold_caches_are_warmed_by_one_server_before_the_others_start(fakes: Fakes) -> None:
     _, result, _ = fakes.run()
-    found = result.document["sessions"][0]["servers"]
     assert fakes.events[0] == "start stock"
-    assert {arm: (found[arm]["start"]["caches"], found[arm]["start"]["beside"]) for arm in FORWARDS} == {
+    assert {start["arm"]: (start["caches"], start["beside"]) for start in starts(result.document)} == {
         "stock": ("cold", 1),
         "noop": ("shared", 2),
         "plugin": ("shared", 2),
     }
     (fakes.folder / "result.json").unlink()
     _, result, _ = fakes.run()
-    found = result.document["sessions"][0]["servers"]
-    assert [(found[arm]["start"]["caches"], found[arm]["start"]["beside"]) for arm in FORWARDS] == [("warm", 3)] * 3
+    assert [(start["caches"], start["beside"]) for start in starts(result.document)] == [("warm", 3)] * 3
 
 
 def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fakes) -> None:
@@ -86,19 +86,40 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fake
     earlier = len(fakes.loads)
     done, result, _ = fakes.run()
     assert done
-    assert fakes.loads[earlier] == "rate-4-0 noop"
-    assert len(fakes.loads) - earlier == 11
+    # The pass that was cut off is measured again as a whole, so that no row is compared with one of the other run.
+    assert fakes.loads[earlier : earlier + 3] == ["rate-4-0 stock", "rate-4-0 noop", "rate-4-0 plugin"]
+    assert len(fakes.loads) - earlier == 12
     assert result.document["measured"][:7] == before["measured"]
     assert len(result.document["sessions"]) == 2
     assert fakes.run()[0]
-    assert len(fakes.loads) - earlier == 11  # nothing was left
+    assert len(fakes.loads) - earlier == 12  # nothing was left
+    counts = {(row["load"], row["n"]) for row in summarise(result.document)}
+    # The third is stock's run of the pass that was cut off.
+    assert counts == {("rate-2", 2), ("rate-4", 2), ("rate-4", 3), ("closed-4", 2)}
+
+
+def test_an_arm_that_comes_later_is_compared_with_runs_of_its_own_session(fakes: Fakes) -> None:
+    fakes.run(only="stock,noop", loads="rate-2")
+    document = read_served(fakes.folder / "result.json")
+    for each in document["measured"]:  # as if that host had been ten times as slow
+        each["tpot"] = {share: 10 * value for share, value in each["tpot"].items()}
+    (fakes.folder / "result.json").write_text(json.dumps(document))
+    done, result, _ = fakes.run(loads="rate-2")
+    assert done
+    assert fakes.loads == [
+        *(f"rate-2-{number} {arm}" for number, arms in ((0, FORWARDS[:2]), (1, BACKWARDS[1:])) for arm in arms),
+        *(f"rate-2-{number} {arm}" for number, arms in ((0, FORWARDS), (1, BACKWARDS)) for arm in arms),
+    ]
+    rows = {row["arm"]: row for row in summarise(result.document)}
+    assert {arm: row["n"] for arm, row in rows.items()} == {"stock": 4, "noop": 4, "plugin": 2}
+    assert rows["plugin"]["ratios"]["TPOT p50"]["value"] == pytest.approx(2)
 
 
 def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     held, start = [], servers.Processes.start
 
-    def started(processes: servers.Processes, *arguments: Any) -> dict[str, str]:
-        failed = start(processes, *arguments)
+    def started(processes: servers.Processes, *arguments: Any, **options: Any) -> dict[str, str]:
+        failed = start(processes, *arguments, **options)
         held.append(dict(processes._servers))  # or the end of these objects would end the servers
         return failed
 
@@ -119,6 +140,28 @@ def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatc
     assert not done
     assert len(result.document["measured"]) == 6
     assert lines[-1] == "steps left: 12; run the same command again for them"
+
+
+@pytest.mark.parametrize("at", ["rate-2-1 noop", "rate-2-1 stock"])
+def test_an_arm_whose_pass_lost_its_reference_is_measured_again(fakes: Fakes, at: str) -> None:
+    fakes.fail({at: "interrupt"})
+    with pytest.raises(KeyboardInterrupt):
+        fakes.run(loads="rate-2")
+    fakes.fail({})
+    earlier = len(fakes.loads)
+    assert fakes.run(loads="rate-2")[0]
+    assert fakes.loads[earlier:] == [f"rate-2-1 {arm}" for arm in BACKWARDS]
+
+
+def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_DRAIN_S", 0.0)
+    monkeypatch.setattr(servers, "_START_S", 0.05)
+    fakes.fail({"start stock": "slow"})
+    done, result, lines = fakes.run(budget=0.01)
+    assert not done
+    assert lines[0] == "stock: its server was not ready within the budget"
+    assert lines[-1].startswith("steps left: ")
+    assert result.document["failures"] == []
 
 
 def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: Fakes) -> None:
@@ -196,12 +239,74 @@ def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes
     assert faults(result.document) == ["plugin: 3 greedy requests have other tokens than stock's"]
 
 
-def test_ratios_across_machines_are_omitted(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_are_side_by_side_and_never_compared(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.run(loads="rate-2")
     monkeypatch.setenv("SERVED_DEVICE", "another device")
     _, result, _ = fakes.run()
-    row = next(row for row in summarise(result.document) if row["arm"] == "plugin")
-    assert row["ratios"]["tokens/s"] == {"refused": "the servers ran on 2 different machines"}
+    assert [*machines(result.document)] == ["a device", "another device"]
+    found = serve_grid(result.document)
+    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    assert [(row["machine"], row["load"]) for row in rows if row["arm"] == "plugin"] == [
+        ("1", "rate-2"),
+        ("2", "rate-4"),
+        ("2", "closed-4"),
+    ]
+    assert {row["speed by tokens/s, stock = 1"] for row in rows if row["arm"] == "plugin"} == {"2.000 (2.000-2.000)"}
+    assert "Machine 2: another device." in serve_notes(result.document)
+
+
+AUDITED = dataclasses.replace(PLAN, audited=("closed-4",))
+
+
+@pytest.fixture
+def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What was asked of the audit, which is made up."""
+    asked: list[dict[str, Any]] = []
+
+    def audit(url: str, **options: Any) -> dict[str, Any]:
+        asked.append(options | {"requests": len(Path(options["load"]).read_text().splitlines())})
+        return {"plain_idle": 0.25, "critical": [1.0, 0.2], "sites": []}
+
+    monkeypatch.setattr(run, "audit_server", audit)
+    monkeypatch.setattr(run, "digest", lambda report: report)
+    return asked
+
+
+def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list[dict[str, Any]]) -> None:
+    done, _, lines = fakes.run(AUDITED, budget=50)
+    assert not done  # a server and its audit would take longer
+    assert lines[-1] == "steps left: 2; run the same command again for them"
+    assert not audits
+    done, result, lines = fakes.run(AUDITED, budget=200)
+    assert done
+    assert all(asked["seconds"] <= 50 for asked in audits)
+    last = [event for event in fakes.events if event.startswith("start")][3:]
+    assert last == ["start noop with the agent", "start plugin with the agent"]
+    assert [(asked["batch"], asked["requests"]) for asked in audits] == [(4, 4)] * 2
+    assert lines[-1].startswith("2/2 plugin, closed-4, audit: 1.00 critical waits a step, host-caused idle 25% (")
+    found = serve_grid(result.document)
+    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    idle = {(row["load"], row["arm"]): row["host-caused idle"] for row in rows}
+    assert {place: share for place, share in idle.items() if share != "-"} == {
+        ("closed-4", "noop"): "25%",
+        ("closed-4", "plugin"): "25%",
+    }
+    assert len(starts(result.document)) == 3  # an agent may slow a start
+    assert fakes.run(AUDITED)[0]
+    assert len(audits) == 2
+
+
+def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def audit(*_: Any, **__: Any) -> None:
+        raise AuditError("the engine answered nothing")
+
+    monkeypatch.setattr(run, "audit_server", audit)
+    _, result, _ = fakes.run(AUDITED)
+    assert [(each["arm"], each["error"]) for each in result.document["failures"]] == [
+        ("noop", "the engine answered nothing"),
+        ("plugin", "the engine answered nothing"),
+    ]
+    assert len(result.document["measured"]) == 6 * len(PLAN.loads)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +319,15 @@ def test_ratios_across_machines_are_omitted(fakes: Fakes, monkeypatch: pytest.Mo
 def test_an_unknown_arm_or_load_is_refused(fakes: Fakes, options: dict[str, str], sentence: str) -> None:
     with pytest.raises(PlanError, match=re.escape(sentence)):
         fakes.run(**options)
+
+
+def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run.ServeRunner, "run", lambda self, **_: not asked.append(self._plan.audited))
+    for option in ("--audit", "--no-audit"):
+        arguments = ["serve", "serve-tiny", "--out", str(tmp_path), "--cache", str(tmp_path), option]
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert asked == [("closed-8",), ()]
 
 
 def test_another_plans_file_is_refused(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from bench_documents import PLAN, document
+from bench_documents import FACTS, PLAN, document
 from test_bench_waits_page import generated
 from typer.testing import CliRunner
 
-from benchmarks import tables
+from benchmarks import published, tables
 from benchmarks.arms import Acceptance
 from benchmarks.cli import app
+from benchmarks.plans import find_plan
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.serving.results import served_files
@@ -70,6 +71,60 @@ def test_a_result_that_is_not_there_is_named(tmp_path: Path):
     readme.write_text("<!-- results: nothing -->\n<!-- end of results -->\n")
     with pytest.raises(TableError, match=r"README.md asks for the results 'nothing', and .* does not exist"):
         rewrite([readme], tmp_path)
+
+
+def test_a_figure_in_a_sentence_is_stale_when_its_result_changes(written: Path):
+    place = "before <!-- measured: ratios made-up plugin decode-* -->0.9<!-- end of measured --> after"
+    written.write_text(place + "\n")
+    assert rewrite([written], written.parent) == {written: place.replace(">0.9<", ">1.0<") + "\n"}
+    (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [121] * 4})))
+    assert ">1.2<" in rewrite([written], written.parent)[written]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "a <!-- measured: ratios made-up none * -->",
+            "README.md asks for 'ratios made-up none *', which no result has",
+        ),
+        ("a <!-- measured: ratios made-up -->", "README.md asks for 'ratios made-up', which no result has"),
+        ("a <!-- measured: tpot made-up plugin decode-1 p50 -->", "made-up is no result of a served plan"),
+        ("a <!-- measured: speed made-up -->", "README.md asks for 'speed made-up'"),
+        ("a\n<!-- measured: ratios made-up plugin * -->", "README.md begins a line with <!-- measured: ratios"),
+    ],
+)
+def test_a_figure_that_no_result_has_is_named(written: Path, text: str, sentence: str):
+    written.write_text(f"{text}1.0<!-- end of measured -->\n")
+    with pytest.raises(TableError) as refused:
+        rewrite([written], written.parent)
+    assert sentence in str(refused.value)
+
+
+def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Path):
+    plan = find_plan("defaults-8b-K5")
+    speeds = {"stock": [100.0] * 4, "noop": [100.0] * 4, "plugin": [200.0] * 4, "FLASH_ATTN": [160.0] * 4}
+    facts = FACTS | {"runner": "V2"}
+    (tmp_path / "defaults-8b-K5.json").write_text(json.dumps(document(speeds, plan, facts)))
+    (tmp_path / "defaults-8b-K5-h100.json").write_text(
+        json.dumps(document({"noop": [100.0]}, plan, facts | {"hardware": {"device": "another"}}))
+    )
+    table = published.defaults(tmp_path)
+    rows = [line for line in table.splitlines() if line.startswith("| 0.32.0, V2, FLASHINFER, 8b, ")]
+    assert [row.split(", ", 4)[4].split(" | ")[:2] for row in rows] == [
+        [device, f"decode-{batch}, 5"] for device in ("another", "a device") for batch in (1, 32, 128)
+    ]
+    assert rows[3].endswith(
+        "| 10.00 (10.00-10.00) ms | 10.00 (10.00-10.00) ms | 5.00 (5.00-5.00) ms | 1.000 (1.000-1.000) | "
+        "2.000 (2.000-2.000) | 1.250 (1.250-1.250) | 4 |"
+    )
+    assert rows[0].endswith("| - | 10.00 (10.00-10.00) ms | - | - | - | - | 1 |")
+    assert "The plugin is slower than stock by more than noise in: no cell." in table
+    slow = document(speeds | {"FLASH_ATTN": [250.0] * 4}, plan, facts)
+    (tmp_path / "defaults-8b-K5.json").write_text(json.dumps(slow))
+    behind = ", ".join(f"defaults-8b-K5 decode-{batch}" for batch in (1, 32, 128))
+    assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.defaults(tmp_path)
+    assert "Not measured yet: 8b (main, K1, K7, context); 1b (all); " in table
 
 
 def test_the_numbers_of_the_demo_are_those_of_its_files():

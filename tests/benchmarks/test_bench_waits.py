@@ -101,8 +101,9 @@ def test_engines_run_at_vllms_defaults(group: Any):
         if engine.shape(group.shape) is not None:
             arm = arm_of(engine, group, Plugin.NOOP)
             assert (arm.release, arm.runner) == (group.release, group.runner)
-            assert arm.engine.keys() - sizes - engine.options.keys() == {"enable_prefix_caching"}
+            assert arm.engine.keys() - sizes - engine.options.keys() == {"enable_prefix_caching", "max_num_seqs"}
             assert arm.engine["enable_prefix_caching"]
+            assert arm.engine["max_num_seqs"] is None
             assert not arm.environment
 
 

@@ -82,7 +82,7 @@ def made(driver: Any, *, lacks_tokenizer: bool = False) -> tuple[WaitsEngine, li
     done: list[str] = []
     engine = object.__new__(WaitsEngine)
     engine._shape, engine._lacks_tokenizer, engine._warm, engine._case_driver = "tiny", lacks_tokenizer, set(), driver
-    engine._llm = types.SimpleNamespace(reset_prefix_cache=lambda: done.append("reset"))
+    engine._llm = types.SimpleNamespace(reset_prefix_cache=lambda: not done.append("reset"))
     return engine, done
 
 

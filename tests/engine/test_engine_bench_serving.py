@@ -13,7 +13,7 @@ from benchmarks import caches
 from benchmarks.arms import expected_length
 from benchmarks.plans.serving import serve_tiny
 from benchmarks.serving.plan import ServeLoad
-from benchmarks.serving.results import ServeFile, faults, read_served, servers, summarise, unlike
+from benchmarks.serving.results import ServeFile, engines, faults, read_served, starts, summarise, unlike
 from benchmarks.serving.run import ServeRunner
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -28,7 +28,7 @@ def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, mo
     tiny = serve_tiny()
     arms = tuple(arm for arm in tiny.arms if arm.name != "noop")
     loads = (ServeLoad("rate-8", rate=8.0), ServeLoad("closed-4", concurrency=4, each_second=16.0))
-    plan = dataclasses.replace(tiny, arms=arms, loads=loads, turns=2, seconds=1.0, sampled=32)
+    plan = dataclasses.replace(tiny, arms=arms, loads=loads, turns=2, seconds=1.0, sampled=32, audited=("closed-4",))
     for arm in arms:
         caches.mark(arm.to_dict())  # the servers start side by side
     lines: list[str] = []
@@ -47,10 +47,13 @@ def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, mo
     assert unlike(found, "plugin")["greedy"] == 0
     assert found["tokens"]["stock"]["seeded"]["unlike_greedy"] > 16
     assert all("greedy" not in fault for fault in faults(found))
-    facts = {arm: server["facts"] for arm, server in servers(found).items()}
+    facts = engines(found)
     assert (facts["stock"]["plugin"], facts["plugin"]["plugin"]) == ("not loaded", "on")
     assert facts["plugin"]["scheduler"]["prefix_caching"]
     assert facts["plugin"]["async_scheduling"]
     assert (facts["stock"]["backends"], facts["stock"]["runner"]) == (["CPU_ATTN"], "V1")
-    starts = {arm: server["start"] for arm, server in servers(found).items()}
-    assert all(start["seconds"] > 1 and start["beside"] == 2 for start in starts.values())
+    assert [(start["arm"], start["beside"]) for start in starts(found)] == [("stock", 2), ("plugin", 2)]
+    assert all(start["seconds"] > 1 for start in starts(found))
+    (audit,) = found["audits"]
+    assert (audit["arm"], audit["load"]) == ("plugin", "closed-4")
+    assert audit["overlapped"][0] + audit["critical"][0] > 0  # a CPU has reads, and no times

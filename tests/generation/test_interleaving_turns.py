@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,7 +17,6 @@ from vllm_async_spec import generation
 from vllm_async_spec.generation.decode import Decode
 from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
-from vllm_async_spec.generation.step_graphs import _refuse_host_reads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
@@ -135,27 +133,3 @@ def old_before_new(seed: int, *, taken: bool) -> bool:
 def test_a_turn_is_behind_the_steps_of_the_one_before():
     assert all(old_before_new(seed, taken=False) for seed in range(12))
     assert not all(old_before_new(seed, taken=True) for seed in range(12)), "the control"
-
-
-def test_a_wait_in_a_step_is_refused_and_one_in_another_thread_is_not(monkeypatch: pytest.MonkeyPatch):
-    """PyTorch's mode is of the process, and its warning comes in the thread that waits."""
-    modes = ["default"]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def read() -> str:
-        assert modes[-1] == "warn"
-        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
-        return "read"
-
-    def other_reads() -> None:
-        with ThreadPoolExecutor(1) as threads:
-            assert threads.submit(read).result() == "read"
-        warnings.warn("another warning", UserWarning, stacklevel=1)
-
-    with pytest.warns(UserWarning, match="another warning") as warned:
-        _refuse_host_reads(other_reads, lambda: None)
-    assert len(warned) == 1
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        _refuse_host_reads(read, lambda: None)
-    assert modes == ["default", "warn", "default", "warn", "default"]

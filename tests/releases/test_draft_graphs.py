@@ -141,3 +141,39 @@ def test_a_drafter_that_keeps_state_of_each_step_is_not_replayed(subject: Any, m
     monkeypatch.setattr(subject, "_replay", replay)
     with pytest.raises(ValueError, match="each step sets last_batch of the drafter, which no replay does"):
         run(subject, random_schedule(SEEDS[0]), late=True)
+
+
+def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, monkeypatch: pytest.MonkeyPatch):
+    """Before each batch here. Until they fail they run the drafter, on rows that are nobody's."""
+    failed: list[int] = []
+
+    def replay(self: Any) -> None:
+        self.compilation_config.max_cudagraph_capture_size = 512
+        saw, model, kept = self.drafter.model.saw, self.drafter.model, dict(vars(self.drafter))
+        captures: list[Any] = []
+
+        def fail(seen: Any) -> None:
+            raise RuntimeError("out of memory")
+
+        def capture(run: Any) -> Any:
+            captures.append(run)
+            if len(captures) == 2:
+                model.saw = fail
+            run()
+            return run
+
+        model.saw = lambda seen: None
+        with pytest.raises(RuntimeError, match="out of memory"):
+            draft_graphs.Drafter(self, capture)
+        model.saw = saw
+        assert {name for name, value in vars(self.drafter).items() if value is not kept.get(name)} == set()
+        failed.append(len(captures))
+
+    monkeypatch.setattr(subject, "_replay", replay)
+    schedule = random_schedule(SEEDS[0])
+    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    assert len(failed) > 10
+    assert list(islice(mistakes(engine, schedule), 3)) == []
+    assert engine.outputs == reference.outputs
+    pairs = zip(engine.steps, reference.steps, strict=True)
+    assert all(np.array_equal(one.drafts, two.drafts) for one, two in pairs)

@@ -11,9 +11,11 @@ import os
 import random
 from collections.abc import Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
 from simulation.judge import differences, mistakes
@@ -23,6 +25,9 @@ from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
 from simulation.shape import LONGEST, Shape
 from simulation.wishes import Wishes
 from undone import applied
+
+from vllm_async_spec import reset_sync_report, sync_report
+from vllm_async_spec.vllm_plugin.patches import min_tokens
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 WISHFUL = (0, 4)
@@ -123,6 +128,92 @@ def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
     monkeypatch.setattr(Draft, "wrong", 97)
     got, right = longest_beside(counting, WISHES[wish])
     assert got == right
+
+
+def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
+    """An engine that has served one request, and of each step how many tokens had come out when it was scheduled."""
+    engine, had = Engine(runner_class, Shape(tokens=48), random.Random(0)), list[int]()
+    engine.add("one", [1, 2, 3], 40, -1, wishes)
+    while engine.busy:
+        had.append(len(engine.outputs["one"]))
+        engine.step()
+    return engine, had
+
+
+@pytest.mark.parametrize("least", [0, 6, 20])
+def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
+    counting: Any, least: int, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if release.startswith("0.21."):
+        pytest.skip("stock 0.21 waits for tokens and drafts of every batch, by a mistake that 0.22 corrects")
+    reads: list[str] = []
+    for owner, name in ((counting, "_get_draft_token_ids_cpu"), (min_tokens, "_read_rows")):
+        inner = getattr(owner, name)
+
+        def noted(*args: Any, inner: Any = inner, name: str = name) -> Any:
+            reads.append(name)
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    reset_sync_report()
+    _, had = alone(counting, Wishes(min_tokens=least))
+    counts = sync_report().fallbacks.get("min_tokens", 0)
+    below = sum(tokens < least for tokens in had)
+    # The first step has nothing to wait for, and at the minimum two outputs may be in flight.
+    assert max(0, below - 3) <= counts <= below
+    assert counts <= len(reads) <= below
+    assert set(reads) <= {"_read_rows"}
+
+
+def replaced(*, drafts: bool = True, holder: Any = None, penalised: frozenset[str] = frozenset()) -> list[list[int]]:
+    """The output tokens of two requests, each of which had the placeholders of two steps, one token a step."""
+    batch_class = importlib.import_module("vllm.v1.worker.gpu_input_batch").InputBatch
+    processor = SimpleNamespace(min_toks={}, **({"add_request": None} if drafts else {}))
+    names = ["one", "two"]
+    rows = {name: row for row, name in enumerate(names)}
+    batch = SimpleNamespace(
+        logitsprocs=SimpleNamespace(all=[processor]),
+        sampling_metadata=SimpleNamespace(output_token_ids=[[7, -1], [8, -1]]),
+        sampled_token_ids_cpu=torch.tensor([[3], [4]]),
+        async_copy_ready_event=SimpleNamespace(synchronize=lambda: None),
+        req_ids=names,
+        req_id_to_index=rows,
+        prev_req_id_to_index=rows,
+        logitsprocs_need_output_token_ids=False,
+        no_penalties=not penalised,
+        thinking_budget_state_holder=holder,
+        frequency_penalties_reqs=penalised,
+        presence_penalties_reqs=set(),
+        repetition_penalties_reqs=set(),
+        bad_words_token_ids={},
+    )
+    batch_class.update_async_output_token_ids(batch)
+    assert batch.prev_req_id_to_index is rows
+    tokens: list[list[int]] = batch.sampling_metadata.output_token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
+    """Then each stands for one token."""
+    assert replaced(drafts=drafts, penalised=frozenset({"one"})) == [[7, 3], [8, -1] if drafts else [8, 4]]
+
+
+class Holder:
+    """What vLLM keeps of requests with a thinking budget, by row."""
+
+    def __init__(self, **state: Any) -> None:
+        vars(self).update(state)
+
+    def has_tracked_requests(self) -> bool:
+        return True
+
+
+def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any) -> None:
+    """vLLM reads the tokens of that request only; all are replaced where it does not say which it is."""
+    assert replaced(holder=Holder(_state={1: {}})) == [[7, -1], [8, 4]]
+    assert replaced(holder=Holder(_state={1: {}}), penalised=frozenset({"one"})) == [[7, 3], [8, 4]]
+    assert replaced(holder=Holder()) == [[7, 3], [8, 4]]
 
 
 @pytest.mark.parametrize("wish", ["penalties", "bad words"])

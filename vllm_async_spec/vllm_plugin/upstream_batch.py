@@ -122,6 +122,10 @@ class SampledBatch(InputBatch, Protocol):
     """The requests with this penalty, as in the next two."""
     presence_penalties_reqs: set[str]
     repetition_penalties_reqs: set[str]
+    req_output_token_ids: list[list[int]]
+    """By row."""
+    logitsprocs_need_output_token_ids: bool
+    """Whether there are custom logits processors."""
 
     @property
     def no_top_k(self) -> bool:

@@ -18,12 +18,15 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     arm = setup["arm"]
     with (FOLDER / "events").open("a") as events:
-        print("start", arm["name"], file=events)
+        agent = " with the agent" if os.environ.get("VLLM_ASYNC_SPEC_AUDIT") else ""
+        print(f"start {arm['name']}{agent}", file=events)
     fault = json.loads((FOLDER / "faults.json").read_text()).get(f"start {arm['name']}")
     with answering() as answer:
         if fault == "port":
             print("OSError: [Errno 98] error while attempting to bind on address", file=sys.stderr)
             sys.exit(1)
+        if fault == "slow":
+            time.sleep(60)
         (FOLDER / str(setup["port"])).write_text(f"{arm['name']} {os.getpid()}")
         answer({"ready": True, "seconds": 1.5})
         state = "on" if fault == "state" else STATES[arm["plugin"]]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_async_spec.patching import temporarily
+from vllm_async_spec.spec_decode.draft_graphs import DraftShape
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 
@@ -56,6 +60,10 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
         uses_mrope=False,
         uses_xdrope_dim=0,
     )
+
+
+def no_warm_up() -> None:
+    """Of a sampler that needs no memory."""
 
 
 def test_nothing_speaks_against_a_plain_engine():
@@ -104,6 +112,7 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
     "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],
     "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
     "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
+    "the drafter has another vocabulary": [set_to("drafter.use_heterogeneous_vocab", True)],
     "drafts are drawn at random": [set_to("drafter._enable_probabilistic_draft_probs", True)],
     "drafts are made by Step3p5MTPProposer": [another_drafter],
     "the engine serves LoRA adapters": [set_to("lora_config", object())],
@@ -130,7 +139,7 @@ def test_it_is_left_as_it_is_and_the_operator_is_told_why(
     assert draft_graphs.refused(runner) == reason
     propose = runner.drafter.propose
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
+        draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose is propose
     assert [record.getMessage() for record in caplog.records] == [
         f"vllm-async-spec does not capture drafting as CUDA graphs: {reason}"
@@ -150,19 +159,139 @@ def test_whatever_fails_leaves_vllms_own_drafting(
     monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
     runner = make_runner()
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
+        draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose() == "launched"
     (line,) = [record.getMessage() for record in caplog.records]
     assert type(error).__name__ in line
     assert "and more" not in line
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collected_in_one(
+    waits: bool, collects: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    events: list[object] = []
+
+    def propose() -> torch.Tensor:
+        events.append(gc.isenabled())
+        return NOTHING
+
+    def drafter(runner: Any, capture: Any) -> SimpleNamespace:
+        return SimpleNamespace(propose=capture(propose), sizes=[1])
+
+    def check(run: Callable[[], object]) -> None:
+        events.append("checked")
+        run()
+        if waits:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    def capture(run: Callable[[], object], pool: object) -> Callable[[], object]:
+        events.append("captured")
+        run()
+        return run
+
+    monkeypatch.setattr(draft_graphs, "Drafter", drafter)
+    monkeypatch.setattr(draft_graphs, "refuse_waits", check)
+    monkeypatch.setattr(draft_graphs, "captured", capture)
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
+    runner = make_runner()
+    launched = runner.drafter.propose
+    with caplog.at_level(logging.INFO, "vllm.async_spec"), contextlib.ExitStack() as stack:
+        stack.callback(gc.enable)
+        if not collects:
+            gc.disable()
+        draft_graphs._capture(runner, no_warm_up)
+        assert gc.isenabled() == collects
+    assert events == ["checked", False, "captured", False][: 2 if waits else 4]
+    assert runner.drafter.propose is (launched if waits else propose)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_graphs_that_leave_no_memory_for_sampling_go(
+    fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """vLLM allocates the sampler's tensors at the end of its warm-up, and each capture empties the cache of them."""
+    graphs: list[weakref.ref[Any]] = []
+
+    class Drafter:
+        sizes = (1,)
+
+        def __init__(self, runner: Any, capture: Any) -> None:
+            self.itself = self  # as what is captured refers to what captures it
+            graphs.append(weakref.ref(self))
+
+        def propose(self) -> str:
+            return "replayed"
+
+    def warm_up() -> None:
+        warmed.append(graphs[0]() is not None)
+        if warmed[-1] and not fits:
+            raise RuntimeError("CUDA out of memory occurred when warming up sampler")
+
+    warmed: list[bool] = []
+    monkeypatch.setattr(draft_graphs, "Drafter", Drafter)
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
+    runner = make_runner()
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner, warm_up)
+    assert runner.drafter.propose() == ("replayed" if fits else "launched")
+    assert warmed == ([True] if fits else [True, False])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert ("warming up sampler" in line) != fits
+
+
+def test_drafting_is_captured_once_at_the_end_of_warm_up_and_the_sampler_warms_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Runner:
+        attn_groups: tuple[str, ...] = ()
+
+        def __init__(self) -> None:
+            self.warmed: list[str] = []
+
+        def _dummy_sampler_run(self, hidden_states: str) -> str:
+            self.warmed.append(hidden_states)
+            return "sampled"
+
+    captures: list[Any] = []
+
+    def capture(runner: Any, warm_up: Callable[[], object]) -> None:
+        captures.append(runner)
+        warm_up()
+
+    monkeypatch.setattr(draft_graphs, "_capture", capture)
+    with temporarily() as changes:
+        draft_graphs._apply(changes, SimpleNamespace(GPUModelRunner=Runner))  # type: ignore[arg-type]
+        one, two = Runner(), Runner()
+        for runner in (one, two):
+            assert runner._dummy_sampler_run("profile") == "sampled"  # of memory, without a KV cache
+            assert captures == [one] * (runner is two)
+            runner.attn_groups = ("a group",)
+            assert runner._dummy_sampler_run(hidden_states="warm-up") == "sampled"
+            assert runner._dummy_sampler_run("again") == "sampled"
+            assert runner.warmed == ["profile", "warm-up", "warm-up", "again"]
+    assert captures == [one, two]
+
+
+def test_a_drafter_of_the_users_that_can_not_be_inspected_is_left_alone(caplog: pytest.LogCaptureFixture):
+    runner = make_runner()
+    del runner.drafter.propose
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(runner, no_warm_up)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("vllm-async-spec does not capture drafting as CUDA graphs: AttributeError")
+
+
 def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
     runner = make_runner()
     runner.drafter.propose = lambda sampled_token_ids: None
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner)
-        draft_graphs._capture(SimpleNamespace())
+        draft_graphs._capture(runner, no_warm_up)
+        draft_graphs._capture(SimpleNamespace(), no_warm_up)
     assert not caplog.records
 
 
@@ -198,6 +327,35 @@ class Graphs:
 NOTHING = torch.zeros(8, dtype=torch.bool)
 
 
+def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
+    """One with graphs of two requests and three drafts, and arguments for which it replays them."""
+    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
+    fields = {
+        "_drafter": SimpleNamespace(num_speculative_tokens=1),
+        "_drafts": 3,
+        "_tokens": 4,
+        "_shape": DraftShape(2, 4, 5, 6, torch.float32),
+        "sizes": [1, 2],
+        "_last_indices": "last",
+        "_graphs": Graphs(),
+        "_propose": lambda **given: "launched",
+    }
+    for name, value in fields.items():
+        setattr(drafting, name, value)
+    tensor = torch.zeros(8)
+    metadata = SimpleNamespace(
+        num_reqs=2,
+        max_query_len=4,
+        num_actual_tokens=8,
+        slot_mapping=tensor,
+        seq_lens=tensor,
+        block_table_tensor=torch.zeros(8, 6),
+    )
+    names = ("target_token_ids", "target_positions", "next_token_ids", "last", "num_rejected_tokens_gpu")
+    given: dict[str, Any] = dict.fromkeys(names, tensor)
+    return drafting, given | {"target_hidden_states": torch.zeros(8, 5), "common_attn_metadata": metadata}
+
+
 @pytest.mark.parametrize(
     ("changes", "answer"),
     [
@@ -212,29 +370,21 @@ NOTHING = torch.zeros(8, dtype=torch.bool)
 )
 def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str) -> None:
     """Images are among the inputs, or the scheduler wants fewer drafts, say."""
-    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
-    drafter = SimpleNamespace(num_speculative_tokens=1)
-    fields = {
-        "_drafter": drafter,
-        "_drafts": 3,
-        "_tokens": 4,
-        "sizes": [1, 2],
-        "_last_indices": "last",
-        "_graphs": Graphs(),
-    }
-    for name, value in fields.items():
-        setattr(drafting, name, value)
-    drafting._propose = lambda **given: "launched"  # type: ignore[assignment, return-value]
-    tensor = torch.zeros(8)
-    metadata = SimpleNamespace(
-        num_reqs=2,
-        max_query_len=4,
-        num_actual_tokens=8,
-        slot_mapping=tensor,
-        seq_lens=tensor,
-        block_table_tensor=tensor,
-    )
-    names = ("target_token_ids", "target_positions", "target_hidden_states", "next_token_ids", "last")
-    given = dict.fromkeys((*names, "num_rejected_tokens_gpu"), tensor) | {"common_attn_metadata": metadata}
+    drafting, given = captured_drafter()
     assert drafting.propose(**given | changes) == answer
-    assert drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
+    assert drafting._drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
+
+
+@pytest.mark.parametrize("name", ["target_hidden_states", "block_table_tensor"])
+def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A target may return hidden states of another width than its configuration names."""
+    drafting, given = captured_drafter()
+    assert drafting.propose(**given) == "replayed 2"
+    wide = torch.zeros(8, 7)
+    given[name] = wide
+    given["common_attn_metadata"].block_table_tensor = wide if name == "block_table_tensor" else torch.zeros(8, 6)
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        assert drafting.propose(**given) == "launched"
+    assert drafting._drafter.propose is drafting._propose
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets hidden states")

@@ -33,13 +33,11 @@ class Carried:
 
     Args:
         requests: the largest batch.
-        drafts: drafts of each request in steady decode.
     """
 
-    def __init__(self, requests: int, drafts: int) -> None:
+    def __init__(self, requests: int) -> None:
         self._rows = np.arange(requests)
-        self._ends = (self._rows + 1) * (drafts + 1)
-        self._drafts = drafts
+        self._drafts, self._ends = 0, self._rows + 1
         self._kept: optimistic_runner.KeptIndices | None = None
         self._places: torch.Tensor | None = None
 
@@ -59,14 +57,15 @@ class Carried:
         """
         sampled, drafts = runner.input_batch.prev_sampled_token_ids, runner._draft_token_ids
         wanted = scheduled.scheduled_spec_decode_tokens
+        if sampled is None or not isinstance(drafts, torch.Tensor) or len(wanted) != requests:
+            return None
+        if drafts.shape[1] != self._drafts:  # from 0.24 on the scheduler chooses the number of drafts
+            self._drafts = drafts.shape[1]
+            self._ends = (self._rows + 1) * (self._drafts + 1)
         if (
-            sampled is None
-            or not isinstance(drafts, torch.Tensor)
-            or drafts.shape[1] != self._drafts
-            or len(wanted) != requests
-            or not np.array_equal(ends, self._ends[:requests])
+            not np.array_equal(ends, self._ends[:requests])
             or not np.array_equal(runner.prev_positions.np[:requests], self._rows[:requests])
-            or any(len(each) != self._drafts for each in wanted.values())
+            or set(map(len, wanted.values())) != {self._drafts}
         ):
             return None
         return sampled[:requests, 0], drafts[:requests]
@@ -99,7 +98,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     def of(runner: RunnerBase) -> Carried:
         if runner not in carried:
-            carried[runner] = Carried(runner.max_num_reqs, runner.num_spec_tokens)
+            carried[runner] = Carried(runner.max_num_reqs)
         return carried[runner]
 
     @functools.wraps(prepare)

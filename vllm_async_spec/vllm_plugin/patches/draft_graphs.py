@@ -22,7 +22,7 @@ import torch
 
 from vllm_async_spec.patching import Transaction, temporarily
 from vllm_async_spec.spec_decode.draft_graphs import DraftGraphs, DraftInputs, DraftShape, batch_sizes
-from vllm_async_spec.streams import captured
+from vllm_async_spec.streams import captured, refuse_waits
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
@@ -59,6 +59,7 @@ def refused(runner: RunnerBase) -> str | None:
         "positions are XD-RoPE's": getattr(runner, "uses_xdrope_dim", 0) > 0,
         "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
         "drafts are a tree": any(any(path) for path in getattr(drafter, "tree_choices", ())),
+        "the drafter has another vocabulary": bool(getattr(drafter, "use_heterogeneous_vocab", False)),
         "drafts are drawn at random": bool(getattr(drafter, "_enable_probabilistic_draft_probs", False)),
         f"drafts are made by {type(drafter).__name__}": type(drafter).__name__ not in PROPOSERS,
         "the engine serves LoRA adapters": runner.lora_config is not None,
@@ -121,13 +122,20 @@ def _launched_plainly(drafter: Proposer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Keep the garbage collections before each capture from traversing all of vLLM's objects."""
+    """Keep the garbage collections before each capture from traversing all of vLLM's objects.
+
+    There is none during a capture: it may unload a kernel's module, which would invalidate the capture.
+    """
+    enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
         gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 class Drafter:
@@ -154,7 +162,9 @@ class Drafter:
         most = _most_rows(runner)
         table = runner.input_batch.block_table[getattr(drafter, "kv_cache_gid", 0)].get_device_tensor(1)
         axes = len(runner.mrope_positions.gpu) if runner.uses_mrope else 0
-        shape = DraftShape(most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype, axes)
+        self._shape = shape = DraftShape(
+            most, self._tokens, _hidden(drafter, runner), table.shape[1], runner.dtype, axes
+        )
         inputs = DraftInputs(shape, runner.device)
 
         def drafting(given: Mapping[str, torch.Tensor], rows: int) -> torch.Tensor:
@@ -214,20 +224,29 @@ class Drafter:
         ):
             drafts: torch.Tensor = self._propose(**given)
             return drafts
+        hidden, table = given["target_hidden_states"], metadata.block_table_tensor[:rows]
+        if (hidden.shape[1], table.shape[1]) != (self._shape.hidden, self._shape.pages):
+            return self._stop(given, f"hidden states of width {hidden.shape[1]} and {table.shape[1]} pages a request")
         # As `propose` leaves it; a batch before this one may have got fewer drafts.
         self._drafter.num_speculative_tokens = self._drafts
         tensors = {
             "token_ids": given["target_token_ids"],
             "positions": given["target_positions"],
-            "hidden_states": given["target_hidden_states"],
+            "hidden_states": hidden,
             "slot_mapping": metadata.slot_mapping[: rows * self._tokens],
             "next_token_ids": given["next_token_ids"],
             "last_indices": given[self._last_indices],
             "rejected": given["num_rejected_tokens_gpu"],
             "seq_lens": metadata.seq_lens[:rows],
-            "block_table": metadata.block_table_tensor[:rows],
+            "block_table": table,
         }
         return self._graphs.draft(rows, tensors)
+
+    def _stop(self, given: Mapping[str, Any], found: str) -> torch.Tensor:
+        """Have vLLM draft for this batch and all later ones, and log why."""
+        self._drafter.propose = self._propose
+        inform("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets %s", found)
+        return self._propose(**given)
 
 
 def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
@@ -240,37 +259,61 @@ def _hidden(drafter: Proposer, runner: RunnerBase) -> int:
     return width
 
 
-def _replay(runner: RunnerBase) -> None:
-    """Capture this runner's drafter, replay the graphs from now on, and log the cost."""
-    start, reserved = time.perf_counter(), torch.cuda.memory_reserved()
-    capture = functools.partial(captured, pool=torch.cuda.graph_pool_handle())
+def _replay(runner: RunnerBase, changes: Transaction) -> tuple[int, int, float, float]:
+    """Capture this runner's drafter, and replay the graphs from now on.
+
+    Returns:
+        The number of batch sizes, the largest, the seconds taken, and the MiB of device memory taken.
+    """
+    start, reserved, pool = time.perf_counter(), torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], torch.Tensor]) -> Replay:
+        refuse_waits(run)
+        return captured(run, pool)
+
     with _no_garbage_collected(), torch.inference_mode():
         drafting = Drafter(runner, capture)
-    runner.drafter.propose = drafting.propose
-    inform(
-        "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)",
-        len(drafting.sizes),
-        drafting.sizes[-1],
-        time.perf_counter() - start,
-        (torch.cuda.memory_reserved() - reserved) / 2**20,
-    )
+    changes.set(runner.drafter, "propose", drafting.propose)
+    taken = (torch.cuda.memory_reserved() - reserved) / 2**20
+    return len(drafting.sizes), drafting.sizes[-1], time.perf_counter() - start, taken
 
 
-def _capture(runner: RunnerBase) -> None:
-    """Let this runner's drafter replay graphs, or log why it can't."""
+def _capture(runner: RunnerBase, warm_up: Callable[[], object]) -> None:
+    """Let this runner's drafter replay graphs, or log why it can't.
+
+    Args:
+        runner: a runner whose KV cache has been initialised.
+        warm_up: allocates the sampler's largest tensors. vLLM leaves them in the allocator's cache, which each capture
+            empties. If they no longer fit beside the graphs, the graphs go.
+    """
     drafter = getattr(runner, "drafter", None)
-    if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
-        return  # no drafter, or one without a model
     try:
+        if drafter is None or not any(name in inspect.signature(drafter.propose).parameters for name in _LAST_INDICES):
+            return  # no drafter, or one without a model
         reason = refused(runner)
         if reason is None:
-            _replay(runner)
+            with Transaction() as changes:
+                taken = _replay(runner, changes)
+                warm_up()
+            inform(
+                "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d (%.1f s, %.0f MiB)", *taken
+            )
             return
+        failed = False
     except Exception as error:  # vLLM's own drafting still works
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+        failed, reason = True, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
+    if failed:
+        _give_back(warm_up)
     inform("vllm-async-spec does not capture drafting as CUDA graphs: %s", reason)
+
+
+def _give_back(warm_up: Callable[[], object]) -> None:
+    """Free the memory of graphs that nothing replays, and leave the sampler's tensors in the allocator's cache."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    warm_up()
 
 
 def _apply(transaction: Transaction, module: ModuleType) -> None:
@@ -284,7 +327,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         # vLLM calls this at the end of warm-up, after capturing the target, and earlier at the end of memory profiling.
         if self.attn_groups and self not in done:
             done.add(self)
-            _capture(self)
+            _capture(self, lambda: dummy_sampler_run(self, *args, **kwargs))
         return made
 
     transaction.set(runner, "_dummy_sampler_run", _dummy_sampler_run)

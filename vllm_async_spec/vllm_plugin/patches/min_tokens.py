@@ -2,14 +2,15 @@
 
 Under asynchronous scheduling a request's output ends in placeholders, one for each token that the last step may have
 given. For penalties and bad words vLLM replaces placeholders by real tokens just before sampling. The patch requests
-the same for min_tokens. So only a batch with such a request waits. Each wait is counted, as a host wait and as a
-fallback to exact counts. Requests whose tokens nobody reads keep their placeholders.
+the same for min_tokens. So only a batch with a request below its minimum waits. Each wait is counted, as a host wait
+and as a fallback to exact counts. Requests whose tokens nobody reads keep their placeholders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, overload
 
@@ -72,7 +73,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 
     batch_class = module.InputBatch
-    update, make = batch_class.update_async_output_token_ids, MinTokensLogitsProcessor.__init__
+    update, keep = batch_class.update_async_output_token_ids, batch_class.set_async_sampled_token_ids
+    make = MinTokensLogitsProcessor.__init__
 
     @functools.wraps(make)
     def __init__(self: MinTokensProcessor, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -82,31 +84,46 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(update)
     def update_async_output_token_ids(self: SampledBatch) -> None:
-        event = self.async_copy_ready_event
-        if event is not None and not _needed_by_vllm(self):
+        counting, needed = _counting(self), bool(self.sampling_metadata.output_token_ids)
+        if not counting and not (needed and _has_drafts(self)):
+            update(self)
+            return
+        event, rows = self.async_copy_ready_event, self.prev_req_id_to_index
+        if event is not None and not _read_by_vllm(self):
             self.async_copy_ready_event = CountedEvent(event, self.sampled_token_ids_cpu.nbytes)
-        rows = self.prev_req_id_to_index
         if rows is not None:
             self.prev_req_id_to_index = _read_rows(self, rows)
         try:
-            update(self)
+            with _output_given(self):
+                update(self)
         finally:
             self.async_copy_ready_event, self.prev_req_id_to_index = event, rows
-        for processor in _counting(self):
+        for processor in counting:
             processor.update_state(None)
 
-    def needs_output(batch: SampledBatch) -> bool:
-        return bool(batch.__dict__[_NEEDS_OUTPUT] or _counting(batch))
-
-    def set_needs_output(batch: SampledBatch, value: bool) -> None:
-        batch.__dict__[_NEEDS_OUTPUT] = value
+    @functools.wraps(keep)
+    def set_async_sampled_token_ids(self: SampledBatch, *sampled: Any, **named: Any) -> None:
+        with _output_given(self) if _counting(self) else contextlib.nullcontext():
+            keep(self, *sampled, **named)
 
     transaction.set(MinTokensLogitsProcessor, "__init__", __init__)
     transaction.set(batch_class, "update_async_output_token_ids", update_async_output_token_ids)
-    transaction.set(batch_class, _NEEDS_OUTPUT, property(needs_output, set_needs_output))
+    transaction.set(batch_class, "set_async_sampled_token_ids", set_async_sampled_token_ids)
 
 
-_NEEDS_OUTPUT = "logitsprocs_need_output_token_ids"
+@contextlib.contextmanager
+def _output_given(batch: SampledBatch) -> Iterator[None]:
+    """Within the block, vLLM takes the batch for one whose sampling reads output tokens.
+
+    Outside, vLLM would also copy each step's drafts to the host and wait for them, which min_tokens does not need.
+    """
+    metadata = batch.sampling_metadata
+    given = metadata.output_token_ids
+    metadata.output_token_ids = given or batch.req_output_token_ids
+    try:
+        yield
+    finally:
+        metadata.output_token_ids = given
 
 
 def _counting_confirmed(add_request: AddRequest) -> AddRequest:
@@ -123,27 +140,44 @@ def _read_rows(batch: SampledBatch, rows: Mapping[str, int]) -> Mapping[str, int
     tokens so far, the placeholders are those of many steps. Its count of tokens would then stay ahead, and end the
     engine at the model's length.
     """
-    if batch.__dict__[_NEEDS_OUTPUT] or _thinks(batch):
+    thinking = _thinking(batch)
+    if batch.logitsprocs_need_output_token_ids or thinking is None:
         return rows
     penalised = batch.frequency_penalties_reqs | batch.presence_penalties_reqs | batch.repetition_penalties_reqs
-    read = {row for processor in _counting(batch) for row in processor.min_toks} | batch.bad_words_token_ids.keys()
+    read = {row for processor in _counting(batch) for row in processor.min_toks}
+    read |= batch.bad_words_token_ids.keys() | thinking
     now = batch.req_id_to_index
     return {name: row for name, row in rows.items() if name in penalised or now.get(name) in read}
 
 
-def _thinks(batch: SampledBatch) -> bool:
-    thinking = getattr(batch, "thinking_budget_state_holder", None)
-    return thinking is not None and bool(thinking.has_tracked_requests())
+def _thinking(batch: SampledBatch) -> Set[int] | None:
+    """The rows of requests with a thinking budget, from 0.21 on; None if there are some, but it is unknown which."""
+    holder = getattr(batch, "thinking_budget_state_holder", None)
+    if holder is None or not holder.has_tracked_requests():
+        return frozenset()
+    rows: Mapping[int, object] | None = getattr(holder, "_state", None)
+    return None if rows is None else rows.keys()
 
 
-def _needed_by_vllm(batch: SampledBatch) -> bool:
-    """Whether stock vLLM too waits to replace this batch's placeholders."""
-    return bool(not batch.no_penalties or batch.bad_words_token_ids or batch.__dict__[_NEEDS_OUTPUT] or _thinks(batch))
+def _read_by_vllm(batch: SampledBatch) -> bool:
+    """Whether stock vLLM too reads output tokens of this batch, and so waits for them."""
+    read = not batch.no_penalties or batch.bad_words_token_ids or batch.logitsprocs_need_output_token_ids
+    return bool(read or _thinking(batch) is None or _thinking(batch))
+
+
+def _has_drafts(batch: SampledBatch) -> bool:
+    """Whether the engine decodes speculatively."""
+    return any(map(_confirms, batch.logitsprocs.all))
 
 
 def _counting(batch: SampledBatch) -> list[MinTokensProcessor]:
     """The batch's min_tokens processors that still count for a request, if drafts make the count uncertain."""
-    return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and "add_request" in vars(p)]
+    return [p for p in batch.logitsprocs.all if getattr(p, "min_toks", None) and _confirms(p)]
+
+
+def _confirms(processor: object) -> bool:
+    """Whether this is a min_tokens processor of an engine with drafts."""
+    return "add_request" in getattr(processor, "__dict__", ())
 
 
 IMPLEMENTATIONS = {"min-tokens": Implementation(_apply)}

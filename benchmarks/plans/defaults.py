@@ -1,0 +1,97 @@
+"""vLLM's default configuration, as operators get it: what is published for each release, runner and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.arms import Arm, Plan, Plugin
+from benchmarks.loads import find_loads
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE
+
+_LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
+_CACHE = {
+    "8b": BESIDE_OTHERS | {"kv_cache_memory_bytes": 5 << 30},
+    "8b-context": BESIDE_OTHERS | {"kv_cache_memory_bytes": 9 << 30},
+}
+"""Caches of an 8b: 39,000 tokens, enough for 128 requests of 272, or 71,000, enough for two requests of 33,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One release, runner and shape, with the attention backend that the plugin is for."""
+
+    shape: str
+    release: str
+    runner: str
+    backend: str
+    name: str
+    """Of its plans, after `defaults-` or `serve-`."""
+
+    def arms(self) -> dict[str, tuple[Plugin, str]]:
+        """State of the plugin and attention backend, by name: the three arms, and FLASH_ATTN beside FLASHINFER."""
+        beside = {} if self.backend == "FLASH_ATTN" else {"FLASH_ATTN": (Plugin.STOCK, "FLASH_ATTN")}
+        return {plugin.value: (plugin, self.backend) for plugin in Plugin} | beside
+
+    @property
+    def about(self) -> str:
+        """What its arms are, in words."""
+        beside = "" if self.backend == "FLASH_ATTN" else ", and FLASH_ATTN beside it"
+        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape"
+
+
+PUBLISHED = (
+    Published("8b", "0.32.0", "V2", "FLASHINFER", "8b"),
+    Published("1b", "0.32.0", "V2", "FLASHINFER", "1b"),
+    Published("8b", "0.26.0", "V2", "FLASHINFER", "8b-0.26.0-V2"),
+    Published("8b", "0.26.0", "V1", "FLASHINFER", "8b-0.26.0-V1"),
+    Published("8b", "0.18.1", "V1", "FLASH_ATTN", "8b-0.18.1"),
+    Published("1b", "0.18.1", "V1", "FLASH_ATTN", "1b-0.18.1"),
+    Published("1b", "0.24.0", "V1", "FLASH_ATTN", "1b-0.24.0"),
+)
+
+
+VARIANTS = {
+    "": (_LOADS, 3),
+    **{f"-K{number}": (("decode-1", "decode-32", "decode-128"), number) for number in (1, 5, 7)},
+    "-context": (("context-1k", "context-8k", "context-32k"), 3),
+}
+"""Loads and draft tokens of the plans of each, by the end of their names."""
+
+
+def defaults() -> Iterator[Plan]:
+    """For each of `PUBLISHED`: batches and mixed load; the same by number of draft tokens; and by length of context."""
+    for which in PUBLISHED:
+        for suffix, (loads, draft_tokens) in VARIANTS.items():
+            yield _defaults(which, suffix, loads, draft_tokens)
+
+
+def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_tokens: int) -> Plan:
+    engine: dict[str, Any] = DEFAULT_ENGINE | _CACHE.get(
+        f"{which.shape}{suffix}", _CACHE.get(which.shape, BESIDE_OTHERS)
+    )
+    return Plan(
+        name=f"defaults-{which.name}{suffix}",
+        about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
+        arms=tuple(
+            Arm(
+                name,
+                which.shape,
+                plugin=plugin,
+                release=which.release,
+                runner=which.runner,
+                draft_tokens=draft_tokens,
+                acceptance=ACCEPTANCE,
+                engine=engine | {"attention_backend": backend},
+            )
+            for name, (plugin, backend) in which.arms().items()
+        ),
+        loads=find_loads(loads),
+        turns=4,
+        seconds=2.0,
+        repetitions=2,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
+    )

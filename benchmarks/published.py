@@ -1,0 +1,181 @@
+"""What is published of several results: vLLM's defaults, servers, starts; and figures in sentences.
+
+WORDS of a figure in a sentence:
+
+    ratios RESULT ARM LOAD         lowest and highest ratio of an arm's speed to the reference's, such as "1.9 to 2.5"
+    tpot RESULT ARM LOAD SHARE     a served arm's time per output token in ms; SHARE is p50, p90 or p99
+    tokens RESULT ARM              a served arm's requests with other tokens than the reference's, of all compared
+
+RESULT and LOAD may end in `*`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plans.defaults import PUBLISHED, VARIANTS
+from benchmarks.present import Grid, notes, ratio, speed
+from benchmarks.results import read_result
+from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
+from benchmarks.serving.table import against_grid, compared, serve_grid, serve_notes
+from benchmarks.starts import starts_grid
+from benchmarks.stored import files
+from benchmarks.summary import Row, against
+
+_HEAD = ("vLLM, runner, backend, shape, device", "load, draft tokens", "stock", "noop", "plugin")
+_RATIOS = ("noop, stock = 1", "plugin, stock = 1", "plugin, FLASH_ATTN = 1", "turns")
+_SERVED = "serve-"
+
+
+def defaults(results: Path) -> str:
+    """Speeds at vLLM's defaults, of every result of these plans, with what the engines were, and what is missing."""
+    rows, lines, found = list[Sequence[str]](), list[str](), set[str]()
+    cells: dict[str, dict[str, Row | None]] = {"stock": {}, "FLASH_ATTN": {}}
+    for path in files(results, "defaults-*.json"):
+        document = read_result(path)
+        found.add(document["plan"]["name"])
+        rows += _speeds(document)
+        lines += [f"{path.stem}: {note}" for note in notes(document)]
+        for other, mine in cells.items():
+            mine |= {f"{path.stem} {load}": row.get("ratio") for load, row in _plugin(document, other).items()}
+    lines += [_behind(other, mine) for other, mine in cells.items()]
+    missing = []
+    for which in PUBLISHED:
+        lacking = [suffix for suffix in VARIANTS if f"defaults-{which.name}{suffix}" not in found]
+        if lacking:
+            named = "all" if len(lacking) == len(VARIANTS) else ", ".join(each.strip("-") or "main" for each in lacking)
+            missing.append(f"{which.name} ({named})")
+    lines += [f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
+    return "\n".join([Grid((*_HEAD, *_RATIOS), rows).markdown(), *(f"- {line}" for line in lines), ""])
+
+
+def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
+    """A row for each load that was measured."""
+    plan = document["plan"]
+    own = {(row["load"], row["arm"]): row for row in document["summary"]}
+    equals = _plugin(document, "FLASH_ATTN")
+    facts = next((turn["facts"] for turn in document["turns"] if "facts" in turn), None)
+    rows: list[Sequence[str]] = []
+    for load in (each["name"] for each in plan["loads"]):
+        arms = [own.get((load, arm)) for arm in ("stock", "noop", "plugin")]
+        if facts is not None and any(arms):
+            first, engine = plan["arms"][0], plan["arms"][0]["engine"]
+            backend = engine.get("attention_backend") or engine["attention_config"]["backend"]
+            device = facts["hardware"]["device"].removeprefix("NVIDIA ")
+            head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {device}"
+            ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
+            speeds = [speed(row) if row else "-" for row in arms]
+            turns = str(max(row["turns"] for row in arms if row))
+            rows.append((head, f"{load}, {first['draft_tokens']}", *speeds, *ratios, turns))
+    return rows
+
+
+def _plugin(document: dict[str, Any], other: str) -> dict[str, Row]:
+    """The plugin's rows by load, compared with `other`; none if the result has no such arm."""
+    if all(arm["name"] != other for arm in document["plan"]["arms"]):
+        return {}
+    return {row["load"]: row for row in against(document, other)["summary"] if row["arm"] == "plugin"}
+
+
+def _behind(other: str, cells: Mapping[str, Row | None]) -> str:
+    """A sentence that names the cells whose ratio is below one with its whole interval."""
+    slower = [name for name, found in cells.items() if found and found.get("high", 1) < 1]
+    return f"The plugin is slower than {other} by more than noise in: {', '.join(slower) or 'no cell'}."
+
+
+def served(results: Path) -> str:
+    """Every result of a served plan: a section with its figure, its tables and its notes."""
+    parts, found = [], set[str]()
+    for path in served_files(results):
+        document = read_served(path)
+        plan = document["plan"]
+        if all(arm["shape"].startswith("tiny") for arm in plan["arms"]):
+            continue  # a CPU's
+        found.add(plan["name"])
+        parts.append(f"## {path.stem.removeprefix(_SERVED)}\n\n{plan['about']}.\n\n{served_table(document, path.stem)}")
+    missing = [which.name for which in PUBLISHED if f"{_SERVED}{which.name}" not in found]
+    return "\n".join([*parts, *[f"Not measured yet: {', '.join(missing)}.\n"] * bool(missing)])
+
+
+def served_table(document: dict[str, Any], name: str) -> str:
+    """The figure of a served result, if it has two request rates, its tables and its notes, as Markdown."""
+    rates = {row["rate"] for row in summarise(document)} - {None}
+    arms = {run["arm"] for run in document["measured"]}
+    parts = [f"![TPOT against the request rate](assets/results/{name}.svg)\n"] * (len(rates) > 1)
+    parts += [each.markdown() for each in _halves(serve_grid(document))]
+    lines = serve_notes(document)
+    if {"plugin", "FLASH_ATTN"} <= arms:
+        parts.append(against_grid(document, "plugin", "FLASH_ATTN").markdown())
+    for other in ("stock", "FLASH_ATTN"):
+        if {"plugin", other} <= arms:
+            rows = compared(document, "plugin", other)
+            cells = {f"{row['load']} ({name})": found for row in rows for name, found in row["ratios"].items()}
+            lines.append(_behind(other, cells))
+    return "\n".join([*parts, *(f"- {note}" for note in lines), ""])
+
+
+def _halves(whole: Grid) -> list[Grid]:
+    """A table as two that fit on a page: its latencies, and all else."""
+    both = {"machine", "load", "arm", "n"}
+    latencies = [name in both or ", ms" in name for name in whole.head]
+    others = [name in both or not latency for name, latency in zip(whole.head, latencies, strict=True)]
+    return [
+        Grid([*compress(whole.head, chosen)], [[*compress(row, chosen)] for row in whole.rows])
+        for chosen in (latencies, others)
+    ]
+
+
+def starts(results: Path) -> str:
+    """How long the arms of all results at vLLM's defaults take to start."""
+    found = {path.stem: read_result(path) for path in files(results, "defaults-*.json")}
+    found |= {path.stem: read_served(path) for path in served_files(results)}
+    return starts_grid(found).markdown()
+
+
+def in_words_of(words: Sequence[str], results: Path) -> str:
+    """A figure in a sentence; the module says what WORDS there are.
+
+    Raises:
+        LookupError: no result has it.
+        TypeError: there are too few words, or too many.
+    """
+    kind, *rest = words
+    return _FIGURES[kind](results, *rest)
+
+
+def _ratios(results: Path, name: str, arm: str, load: str) -> str:
+    values = [
+        row["ratio"]["value"]
+        for path in files(results, f"{name}.json")
+        for row in read_result(path)["summary"]
+        if row["arm"] == arm and fnmatchcase(row["load"], load) and "ratio" in row
+    ]
+    if not values:
+        raise LookupError("there is no such ratio")
+    low, high = f"{min(values):.1f}", f"{max(values):.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _tpot(results: Path, name: str, arm: str, load: str, share: str) -> str:
+    rows = [row for row in summarise(_one(results, name)) if (row["arm"], row["load"]) == (arm, load)]
+    return f"{rows[0]['tpot'][share]['median']:.1f}"
+
+
+def _tokens(results: Path, name: str, arm: str) -> str:
+    document = _one(results, name)
+    compared = sum(document["tokens"][arm][kind]["requests"] for kind in unlike(document, arm))
+    return f"{sum(unlike(document, arm).values())} of {compared:,}"
+
+
+_FIGURES: dict[str, Callable[..., str]] = {"ratios": _ratios, "tpot": _tpot, "tokens": _tokens}
+
+
+def _one(results: Path, name: str) -> dict[str, Any]:
+    found = find_served(results / f"{name}.json")
+    if found is None:
+        raise LookupError(f"{name} is no result of a served plan")
+    return found
