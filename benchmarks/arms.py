@@ -63,8 +63,6 @@ class Arm:
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `vllm.LLM`, which override all others."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Columns of this arm's row in the table, if its name is not enough."""
 
     @property
     def needs_gpu(self) -> bool:
@@ -95,26 +93,20 @@ class Plan:
     loads: tuple[Load, ...]
     turns: int
     """Turns of each arm; the order of the arms is reversed every other time."""
+    reference: str
+    """The arm that others are compared with."""
+    control: str
+    """The arm that must not differ from the reference."""
     seconds: float = 3.0
     """Timed runs of a load repeat in each turn until they have taken this long."""
     repetitions: int = 3
     """Fewest timed runs of a load in a turn."""
-    reference: str | None = None
-    """The arm that others are compared with; None if rows are only listed."""
-    control: str | None = None
-    """The arm that must not differ from the reference."""
     keep: bool = False
     """Whether the engines stay side by side between turns, which saves starts and hides differences between starts."""
-    audit_steps: int = 0
-    """Steps of the audit of each load after each arm's first turn was timed; 0 for no audit."""
 
     def __post_init__(self) -> None:
-        if self.reference is not None and self.turns % 2:
+        if self.turns % 2:
             raise PlanError(f"{self.turns} turns can't be balanced; a comparison needs an even number of turns")
-        if self.audit_steps and any(arm.plugin is Plugin.STOCK for arm in self.arms):
-            raise PlanError(
-                f"plan {self.name!r} audits stock arms, and the agent comes with the plugin; make the stock arms noop"
-            )
 
     def named(self, only: str) -> list[Arm]:
         """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import caches, mrope, older_gpu
-from benchmarks.audited import digest
 from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins, engine_facts
 from benchmarks.features.cases import find_feature
 from benchmarks.features.engine import serve_feature
@@ -124,19 +123,6 @@ class BenchEngine:
         if caching and not empty_prefix_cache(self._llm):
             raise EngineError("vLLM does not empty its prefix cache, so the next run would compute no prompt")
 
-    def audit(self, load: str, steps: int) -> dict[str, Any]:
-        """Where the host waits, and how the device spends its time, under `load`."""
-        from vllm_async_spec.audit.engine import Ran, audit_llm
-
-        which, requests = self._loads[load]
-
-        def work() -> Ran:
-            self._forget_prompts()
-            timing = self._driver.time(which, requests)
-            return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
-
-        return digest(audit_llm(self._llm, work, steps=steps, name=load, requests=which.running))
-
     def expect(self, load: str, file: str) -> dict[str, Any]:
         """Serve `load` and write its tokens, with those close behind, to `file`, for the soak of another engine."""
         _, requests = self._loads[load]
@@ -218,7 +204,7 @@ def empty_prefix_cache(llm: Any) -> bool:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "audit", "expect", "soak", "feature")
+    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "expect", "soak", "feature")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn.functional import linear, silu
 
 from benchmarks.machine import MachineError
 from benchmarks.shapes import find_shape
+from vllm_async_spec.streams import captured
 
 REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 KEYS = (264, 1024, 4096, 16384)
@@ -284,19 +285,20 @@ def _vllms(batch: Batch, query: torch.Tensor, caches: list[Any]) -> Call:
 
 
 def _microseconds(call: Call) -> float:
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for layer in range(_LAYERS):
-            call(layer)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        for number in range(_CALLS):
+    def calls(count: int) -> None:
+        for number in range(count):
             call(number % _LAYERS)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        calls(_LAYERS)
+    torch.cuda.synchronize()
+    replay = captured(lambda: calls(_CALLS), None, stream=stream)
     times: list[float] = []
     for _ in range(3 + _REPLAYS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / _CALLS)

@@ -1,4 +1,4 @@
-"""One figure for each result: ratios with intervals if arms are compared, else measured values; or a timeline."""
+"""One figure for each result: ratios with intervals, latencies of servers by request rate, or a timeline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT, _BAND = "#1a1a1a", "#8a8f98", "#e7e9ee"
-_COLOURS = ("#0b6e8a", "#c2571a", "#6a4c93", "#3d7a35")
-_FACET, _COLOUR = "size", "backend"
-"""Labels of arms that make rows of panels, and colours."""
+_INK, _FAINT, _BAND, _RATIO, _OMITTED = "#1a1a1a", "#8a8f98", "#e7e9ee", "#0b6e8a", "#c2571a"
 _TITLE = 84
 """Characters that fit into a line above a figure."""
 
@@ -34,7 +31,7 @@ def _figure_of(document: dict[str, Any], plt: Any) -> Figure:
         return timeline(document, plt)
     if "served" in document:
         return served_latencies(document, plt)
-    return _compared(document, plt) if document["plan"]["reference"] else _listed(document, plt)
+    return _compared(document, plt)
 
 
 def _save(path: Path, make: Callable[[Any], Figure]) -> None:
@@ -77,7 +74,7 @@ def _compared(document: dict[str, Any], plt: Any) -> Figure:
         if "ratio" in row:
             _interval(axes, place, row, pass_ratios(document, load, arm))
         note = ratio(row) if "ratio" in row else "ratio omitted"
-        colour = _INK if "ratio" in row else _COLOURS[1]
+        colour = _INK if "ratio" in row else _OMITTED
         axes.annotate(
             note, (1.01, place), xycoords=("axes fraction", "data"), va="center", color=colour, annotation_clip=False
         )
@@ -103,8 +100,8 @@ def _band(axes: Axes, place: int, control: Row | None) -> None:
 def _interval(axes: Axes, place: int, row: Row, passes: Sequence[float]) -> None:
     found = row["ratio"]
     axes.plot(passes, [place + 0.24] * len(passes), "o", color=_FAINT, markersize=3.5, zorder=2)
-    axes.plot((found["low"], found["high"]), (place, place), color=_COLOURS[0], linewidth=2.2, zorder=3)
-    axes.plot(found["value"], place, "o", color=_COLOURS[0], markersize=7, zorder=4)
+    axes.plot((found["low"], found["high"]), (place, place), color=_RATIO, linewidth=2.2, zorder=3)
+    axes.plot(found["value"], place, "o", color=_RATIO, markersize=7, zorder=4)
 
 
 def _legend(figure: Figure, plan: dict[str, Any]) -> None:
@@ -112,70 +109,12 @@ def _legend(figure: Figure, plan: dict[str, Any]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Line2D([], [], color=_COLOURS[0], marker="o", linewidth=2.2, label="ratio, 95 % interval"),
+        Line2D([], [], color=_RATIO, marker="o", linewidth=2.2, label="ratio, 95 % interval"),
         Line2D([], [], color=_FAINT, marker="o", linestyle="", markersize=3.5, label="each pass"),
     ]
     if plan["control"]:
         handles.append(Patch(color=_BAND, label=f"interval of {plan['control']}: noise"))
     figure.legend(handles=handles, ncols=3, frameon=False, fontsize=9, loc="outside lower left")
-
-
-def _listed(document: dict[str, Any], plt: Any) -> Figure:
-    """A column of panels for each load, a row of panels for each size, a line for each arm; bars are spreads."""
-    plan = document["plan"]
-    loads = [load["name"] for load in plan["loads"]]
-    facets = list(dict.fromkeys(arm["labels"].get(_FACET, "") for arm in plan["arms"]))
-    colours = list(dict.fromkeys(arm["labels"].get(_COLOUR, "") for arm in plan["arms"]))
-    lines = list(dict.fromkeys(_line(arm) for arm in plan["arms"]))
-    figure: Figure
-    figure, panels = plt.subplots(
-        len(facets),
-        len(loads),
-        squeeze=False,
-        sharey=True,
-        figsize=(2.2 + 2.9 * len(loads), 1.4 + len(facets) * (0.9 + 0.36 * len(lines))),
-        layout="constrained",
-    )
-    rows = {(row["load"], row["arm"]): row for row in document["summary"]}
-    for arm in plan["arms"]:
-        facet, colour = facets.index(arm["labels"].get(_FACET, "")), colours.index(arm["labels"].get(_COLOUR, ""))
-        place = lines.index(_line(arm)) + (colour - (len(colours) - 1) / 2) * 0.22
-        for column, load in enumerate(loads):
-            if (load, arm["name"]) in rows:
-                _figure(panels[facet][column], place, rows[load, arm["name"]], _COLOURS[colour % len(_COLOURS)])
-    for facet, name in enumerate(facets):
-        for column, load in enumerate(plan["loads"]):
-            steady = load["requests"] == load["running"]
-            panel = panels[facet][column]
-            panel.set_title(f"{load['name']}{', ' + name if name else ''}", loc="left", fontsize=10)
-            panel.set_xlabel("ms a step (left is faster)" if steady else "tokens/s (right is faster)", fontsize=9)
-            panel.set_xlim(0, 1.06 * panel.dataLim.x1 if panel.has_data() else 1)
-            panel.grid(axis="x", color=_BAND)
-            panel.set_axisbelow(True)
-            panel.set_yticks(range(len(lines)), lines)
-            panel.set_ylim(len(lines) - 0.4, -0.6)
-            panel.tick_params(axis="y", length=0)
-    figure.suptitle(_title(document), x=0.01, ha="left", fontsize=11)
-    if len(colours) > 1:
-        from matplotlib.lines import Line2D
-
-        handles = [
-            Line2D([], [], color=_COLOURS[index % len(_COLOURS)], marker="o", linestyle="", label=name)
-            for index, name in enumerate(colours)
-        ]
-        figure.legend(handles=handles, ncols=len(colours), frameon=False, loc="outside lower left", fontsize=9)
-    return figure
-
-
-def _figure(panel: Axes, place: float, row: Row, colour: str) -> None:
-    found = row["step_ms" if row["steady"] else "tokens_per_second"]
-    panel.plot((found["low"], found["high"]), (place, place), color=colour, linewidth=1.6)
-    panel.plot(found["median"], place, "o", color=colour, markersize=5.5)
-
-
-def _line(arm: dict[str, Any]) -> str:
-    named = [value for label, value in arm["labels"].items() if label not in (_FACET, _COLOUR)]
-    return " ".join(named) or str(arm["name"])
 
 
 def _title(document: dict[str, Any]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import audited
 from benchmarks.arms import expected_length
 from benchmarks.facts import captions
 from benchmarks.summary import Row
@@ -30,10 +29,27 @@ class Grid:
 
 
 def grid(document: dict[str, Any]) -> Grid:
-    """The table of a result: a row for each load and arm if arms are compared or audited, else one for each arm."""
-    if document["plan"]["reference"]:
-        return _compared(document)
-    return _audited(document) if any("audit" in turn for turn in document["turns"]) else _listed(document)
+    """The table of a result: a row for each load and arm."""
+    asynchronous = {turn["arm"]: turn["facts"]["async_scheduling"] for turn in document["turns"] if "facts" in turn}
+    relative = f"speed, {document['plan']['reference']} = 1"
+    some = any("ratio" in row for row in document["summary"])  # else the column would be empty
+    head = ("load", "arm", "async", "ms a step", "tokens/s", "accepted", *[relative] * some, "turns x runs")
+    return Grid(
+        head,
+        [
+            (
+                row["load"],
+                row["arm"],
+                "yes" if asynchronous[row["arm"]] else "no",
+                step(row) if row["steady"] else "-",
+                throughput(row),
+                f"{row['acceptance_length']:.2f}",
+                *[ratio(row)] * some,
+                f"{row['turns']} x {row['runs'] / row['turns']:.0f}",
+            )
+            for row in document["summary"]
+        ],
+    )
 
 
 def notes(document: dict[str, Any]) -> list[str]:
@@ -47,14 +63,7 @@ def notes(document: dict[str, Any]) -> list[str]:
         lines.append("Each arm kept one process for all its turns, so no interval covers differences between starts.")
     lines += captions({turn["arm"]: turn["facts"] for turn in document["turns"] if "facts" in turn})
     lines += _unlike_asked(document)
-    if plan["reference"] is None and (left := _without_turn(document)):
-        lines.append(f"Not measured yet: {', '.join(left)}.")
     return lines + [turn["error"] for turn in document["turns"] if "error" in turn]
-
-
-def _without_turn(document: dict[str, Any]) -> list[str]:
-    had = {turn["arm"] for turn in document["turns"]}
-    return [arm["name"] for arm in document["plan"]["arms"] if arm["name"] not in had]
 
 
 def _unlike_asked(document: dict[str, Any]) -> list[str]:
@@ -93,58 +102,3 @@ def throughput(row: Row) -> str:
 
 def _spread(found: dict[str, float], digits: int) -> str:
     return "{:,.{digits}f} ({:,.{digits}f}-{:,.{digits}f})".format(*found.values(), digits=digits)
-
-
-def _compared(document: dict[str, Any]) -> Grid:
-    asynchronous = {turn["arm"]: turn["facts"]["async_scheduling"] for turn in document["turns"] if "facts" in turn}
-    relative = f"speed, {document['plan']['reference']} = 1"
-    some = any("ratio" in row for row in document["summary"])  # else the column would be empty
-    head = ("load", "arm", "async", "ms a step", "tokens/s", "accepted", *[relative] * some, "turns x runs")
-    return Grid(
-        head,
-        [
-            (
-                row["load"],
-                row["arm"],
-                "yes" if asynchronous[row["arm"]] else "no",
-                step(row) if row["steady"] else "-",
-                throughput(row),
-                f"{row['acceptance_length']:.2f}",
-                *[ratio(row)] * some,
-                f"{row['turns']} x {row['runs'] / row['turns']:.0f}",
-            )
-            for row in document["summary"]
-        ],
-    )
-
-
-def _listed(document: dict[str, Any]) -> Grid:
-    """A row for each arm that has run."""
-    loads = [load["name"] for load in document["plan"]["loads"]]
-    rows = []
-    for arm, _, cells in _arms(document):
-        speeds = [speed(cells[load]) if load in cells else "failed" for load in loads]
-        rows.append([*_labels(arm).values(), *speeds, f"{cells[loads[0]]['acceptance_length']:.2f}" if cells else "-"])
-    return Grid([*_labels(document["plan"]["arms"][0]), *loads, "accepted"], rows)
-
-
-def _audited(document: dict[str, Any]) -> Grid:
-    """A row for each load of each arm that was audited."""
-    rows = [
-        [*_labels(arm).values(), load, *audited.cells(audit, speed(cells[load]))]
-        for arm, turn, cells in _arms(document)
-        for load, audit in turn.get("audit", {}).items()
-    ]
-    return Grid([*_labels(document["plan"]["arms"][0]), "load", *audited.HEAD], rows)
-
-
-def _arms(document: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Row]]]:
-    """Each arm that has run, with its first turn, and with its rows by load."""
-    turns = {turn["arm"]: turn for turn in reversed(document["turns"])}
-    for arm in document["plan"]["arms"]:
-        if turn := turns.get(arm["name"]):
-            yield arm, turn, {row["load"]: row for row in document["summary"] if row["arm"] == arm["name"]}
-
-
-def _labels(arm: dict[str, Any]) -> dict[str, str]:
-    return arm["labels"] or {"arm": arm["name"]}

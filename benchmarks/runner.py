@@ -134,10 +134,6 @@ class Runner:
                     loads[load.name] = process.ask(
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
                     )
-                if number == 0 and self._plan.audit_steps:
-                    audits = turn["audit"] = {}
-                    for load in self._plan.loads:
-                        audits[load.name] = process.ask("audit", load=load.name, steps=self._plan.audit_steps)
         except ChildError as error:
             turn["error"] = str(error)
         return turn | {"seconds": round(time.monotonic() - start, 1)}
@@ -179,7 +175,7 @@ class Runner:
         return child.start(
             arm,
             self._plan.loads,
-            audit=self._plan.audit_steps > 0,
+            audit=False,
             env=self._envs.get(arm.release) if arm.release else None,
             models=self._cache / "models",
             log=self._cache / "logs" / f"{self._plan.name}-{arm.name}.log",

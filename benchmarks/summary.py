@@ -102,7 +102,7 @@ def _by_pass(turns: list[dict[str, Any]], arm: str, load: str, *, steady: bool) 
 def _comparison(document: dict[str, Any], speeds: dict[str, dict[Place, float]], arm: str) -> Row:
     plan = document["plan"]
     reference, control = plan["reference"], plan["control"]
-    if reference is None or arm == reference:
+    if arm == reference:
         return {}
     ratio = _ratio(speeds[reference], speeds[arm])
     if arm == control:

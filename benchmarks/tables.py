@@ -1,11 +1,12 @@
-"""Writes the tables of README.md and docs/*.md from benchmarks/results, so that no measured number is typed by hand.
+"""Makes the tables of the documents from benchmarks/results, so that no measured number is typed by hand.
 
-A document has a table between two comments, each on a line of its own:
+A document that is read without the site has a table between two comments, each on a line of its own:
 
     <!-- results: NAME -->
     <!-- end of results -->
 
-NAME is a key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
+In other documents the site's build (docs/generated.py) puts the table in the place of `<!-- table: NAME -->`. NAME is a
+key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
 between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
 
@@ -63,7 +64,7 @@ def filled(text: str, results: Path, document: Path) -> str:
     """The text of `document` with the tables of `results`. Raises what `rewrite` raises."""
     parts, end = [], 0
     for place in _PLACE.finditer(text):
-        table = _table(place["name"], results, document)
+        table = make_table(place["name"], results, document)
         parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
         end = place.end()
     return _FIGURE.sub(lambda place: _figure(place, results, document), "".join([*parts, text[end:]]))
@@ -78,7 +79,8 @@ def _figure(place: re.Match[str], results: Path, document: Path) -> str:
         raise TableError(f"{document} asks for {place['words']!r}, which no result has: {error}") from None
 
 
-def _table(name: str, results: Path, document: Path) -> str:
+def make_table(name: str, results: Path, document: Path) -> str:
+    """The table of this name for `document`, as Markdown. Raises what `rewrite` raises."""
     make = _MADE_OF_SEVERAL.get(name)
     if make is not None:
         return make(results)

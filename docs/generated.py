@@ -5,10 +5,12 @@
 - `assets/audit-example.html`, from `docs/examples/audit.json.xz`.
 - `waits.md` and its line in the navigation, from `docs/templates/waits.md`, once there are results named
   `feature-waits-*`.
+- The table of a result, in the place of `<!-- table: NAME -->` in a page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -23,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 
 _FIGURE = re.compile(r"\(assets/results/([\w.-]+)\.svg\)")
-
+_TABLE = re.compile(r"^<!-- table: (\S+) -->$", re.MULTILINE)
 
 WAITS = "waits.md"
 _WAITS_TITLE, _WAITS_AFTER = "What waits, by feature", "measured.md"
@@ -31,24 +33,41 @@ _WAITS_TITLE, _WAITS_AFTER = "What waits, by feature", "measured.md"
 
 def on_config(config: Any) -> Any:
     """List the page of waits below the measurements, if there is one."""
-    sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
-    try:
+    with _importing_benchmarks():
         if waits():
             list_after(config["nav"], _WAITS_AFTER, {_WAITS_TITLE: WAITS})
-    finally:
-        sys.path.remove(str(ROOT))
     return config
 
 
 def on_files(files: Files, *, config: Any) -> Files:
     """Add what is made to what was found."""
-    sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
-    try:
+    with _importing_benchmarks():
         for path, content in [*compatibility(), *figures(), audit_example(), *waits()]:
             files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Put tables where a page asks for them."""
+    with _importing_benchmarks():
+        return with_tables(markdown, Path(page.file.src_path))
+
+
+@contextlib.contextmanager
+def _importing_benchmarks() -> Iterator[None]:
+    sys.path.insert(0, str(ROOT))  # `benchmarks` is not installed
+    try:
+        yield
     finally:
         sys.path.remove(str(ROOT))
-    return files
+
+
+def with_tables(markdown: str, page: Path) -> str:
+    """The text of `page` with the tables that it asks for; raises `TableError` for a result that is not there."""
+    from benchmarks.results import RESULTS
+    from benchmarks.tables import make_table
+
+    return _TABLE.sub(lambda asked: make_table(asked[1], RESULTS, page), markdown)
 
 
 def compatibility() -> Iterator[tuple[str, str]]:

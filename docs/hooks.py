@@ -6,6 +6,7 @@ A page asks with a comment on a line of its own:
     <!-- ledger: releases -->                     the releases that the ledger names, in one sentence
     <!-- reference: host_copy HostCopy Epoch --> signatures and docstrings of a module's public names
     <!-- compat: table cpu -->                    the verdicts of all runs in compat/ on one machine, by backend
+    <!-- compat: advice -->                       what to use instead of each wait
 
 For the reference, sources are parsed and not imported. `generated.py` adds the files that are made of results.
 """
@@ -62,8 +63,10 @@ def _ledger(what: str) -> str:
     return "\n".join(rows)
 
 
-def _compat(what: str, machine: str) -> str:
-    """The runs that `vllm_async_spec.compat.publish` put there, side by side: a row for each backend."""
+def _compat(what: str, machine: str = "") -> str:
+    """The runs that `vllm_async_spec.compat.publish` put there, side by side: a row for each backend; or advice."""
+    if what == "advice":
+        return _advice()
     from vllm_async_spec.compat.archive import read_archive
 
     runs = {run.name: run for run in read_archive(COMPAT)}
@@ -88,6 +91,14 @@ def _compat(what: str, machine: str) -> str:
                 cells.append(f"[{said}](compat/{stem}.md{target})")
         rows.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def _advice() -> str:
+    from vllm_async_spec.audit.remedies import BY_CALL, BY_KIND
+
+    waits = {kind.value: instead for kind, instead in BY_KIND.items()} | BY_CALL
+    rows = [f"| `{wait}` | {instead} |" for wait, instead in waits.items() if wait != "warning"]
+    return "\n".join(["| wait | instead |", "|---|---|", *rows])
 
 
 _ON_GPU = ("0.18.1", "0.26.0", "0.32.0")

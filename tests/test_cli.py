@@ -1,7 +1,5 @@
 """The command line as a user meets it: exit codes, plain data, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

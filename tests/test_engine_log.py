@@ -1,7 +1,5 @@
 """The error that ended an engine, from logs of three releases' shapes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

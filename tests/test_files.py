@@ -1,7 +1,5 @@
 """What else removes, replaces or keeps files: only what was made here, and nothing recursive."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """A host length is exact when it is returned: whoever wrote the device's, however, in whatever mode."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

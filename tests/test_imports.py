@@ -1,9 +1,8 @@
 """What importing costs, and that imports point downwards only (the layout of the package)."""
 
-from __future__ import annotations
-
 import ast
 import json
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -85,6 +84,11 @@ def test_imports_point_downwards(path: Path):
             assert part in VLLM_PARTS, f"{part} imports vllm"
         if top == "transformers":
             assert part == "generation", f"{part} imports transformers"
+
+
+def test_each_part_has_a_row_in_the_layout():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [part for part in RANK.keys() - {"_version"} if not re.search(rf"^\| `{part}(\.py|/)` \|", text, re.M)] == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

@@ -1,7 +1,5 @@
 """A child process that answers in lines of JSON: commands, what fails, what is late, and what does not end."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

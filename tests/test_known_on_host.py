@@ -1,7 +1,5 @@
 """A device tensor whose reads are answered by the host; the values differ on purpose, to show who answers."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_async_spec.known_on_host import known_on_host

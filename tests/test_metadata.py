@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -155,7 +153,6 @@ def test_non_contiguous_tensors_are_taken():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory and streams need a CUDA device")
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_on_a_gpu(prefetch: bool):
     metadata = MIXED.metadata()

@@ -1,7 +1,5 @@
 """Children and their children end with the parent: at the end, at a signal, and when the parent is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

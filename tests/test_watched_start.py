@@ -1,7 +1,5 @@
 """The watchdog of engine tests: a start without progress fails with the stacks of all processes, and leaves none."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from pathlib import Path

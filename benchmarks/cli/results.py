@@ -55,7 +55,6 @@ def run(
     budget_s: Annotated[
         float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
     ] = 0,
-    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the arms, if the plan does.")] = True,
     one_by_one: OneByOne = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
@@ -68,7 +67,7 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
+        chosen = _adjusted(find_plan(plan), turns, seconds, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -138,7 +137,7 @@ def plot(
 def tables(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
 ) -> None:
-    """Write the tables in docs/*.md from the results."""
+    """Write the tables of docs/measured.md from the results; the site makes the others."""
     with failing(TableError, PlanError):
         stale = rewrite(documents())
     if check and stale:
@@ -160,12 +159,11 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> Plan:
+def _adjusted(plan: Plan, turns: int, seconds: float, *, one_by_one: bool) -> Plan:
     return dataclasses.replace(
         plan,
         turns=turns or plan.turns,
         seconds=seconds or plan.seconds,
-        audit_steps=plan.audit_steps if audit else 0,
         keep=plan.keep and not one_by_one,
     )
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.arms import Plan, PlanError
-from benchmarks.plans.baseline import baseline, baseline_tiny
 from benchmarks.plans.defaults import defaults
 from benchmarks.plans.flashinfer import flashinfer, flashinfer_before, flashinfer_older_gpu
-from benchmarks.plans.optimistic import optimistic, optimistic_audit
+from benchmarks.plans.optimistic import optimistic
 from benchmarks.plans.overhead import overhead, overhead_tiny
 from benchmarks.plans.v1_runner import v1_runner
 
@@ -43,12 +42,8 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-8b-0.26.0-V2-mode0": lambda: flashinfer_before("8b", "V2"),
     "optimistic-1b-mode0": lambda: optimistic("1b"),
     "optimistic-8b-mode0": lambda: optimistic("8b"),
-    "optimistic-audit-1b-mode0": lambda: optimistic_audit("1b"),
-    "optimistic-audit-8b-mode0": lambda: optimistic_audit("8b"),
     "v1-1b-0.26.0": lambda: v1_runner("1b", "0.26.0"),
     "v1-8b-0.26.0": lambda: v1_runner("8b", "0.26.0"),
     "v1-moe-0.26.0": lambda: v1_runner("moe", "0.26.0"),
     "v1-a3b-0.26.0": lambda: v1_runner("a3b", "0.26.0"),
-    "baseline-mode0": baseline,
-    "baseline-tiny": baseline_tiny,
 }

@@ -33,18 +33,14 @@ ACCEPTANCE = Acceptance(0.7)
 ATTENTIVE = Acceptance(0.9, Means.ATTENTIVE)
 
 
-def tiny_arm(
-    name: str, *, plugin: Plugin = Plugin.STOCK, draft_tokens: int = 3, labels: dict[str, str] | None = None
-) -> Arm:
+def tiny_arm(name: str, *, plugin: Plugin) -> Arm:
     """An arm of the tiny shape on a CPU, with a draft model."""
     return Arm(
         name,
         "tiny",
         plugin=plugin,
         method=Method.DRAFT_MODEL,
-        draft_tokens=draft_tokens,
         acceptance=ACCEPTANCE,
         engine=CPU_ENGINE,
         environment=CPU_ENVIRONMENT,
-        labels=labels or {},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
@@ -29,9 +28,7 @@ def optimistic(shape: str) -> Plan:
     )
 
 
-def _arm(
-    name: str, shape: str, plugin: Plugin = Plugin.STOCK, labels: Mapping[str, str] | None = None, **engine: Any
-) -> Arm:
+def _arm(name: str, shape: str, plugin: Plugin = Plugin.STOCK, **engine: Any) -> Arm:
     return Arm(
         name,
         shape,
@@ -40,27 +37,4 @@ def _arm(
         runner="V1",
         acceptance=ACCEPTANCE,
         engine=MODE_0_ENGINE | {"attention_backend": "FLASH_ATTN"} | engine,
-        labels=labels or {},
-    )
-
-
-def optimistic_audit(shape: str) -> Plan:
-    """An audit of vLLM 0.18.1 with the plugin on and off."""
-    return Plan(
-        name=f"optimistic-audit-{shape}-mode0",
-        about=f"vLLM 0.18.1 with the plugin on and off, audited, {shape} shape",
-        arms=tuple(
-            _arm(
-                plugin.value,
-                shape,
-                plugin,
-                {"vLLM": "0.18.1", "plugin": "off" if plugin is Plugin.NOOP else "on", "size": shape},
-            )
-            for plugin in (Plugin.ON, Plugin.NOOP)
-        ),
-        loads=find_loads(("decode-1", "decode-32", "mixed")),
-        turns=1,
-        seconds=2.0,
-        repetitions=2,
-        audit_steps=64,
     )

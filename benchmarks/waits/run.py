@@ -1,8 +1,8 @@
 """The parent process of the cases of one release, runner and shape.
 
 Engines start in waves, a base engine and some of those compared with it, all at once; then one at a time is timed. In a
-wave the other engines come before the base's own cases, because each of these is audited as soon as it was timed, and
-an audit may leave a process slower.
+wave the other engines come before the base's own cases. Each of these is audited as soon as it was timed, and an audit
+may leave a process slower.
 """
 
 from __future__ import annotations

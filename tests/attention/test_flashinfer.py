@@ -31,8 +31,6 @@ from vllm_async_spec.attention.flashinfer import (
 )
 
 PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 32, 8, 128
-gpu = pytest.mark.gpu
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("named", [{"_backend": "cudnn"}, {"_backend": "fa2", "_cudnn_auto": True}])
@@ -150,8 +148,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
 def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) -> None:
     wrapper, exact_wrapper = make_wrapper(kind), make_wrapper(kind)
@@ -186,8 +183,7 @@ EDGES = [
 ]
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
 @pytest.mark.parametrize("lengths", EDGES)
 def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
@@ -201,8 +197,7 @@ def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
     assert close(case.run(wrapper), case.oracle())
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
 def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> None:
     case = Case([1] * 3 if kind == "decode" else [4] * 3, [100, 33, 50], [103, 36, 53])
@@ -211,8 +206,7 @@ def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> 
     assert not close(case.run(wrapper), case.oracle())
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [-1, 300])
 def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten chunks of four pages exactly; eleven by the bound."""
@@ -245,8 +239,7 @@ def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: i
     assert requests <= planned <= requests * tokens
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa2 with empty requests", "fa3"])
 @pytest.mark.parametrize("requests", [1, 3, 4, 32])
 def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
@@ -276,8 +269,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
         assert close(out[: live * tokens], later.oracle()[: live * tokens]), (exact, bound)
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa3"])
 @pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (1, False), (3, False)])
 def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool) -> None:
@@ -307,8 +299,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
     assert all(right) is (kept or kind == "fa3"), right
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (128, 4), (256, 2)])
 def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool) -> None:
@@ -348,8 +339,7 @@ def race(kind: str, fenced: bool) -> bool:
     return close(got, expected)
 
 
-@gpu
-@on_a_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
 def test_a_plan_made_before_the_last_one_was_copied_needs_another_buffer(kind: str, fenced: bool) -> None:

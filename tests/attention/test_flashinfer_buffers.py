@@ -1,7 +1,5 @@
 """The pinned buffers that FlashInfer's wrappers plan in, without a GPU: when one is waited for, and what it holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Decode wrappers that take several query tokens of each request, from flashinfer-python 0.7 on: a plan's chunks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

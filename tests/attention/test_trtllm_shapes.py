@@ -1,7 +1,5 @@
 """The shapes that trtllm-gen and XQA take and refuse, and which of them a machine and its FlashInfer have."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

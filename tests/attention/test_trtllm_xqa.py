@@ -1,7 +1,5 @@
 """XQA itself with the adapter's arguments, on a GPU, against the oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -83,7 +81,6 @@ def compiled_xqa() -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="XQA needs a CUDA device")
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, "bfloat16"), (100, "bfloat16"), (None, "float8_e4m3fn")])
 def test_xqa_equals_the_oracle_and_its_own_result_from_exact_maxima(
     window: int | None, kv_dtype: str, compiled_xqa: Callable[..., torch.Tensor]

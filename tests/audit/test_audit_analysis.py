@@ -1,7 +1,5 @@
 """What an audit makes of recordings whose every nanosecond is known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page of an audit in a real browser: looked at, clicked through, at both widths and in both colour schemes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import audit_reports

@@ -1,7 +1,5 @@
 """Recording: what is hooked in, what is put back, and that a failure stays the audit's own."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

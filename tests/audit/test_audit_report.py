@@ -1,7 +1,5 @@
 """An audit's data through JSON, in the terminal and as a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -82,11 +80,6 @@ class Page(HTMLParser):
 @settings(max_examples=50)
 @given(st.from_type(Report).map(lambda report: replace(report, schema=SCHEMA)))
 def test_json_keeps_a_report(report: Report):
-    assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
-
-
-@each_report
-def test_json_keeps_the_samples(report: Report, before: Report | None):
     assert Report.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 
@@ -210,8 +203,9 @@ def test_the_terminal_shows_every_cause_within_its_width(report: Report, before:
     assert words(text).startswith(f"{report.headline} {report.sentence}")
     assert max(map(len, text.splitlines())) <= width
     for cause in report.causes + (before.causes if before else ()):
-        site = f"{cause.site.file.rpartition('/')[2]}:{cause.site.line}" if cause.site else "no Python call seen"
-        assert site in text
+        # A line of 80 holds a whole path; beside other columns one may break after a slash.
+        file = cause.site and (cause.site.file if width == 80 else cause.site.file.rpartition("/")[2])
+        assert (f"{file}:{cause.site.line}" if cause.site else "no Python call seen") in text
         assert cause.thread in text
     for note in report.notes:
         assert note in words(text)
@@ -223,17 +217,6 @@ def test_the_terminal_shows_both_sides_and_their_ratio():
     assert re.search(r"step time +13\.02 +9\.51 +0\.73 ", text)
     assert re.search(r"device busy +65\.8 +92\.1 +1\.40 ", text)
     assert re.search(r"before +1\.00 +3\.10 +3\.84 .*flashinfer.py:1020.*\n.*after +- +- +- ", text)
-
-
-@each_report
-@pytest.mark.parametrize("width", [80, 140])
-def test_no_path_breaks_in_the_terminal_if_a_line_can_hold_it(report: Report, before: Report | None, width: int):
-    text = printed(report, before, width)
-    for cause in report.causes + (before.causes if before else ()):
-        if cause.site and width == 80:
-            assert f"{cause.site.file}:{cause.site.line}" in text
-        elif cause.site:
-            assert f"{cause.site.file.rpartition('/')[2]}:{cause.site.line}" in text
 
 
 @pytest.mark.parametrize("width", range(50, 81, 3))

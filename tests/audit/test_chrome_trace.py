@@ -1,7 +1,5 @@
 """A report's timeline as a trace that Perfetto and chrome://tracing open."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

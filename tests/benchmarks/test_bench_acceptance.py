@@ -1,7 +1,5 @@
 """Weights under which drafts are accepted as often as one asks, on models in plain torch."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """The benchmark of continuous batching, on a CPU: what it measures, and when it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -24,6 +22,7 @@ from generating import make_batches_late
 from benchmarks import batching, middle
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import expected_length
+from benchmarks.batching_arms import Arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
 from benchmarks.cli import app
 from benchmarks.middle import MiddleError
@@ -102,7 +101,7 @@ def test_other_tokens_are_refused_and_a_stranger_s_are_counted(monkeypatch: pyte
     make_arms = batching.make_arms
     wrong = "transformers"
 
-    def altered(*args: Any, **kwargs: Any) -> batching.Arms:
+    def altered(*args: Any, **kwargs: Any) -> Arms:
         made = make_arms(*args, **kwargs)
         whole = made.runs[wrong]
 
@@ -320,7 +319,6 @@ def test_a_table_has_what_was_recorded_and_says_what_was_not() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits are counted on a GPU")
 def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each synchronous step ends with a wait until nothing is left to do; of the others not one in two does.
 

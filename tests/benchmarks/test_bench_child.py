@@ -1,7 +1,5 @@
 """The process of an engine: what it is given, and the one sentence that it leaves when it dies."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

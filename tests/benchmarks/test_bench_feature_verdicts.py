@@ -1,7 +1,5 @@
 """Verdicts on the feature cases: a near tie is forgiven, and a wrong token, wait or refusal is not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of generate, on a model of a few layers and no GPU: what it compares, and what it refuses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that verify drafts: where they can be measured, and what follows from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

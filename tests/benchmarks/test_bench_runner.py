@@ -15,11 +15,10 @@ from bench_documents import FACTS, PLAN, document, measured, row
 from typer.testing import CliRunner
 
 from benchmarks import child, runner
-from benchmarks.arms import Arm, Plan, PlanError, Plugin
+from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.plans import PLANS, find_plan
-from benchmarks.plans.baseline import baseline
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
 from benchmarks.stored import read_json
@@ -56,16 +55,9 @@ class _Engine:
 
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         self.engines.asked.append((self.arm.name, command))
-        if command in self.engines.fails:
-            raise ChildError(f"the engine of {self.arm.name!r} failed: no {command}")
-        answers: dict[str, dict[str, Any]] = {
-            "describe": FACTS,
-            "measure": measured(100),
-            "audit": {"headline": "all is well", "of": arguments["load"], "causes": [], "gpu": None}
-            if command == "audit"
-            else {},
-        }
-        return answers[command]
+        if arguments.get("load") in self.engines.fails:
+            raise ChildError(f"the engine of {self.arm.name!r} failed: no {arguments['load']}")
+        return {"describe": FACTS, "measure": measured(100)}[command]
 
 
 @pytest.fixture
@@ -96,11 +88,6 @@ def test_turns_are_balanced():
 def test_an_odd_number_of_turns_is_refused():
     with pytest.raises(PlanError, match="3 turns can't be balanced"):
         dataclasses.replace(PLAN, turns=3)
-
-
-def test_a_plan_that_audits_stock_is_refused():
-    with pytest.raises(PlanError, match="audits stock arms"):
-        dataclasses.replace(PLAN, audit_steps=16)
 
 
 def test_every_turn_has_a_process_of_its_own_and_every_load(engines, tmp_path):
@@ -148,6 +135,8 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monke
         run(tmp_path)
     before = read_json(tmp_path / "result.json")["turns"]
     assert len(before) == 5
+    # Single runs are kept where they are the spread: of the arm that has one turn.
+    assert {turn["arm"] for turn in before for load in turn["loads"].values() if "runs" in load} == {"plugin"}
 
     monkeypatch.setattr(child, "start", engines.start)
     _, result = run(tmp_path)
@@ -177,15 +166,6 @@ def test_only_turns_of_one_session_are_compared():
 def turn_without_runs(turn: dict[str, Any]) -> dict[str, Any]:
     loads = {name: {key: load[key] for key in load if key != "runs"} for name, load in turn["loads"].items()}
     return turn | {"loads": loads}
-
-
-def test_single_runs_are_kept_only_where_they_are_the_spread(engines, tmp_path):
-    single = dataclasses.replace(PLAN, turns=1, reference=None, control=None)
-    for name, plan, kept in (("one", single, True), ("several", PLAN, False)):
-        (tmp_path / name).mkdir()
-        run(tmp_path / name, plan)
-        turns = read_json(tmp_path / name / "result.json")["turns"]
-        assert {"runs" in load for turn in turns for load in turn["loads"].values()} == {kept}
 
 
 def test_a_budget_ends_between_turns(engines, tmp_path, monkeypatch):
@@ -252,12 +232,11 @@ def test_a_failure_is_one_sentence_and_is_tried_again_on_demand(engines, tmp_pat
     assert not any("error" in turn for turn in result.turns)
 
 
-def test_what_was_measured_stays_when_its_audit_fails(engines, tmp_path):
-    engines.fails = {"audit"}
-    plan = dataclasses.replace(PLAN, arms=PLAN.arms[1:2], turns=1, audit_steps=16, control=None, reference=None)
-    (turn,) = run(tmp_path, plan)[1].turns
-    assert set(turn["loads"]) == {"decode-1", "mixed"}
-    assert turn["error"] == "the engine of 'noop' failed: no audit"
+def test_what_was_measured_stays_when_a_later_load_fails(engines, tmp_path):
+    engines.fails = {"mixed"}
+    turn, *_ = run(tmp_path)[1].turns
+    assert set(turn["loads"]) == {"decode-1"}
+    assert turn["error"] == "the engine of 'plugin' failed: no mixed"
 
 
 def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
@@ -266,24 +245,15 @@ def test_another_plan_does_not_go_into_the_same_file(engines, tmp_path):
         run(tmp_path, dataclasses.replace(PLAN, loads=PLAN.loads[:1]))
 
 
-def test_an_audit_is_kept_with_the_first_turn(engines, tmp_path):
-    arms = (Arm("noop", "tiny", plugin=Plugin.NOOP),)
-    plan = dataclasses.replace(PLAN, arms=arms, turns=2, audit_steps=16, control=None, reference=None)
-    _, result = run(tmp_path, plan)
-    first, second = result.turns
-    assert {name: report["of"] for name, report in first["audit"].items()} == {"decode-1": "decode-1", "mixed": "mixed"}
-    assert "audit" not in second
-
-
 def test_a_release_runs_in_its_environment_only(engines, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "installed_vllm", lambda: None)
     arms = tuple(Arm(f"of-{release}", "tiny", release=release) for release in ("0.18.1", "0.32.0"))
-    plan = dataclasses.replace(PLAN, arms=arms, turns=1, reference=None, control=None)
+    plan = dataclasses.replace(PLAN, arms=arms, turns=2, reference="of-0.32.0")
     env = tmp_path / "env.sh"
     done, result = run(tmp_path, plan, {"0.32.0": env})
     assert not done
-    assert (engines.started, engines.envs) == (["of-0.32.0"], [env])
-    assert [turn["arm"] for turn in result.turns] == ["of-0.32.0"]
+    assert (engines.started, engines.envs) == (["of-0.32.0"] * 2, [env] * 2)
+    assert [turn["arm"] for turn in result.turns] == ["of-0.32.0"] * 2
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -291,12 +261,6 @@ def test_the_plans_can_be_made(name: str):
     plan = find_plan(name)
     assert plan.name == name
     assert len({arm.name for arm in plan.arms}) == len(plan.arms)
-
-
-def test_the_baseline_has_every_row():
-    rows = {tuple(arm.labels.values()) for arm in baseline().arms}
-    assert len(rows) == 4 * 3 * 2
-    assert ("0.18.1", "V1", "FLASHINFER", "8b") in rows
 
 
 def test_a_plan_that_does_not_exist():
@@ -342,7 +306,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
 
 def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    done = CliRunner().invoke(app, ["run", "optimistic-audit-1b-mode0", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["run", "optimistic-1b-mode0", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
 

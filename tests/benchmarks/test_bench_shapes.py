@@ -1,7 +1,5 @@
 """The shapes are the models that they are named after."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

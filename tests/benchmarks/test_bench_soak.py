@@ -1,7 +1,5 @@
 """Soaks: what is held to be the same, that every request is judged, and weights that show what attention does."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How far a ratio can be trusted, and that none is told where the noop arm is not stock."""
 
-from __future__ import annotations
-
 import random
 import re
 

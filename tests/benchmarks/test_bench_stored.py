@@ -1,7 +1,5 @@
 """Results in an archive: read as if they were files, and replaced by files beside it."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from pathlib import Path

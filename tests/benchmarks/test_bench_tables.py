@@ -6,22 +6,24 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from bench_documents import FACTS, PLAN, document
+from test_bench_waits_page import generated
 from typer.testing import CliRunner
 
 from benchmarks import published, tables
 from benchmarks.arms import Acceptance
 from benchmarks.cli import app
 from benchmarks.plans import find_plan
-from benchmarks.plans.baseline import baseline
-from benchmarks.present import grid, notes
+from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.serving.results import served_files
 from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
+__all__ = ["generated"]  # a fixture
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
@@ -30,9 +32,12 @@ def test_the_tables_of_the_documents_are_those_of_the_results():
     assert done.exit_code == 0, done.output
 
 
-def test_every_document_with_measured_tables_is_looked_at():
-    asking = {path.name for path in documents() if "<!-- results: " in path.read_text()}
-    assert {"measured-runner.md", "benchmarks.md"} <= asking
+def test_the_site_makes_each_table_that_a_page_asks_for(generated: ModuleType):
+    made = {path.name: generated.with_tables(path.read_text(), path) for path in documents()}
+    assert not any("<!-- table: " in text for text in made.values())
+    assert "| 0.32.0 | V2 | decode-1 | 6.32 (6.32-6.53) ms |" in made["measured-flashinfer.md"]
+    with pytest.raises(TableError, match=r"a.md asks for the results 'nothing', and .* does not exist"):
+        generated.with_tables("<!-- table: nothing -->", Path("a.md"))
 
 
 @pytest.fixture
@@ -149,19 +154,6 @@ def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list
     assert len(picture) > 5000
 
 
-def test_the_baseline_is_listed_and_drawn(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    plan = baseline()
-    found = document({arm.name: [50 + 5 * place] for place, arm in enumerate(plan.arms)}, plan)
-    listed = grid(found)
-    assert listed.head[:4] == ["vLLM", "runner", "backend", "size"]
-    assert len(listed.rows) == len(plan.arms)
-    result = tmp_path / "baseline.json"
-    result.write_text(json.dumps(found))
-    assert CliRunner().invoke(app, ["plot", str(result)]).exit_code == 0
-    assert result.with_suffix(".svg").stat().st_size > 5000
-
-
 def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     """The site draws them when it is built."""
     docs = RESULTS.parents[1] / "docs"
@@ -176,8 +168,8 @@ def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
     [
         (["run", "nothing"], "there is no plan 'nothing'"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
-        (["run", "baseline-mode0", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
-        (["run", "baseline-mode0", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
+        (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
         (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
         (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
         (["plot", "/nowhere.json"], "/nowhere.json can't be read"),

@@ -1,7 +1,5 @@
 """Timelines of the techniques: from made-up records of a GPU to blocks, and from these to a picture."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -275,7 +273,6 @@ def test_a_method_is_as_it_was() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a trace is of a GPU")
 @pytest.mark.parametrize(
     ("technique", "drafts"), [("stopping", 0), ("static", 0), ("interleaving", 0), ("batching", 0), ("batching", 3)]
 )

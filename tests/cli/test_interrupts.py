@@ -1,7 +1,5 @@
 """A signal ends a command with one sentence, its exit code and no traceback, and ends what the command started."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

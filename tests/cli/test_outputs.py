@@ -1,7 +1,5 @@
 """Where output goes: refused before work starts if it can't be written, and kept elsewhere if it fails at the end."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

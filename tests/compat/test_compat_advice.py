@@ -1,10 +1,5 @@
 """What to use instead: every fault that the suite finds has advice, and waits have the audit's."""
 
-from __future__ import annotations
-
-import re
-from pathlib import Path
-
 import compat_planted as planted
 import pytest
 from compat_checked import checked
@@ -13,7 +8,6 @@ from vllm_async_spec.audit.remedies import BY_CALL, BY_KIND, remedy
 from vllm_async_spec.audit.report import WaitKind
 from vllm_async_spec.compat.advice import IN_PLACE, IN_TURN, WITHOUT_TRITON, WRONG, advised, instead
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 FAULTY = [kind for kind in planted.PLANTED if kind.fault is not None and kind is not planted.OnlyCapture]
 
 
@@ -66,11 +60,3 @@ def test_a_failure_has_no_advice():
 )
 def test_advice_beyond_waits(fault: str, advice: str):
     assert instead(fault) == advice
-
-
-def test_the_page_has_the_same_table():
-    text = PAGE.read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `([^|]+)` \| ([^|]+) \|$", text.partition("### What to use instead")[2], re.MULTILINE))
-    kinds = {kind.value: advice.replace("`", "") for kind, advice in BY_KIND.items()}
-    table = {name: advice for name, advice in (kinds | BY_CALL).items() if name != "warning"}
-    assert {name: advice.replace("`", "") for name, advice in rows.items()} == table

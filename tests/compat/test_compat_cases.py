@@ -1,7 +1,5 @@
 """The batches of the compatibility suite, and what the host is told of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

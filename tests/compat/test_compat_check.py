@@ -1,7 +1,5 @@
 """The suite's verdicts of builders with known faults."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings
@@ -14,7 +12,7 @@ import pytest
 import torch
 from compat_checked import NAMED, checked, subject
 from compat_cuda import PassesForCuda, without_cuda
-from trtllm_shapes import OLD, SM100
+from trtllm_shapes import OLD, SM90, SM100
 
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed, ReferenceAdapter, TrtllmAdapter
 from vllm_async_spec.compat import check as checking
@@ -229,18 +227,22 @@ def test_capture_is_asked_of_those_only_that_support_it():
     assert found.cases[0].not_run == "it is never captured: get_cudagraph_support() is NEVER"
 
 
-TRTLLM_SHAPE = replace(SM100, query_tokens=1, features=OLD)
-
-
 @pytest.mark.parametrize(
-    "adapter",
-    [FlashAttentionAdapter(), ReferenceAdapter(), TrtllmAdapter(TRTLLM_SHAPE)],
-    ids=lambda adapter: adapter.name,
+    ("adapter", "declared", "need"),
+    [
+        (FlashAttentionAdapter(), HostNeed.NONE, Need.NONE),
+        (ReferenceAdapter(), HostNeed.NONE, Need.NONE),
+        (TrtllmAdapter(SM100), HostNeed.NONE, Need.NONE),
+        (TrtllmAdapter(replace(SM100, query_tokens=1, features=OLD)), HostNeed.NONE, Need.NONE),
+        (TrtllmAdapter(SM90), HostNeed.UPPER_BOUND, Need.PREFILL_ROWS),  # of the prefills, which are planned
+        (TrtllmAdapter(replace(SM90, features=OLD)), HostNeed.UPPER_BOUND, Need.UPPER_BOUND),
+    ],
 )
-def test_our_own_adapters_need_what_they_declare(adapter: Any):
-    assert adapter.host_need is HostNeed.NONE
+def test_our_own_adapters_need_what_they_declare(adapter: Any, declared: HostNeed, need: Need):
+    assert adapter.host_need is declared
     found = checked(lambda device: adapter)
-    assert found.need is Need.NONE, found.explain()
+    assert found.need is need, found.explain()
+    assert found.passed
 
 
 def test_plain_data_carries_the_evidence():
@@ -315,7 +317,6 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits need a CUDA device")
 @pytest.mark.parametrize(
     "kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED], ids=lambda kind: kind.__name__
 )

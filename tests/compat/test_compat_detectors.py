@@ -1,7 +1,5 @@
 """Each detector of the suite is needed for its fault, which would pass without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What fails in an engine is a fault everywhere, and what a declaration excludes is listed with that declaration."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """Which releases can be fetched; nothing is downloaded here."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import zipfile

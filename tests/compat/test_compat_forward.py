@@ -1,7 +1,5 @@
 """Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json
@@ -15,6 +13,7 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
+from command_line import COMMAND
 from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results
@@ -228,8 +227,7 @@ def test_requests_that_share_a_prefix_have_the_same_keys_there():
 
 def installed(*arguments: str) -> Any:
     """In a process of its own, since vLLM stays what it is imported as."""
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "compat", *arguments], capture_output=True, text=True)
+    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.slow
@@ -332,7 +330,6 @@ def test_a_default_device_works_while_it_is_watched_and_afterwards(monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="real waits and kernels need a CUDA device")
 @pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)
 def test_on_a_gpu_the_same_backends_are_found_to_be_the_same(kind: type[planted.Right]):
     found = attended(kind, "spec K + 1", "mixed", device=CudaDevice())

@@ -1,7 +1,5 @@
 """One builder builds all batches in turn, so that what it keeps of earlier batches shows."""
 
-from __future__ import annotations
-
 import compat_fields as planted
 import pytest
 import torch

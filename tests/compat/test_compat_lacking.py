@@ -1,7 +1,5 @@
 """A release that needs what neither the environment nor the stubs have is told so in one sentence, with the name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A GPU that a builder or its kernels have lost: who is told, and who is still tried."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from command_line import COMMAND
 
 from vllm_async_spec.compat import suite
 from vllm_async_spec.compat.check import Subject
@@ -69,7 +67,6 @@ def test_after_a_gpu_is_lost_the_rest_is_tried_in_another_process(monkeypatch: p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be lost")
 def test_a_kernel_that_goes_astray_costs_nobody_but_those_after_it():
     """In a process of its own, whose CUDA is of no use afterwards."""
     code = """
@@ -86,11 +83,9 @@ for each in found.results:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be lost")
 def test_the_command_attends_with_the_rest_in_a_new_process(tmp_path: Path):
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
     named = [f"--backend=compat_attention:{name}" for name in ("Astray", "Right")]
-    command = [sys.executable, "-c", code, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
+    command = [*COMMAND, "compat", "--device=cuda", *named, "--json", str(tmp_path / "found.json")]
     done = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True)
     assert (tmp_path / "found.json").is_file(), done.stderr[-2000:]
     astray, right = json.loads((tmp_path / "found.json").read_text())["backends"]

@@ -1,7 +1,5 @@
 """Fields of vLLM's names against the batch in plain Python."""
 
-from __future__ import annotations
-
 import compat_fields as planted
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The page of published runs in a real browser: looked at, filtered, pointed at, at both widths and in both schemes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is published of runs: read from full results, never more than they say, and what the documentation has of it."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import re

@@ -1,7 +1,5 @@
 """The pytest plugin: in a backend's own repository, and as the suite itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """What the simulated device records is bounded by what is alive, whatever the length of a loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import compat_planted as planted

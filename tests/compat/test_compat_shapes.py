@@ -1,7 +1,5 @@
 """The numbers of real models, and batches on both sides of a builder's own thresholds; no vLLM."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from dataclasses import replace

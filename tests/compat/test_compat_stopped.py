@@ -1,7 +1,5 @@
 """A run that is stopped or killed keeps what it had."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The tables of vLLM's builders, which the site makes from the published runs."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_async_spec.audit.remedies import BY_CALL, BY_KIND
 from vllm_async_spec.compat.archive import read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.publish import WANTED, documents
@@ -65,6 +64,12 @@ def test_a_link_leads_to_a_heading_or_to_the_whole_page(hooks: Any):
                 page, _, heading = cell.partition("](")[2].removesuffix(")").partition("#")
                 text = pages[page]
                 assert (f"## {row[0]}\n" in text) is (heading == row[0].lower())
+
+
+def test_the_page_asks_for_the_advice_on_each_wait(hooks: Any):
+    made = hooks.on_page_markdown((DOCS / "compatibility.md").read_text(encoding="utf-8"))
+    for wait, instead in ({kind.value: each for kind, each in BY_KIND.items()} | BY_CALL).items():
+        assert (f"| `{wait}` | {instead} |\n" in made) is (wait != "warning")
 
 
 def test_what_nobody_ran_on_a_gpu_says_so(hooks: Any):

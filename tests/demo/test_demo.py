@@ -1,7 +1,5 @@
 """The demo's verdict: what it compares, and that each thing that must not be is found."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 

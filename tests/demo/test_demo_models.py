@@ -1,7 +1,5 @@
 """The demo's own models: the same numbers as transformers, the same weights twice, and no half-written directories."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

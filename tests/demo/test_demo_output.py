@@ -1,7 +1,5 @@
 """What the demo prints: at most 80 columns, progress in lines where there is no terminal, and what the page shows."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

@@ -1,7 +1,5 @@
 """Which rounds of the demo count, with engines in plain Python whose speeds are chosen."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CI workflow of the example backend: it parses, its commands exist, and it names what the example has."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The Grafana dashboard asks only for metrics that the plugin or vLLM exports, and is laid out as Grafana reads it."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import json

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import COMMAND
 from findings import BOUND, EXACT, context_parallel_lengths
 from findings_engine import DRAFTS, found, sliding
 
@@ -24,7 +25,6 @@ from vllm_async_spec.vllm_plugin.ledger import find_patch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="these findings are of a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 
@@ -35,8 +35,7 @@ BUSY = 200_000_000
 def compat(backend: str, tmp_path: Path) -> Any:
     """What the suite finds of one of stock vLLM's builders on this GPU, in a process of its own."""
     result = tmp_path / "found.json"
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
-    command = [sys.executable, "-c", code, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
+    command = [*COMMAND, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"VLLM_ASYNC_SPEC": "off"})
     if done.returncode == 2:
         pytest.skip(f"{backend} is not tried here: {found_failure(result) or done.stderr.strip()[-500:]}")

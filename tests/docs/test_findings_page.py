@@ -1,7 +1,5 @@
 """docs/findings.md: its commands name tests, releases and backends that there are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples of output in the documentation are what the code says: log lines, metrics, the comparison of a release."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Python samples of the documentation run, and print what stands below them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

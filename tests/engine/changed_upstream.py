@@ -1,7 +1,5 @@
 """A vLLM whose source is another in some places: links to the installed one, and a few files of its own."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from pathlib import Path

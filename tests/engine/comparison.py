@@ -1,7 +1,5 @@
 """Where the completions of two engines differ first, in words that help to find out why."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The demo's models, and every scenario that the selected tests ask for, run once in each mode."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

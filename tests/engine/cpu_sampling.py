@@ -3,8 +3,6 @@
 python tests/engine/cpu_sampling.py plugin TARGET DRAFT
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 python tests/engine/outside_backend.py TARGET DRAFT
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

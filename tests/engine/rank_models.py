@@ -1,7 +1,5 @@
 """A target and a draft model whose heads can be divided among up to eight ranks, with random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """`vllm serve` as a user starts it, and an HTTP client for it that needs nothing but Python."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.metadata
 import json

@@ -1,15 +1,13 @@
 """The audit on a real vLLM: waits that were planted are found at their lines, and a clean server has none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import COMMAND
 from scenario import environment
 
 from vllm_async_spec.demo.train import DemoModels
@@ -17,7 +15,6 @@ from vllm_async_spec.demo.train import DemoModels
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 PLANTED = Path(__file__).parents[1] / "support" / "audit_planted"
-COMMAND = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
 KINDS = ("read", "copy to host", "event")
 """What can be told without a GPU; whether memory is pinned can't."""
 
@@ -25,7 +22,7 @@ KINDS = ("read", "copy to host", "event")
 def audit(models: DemoModels, folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     drafting = {"method": "draft_model", "model": str(models.draft), "num_speculative_tokens": 3}
     engine = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "768"]
-    command = [*COMMAND, "--model", str(models.target), *engine, "--speculative-config", json.dumps(drafting)]
+    command = [*COMMAND, "audit", "--model", str(models.target), *engine, "--speculative-config", json.dumps(drafting)]
     recorded = ["--batch", "4", "--steps", "12", "--log", str(folder / "engine.log"), *options]
     # In one process, which is the other of vLLM's layouts: the server below has the worker in one of its own.
     plugin = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **variables}

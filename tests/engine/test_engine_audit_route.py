@@ -1,7 +1,5 @@
 """The audit's route on real servers with keys, started in both ways: who is let in, and how it ends."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

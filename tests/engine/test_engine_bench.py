@@ -1,8 +1,6 @@
 """The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks, under both ways of
 scheduling? What each step emits is known beforehand, token for token."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from benchmarks.shapes import Method, find_shape
 from benchmarks.soak.run import run_soak
 from benchmarks.soak.soaks import find_soak
 from benchmarks.timing import time_run
-from vllm_async_spec.audit.report import Report
 
 LOAD = Load("decode", requests=16, running=16, prompt=(8, 8), output=(160, 160))
 VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
@@ -56,12 +53,10 @@ def test_drafts_are_accepted_as_often_as_asked(
         engine=CPU_ENGINE,
         environment=CPU_ENVIRONMENT,
     )
-    audit = share == 0.9  # one of them is enough
-    with child.start(arm, [LOAD], audit=audit, env=None, models=tmp_path, log=tmp_path / "log") as engine:
+    with child.start(arm, [LOAD], audit=False, env=None, models=tmp_path, log=tmp_path / "log") as engine:
         engine.wait_until_ready()
         facts = engine.ask("describe")
         measured = engine.ask("measure", load=LOAD.name, seconds=0, repetitions=2)
-        report = engine.ask("audit", load=LOAD.name, steps=16) if audit else None
 
     assert facts["async_scheduling"] is (plugin is Plugin.ON)
     orbit = make_orbit(VOCABULARY, share)
@@ -69,8 +64,6 @@ def test_drafts_are_accepted_as_often_as_asked(
     foreseen = time_run(LOAD, 0.0, as_steps([walk(orbit, LOAD.output[0], draft_tokens, start) for start in starts]))
     assert measured["acceptance_length"] == pytest.approx(foreseen.acceptance_length, abs=1e-9)
     assert measured["acceptance_length"] == pytest.approx(expected_length(share, draft_tokens), rel=0.06)
-    if report is not None:
-        assert Report.from_dict(report).load.acceptance_length == pytest.approx(foreseen.acceptance_length)
 
 
 @pytest.mark.slow

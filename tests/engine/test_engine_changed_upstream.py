@@ -1,7 +1,5 @@
 """A server whose vLLM has changed under three patches: it serves as stock vLLM would, and says what it refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The comparison itself: it finds what is wrong, and says where."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A finding about vLLM's CPU build: with drafts its sampler reads memory that nobody wrote. The plugin mends it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What an operator sees when something is wrong: one sentence, and stock vLLM's where the plugin has no part in it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping

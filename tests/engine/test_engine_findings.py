@@ -3,8 +3,6 @@
 So what tests/docs/test_findings_commands.py says of older releases on a GPU is not what any engine would be said to do.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

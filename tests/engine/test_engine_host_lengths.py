@@ -1,7 +1,5 @@
 """A builder that reads every host property in every build of a real engine gets what the device has, each time."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

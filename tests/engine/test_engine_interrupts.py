@@ -1,14 +1,12 @@
 """`audit --model` that is interrupted or whose engine fails: no process of vLLM's is left, and the cause is named."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from command_line import COMMAND
 from families import left, of_session
 from scenario import environment
 
@@ -16,7 +14,6 @@ from vllm_async_spec.demo.train import DemoModels
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-COMMAND = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "audit"]
 LOADED = "Starting to load model"
 """In the log of vLLM's worker, which is a child of the engine core, which is a child of the audit's child."""
 
@@ -25,7 +22,7 @@ def audit(models: DemoModels, log: Path, *options: str, **variables: str) -> sub
     engine = ["--model", str(models.target), "--dtype", "float32", "--enforce-eager", "--max-model-len", "768"]
     # vLLM's normal layout: the engine core and the worker in processes of their own.
     env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | variables
-    command = [*COMMAND, *engine, "--batch", "2", "--steps", "4", "--log", str(log), *options]
+    command = [*COMMAND, "audit", *engine, "--batch", "2", "--steps", "4", "--log", str(log), *options]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

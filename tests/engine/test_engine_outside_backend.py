@@ -1,7 +1,5 @@
 """The example of an out-of-tree backend, installed as a package, in an asynchronous engine: the tokens of CPU_ATTN."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

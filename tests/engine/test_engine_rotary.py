@@ -1,7 +1,5 @@
 """A finding about vLLM's CPU build: its rotary embedding of tensors that have a dimension for heads, as MLA's have."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

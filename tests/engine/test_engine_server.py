@@ -1,12 +1,9 @@
 """`vllm serve` with the plugin, of which every process has its own copy."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from catalogue import MIN_TOKENS
+from command_line import COMMAND
 from comparison import Outcome, first_difference
 from results import Mode
 from serving import MAX_NUM_SEQS, Server, processes_with_plugin, serving
@@ -184,7 +182,7 @@ def test_log_metrics_audit_and_status_count_the_same_patches(server: Server, tmp
     engine = Report.from_dict(json.loads(file.read_text())["report"]).engine
     assert engine.plugin == f"on: patches {logged}"
     assert engine.decided_by == "decided by vllm-async-spec"
-    command = [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "status", "--json"]
+    command = [*COMMAND, "status", "--json"]
     for setting in ({}, {"VLLM_ASYNC_SPEC_AUDIT": "1"}):
         here = subprocess.run(command, capture_output=True, text=True, env=os.environ | setting)
         assert json.loads(here.stdout)["counts"] == states, here.stderr

@@ -1,7 +1,5 @@
 """Tokens of the plugin are those of stock vLLM, one by one, whatever the requests ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

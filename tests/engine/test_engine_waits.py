@@ -1,7 +1,5 @@
 """What waits, by feature, on vLLM's CPU platform: the audit of a real engine finds the lines of a feature."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

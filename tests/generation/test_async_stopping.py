@@ -3,24 +3,18 @@
 Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
 """
 
-from __future__ import annotations
-
 import itertools
-import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+import transformers
+from generating import EVERYTHING, RowsStopAt, assert_same, seeded, ways_to_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
-import transformers
-from generating import EVERYTHING, RowsStopAt, StopsOnceOn, assert_same, seeded
 from late_device import LateChannel
 from switched_on import enabled, nothing_said
 
@@ -48,24 +42,12 @@ CACHES = {"llama": [None, "static"], "gpt2": [None, "static"], "sliding": [None,
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(sorted(CACHES)))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-    stops = draw(st.sets(st.sampled_from(["eos", "stop strings", "custom", "once", "time"])))
     cap = draw(st.integers(1, 12))
     kwargs: dict[str, Any] = {"max_new_tokens": cap, "do_sample": draw(st.booleans())}
     kwargs |= EVERYTHING if draw(st.booleans()) else {}
     if (cache := draw(st.sampled_from(CACHES[kind]))) is not None:
         kwargs["cache_implementation"] = cache
-    kwargs["eos_token_id"] = draw(st.sampled_from([2, [2, 3, 5, 8]])) if "eos" in stops else None
-    custom = []
-    longest = max(lengths)
-    if "custom" in stops:
-        custom.append(RowsStopAt([longest + draw(st.integers(1, 9)) for _ in lengths]))
-    if "once" in stops:
-        custom.append(StopsOnceOn(draw(st.integers(0, tiny_models.VOCABULARY - 1))))
-    if "stop strings" in stops:
-        custom.append(transformers.StopStringCriteria(tiny_models.tokenizer(), draw(st.sampled_from(["c", "de", "f"]))))
-    if "time" in stops:
-        kwargs["max_time"] = draw(st.integers(1, 9)) - 0.5
-    kwargs["stopping_criteria"] = lambda: transformers.StoppingCriteriaList(custom)
+    kwargs |= draw(ways_to_stop(lengths))
     return {
         "kind": kind,
         "inputs": tiny_models.prompts(lengths, draw(st.sampled_from(["left", "right"])), draw(st.integers(0, 99))),
@@ -218,41 +200,6 @@ def test_a_cache_of_the_caller_can_be_continued():
 # --- refusals and fallbacks --------------------------------------------------------------------------------------
 
 
-def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None):
-    model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3, 2], "left")
-    with pytest.warns(generation.SynchronousGenerationWarning, match="need a CUDA device, and input_ids are on cpu"):
-        output = model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate)
-    assert torch.equal(output, model.generate(**inputs, max_new_tokens=6))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", generation.SynchronousGenerationWarning)
-        model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "name"),
-    [
-        ({"num_beams": 2, "strict": True}, "beam_search"),
-        ({"num_beams": 2, "do_sample": True, "strict": True}, "beam_sample"),
-        ({"prompt_lookup_num_tokens": 2}, "assisted_generation"),
-    ],
-)
-def test_other_modes_are_refused_by_name(kwargs: dict[str, Any], name: str):
-    model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
-    with pytest.raises(ValueError, match=rf"not {name}"):
-        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, **kwargs)
-
-
-def test_an_assistant_and_a_streamer_are_refused_and_not_dropped():
-    model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
-    with pytest.raises(ValueError, match="not assisted_generation"):
-        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, assistant_model=model)
-    with pytest.raises(ValueError, match="transformers passes no streamer"):
-        model.generate(**inputs, max_new_tokens=3, custom_generate=generation.generate, streamer=Tokens())
-
-
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_window_that_passes_is_not_cropped_but_generation_waits(nothing_said: None, kind: str, cache: str):
@@ -282,13 +229,6 @@ def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
         cache_implementation=cache, **EVERYTHING,
     )  # fmt: skip
     assert_same(expected, output)
-
-
-def test_bad_numbers_are_refused():
-    with pytest.raises(ValueError, match="poll_every is 0; it must be at least 1"):
-        AsyncStoppingCriteriaList([], poll_every=0)
-    with pytest.raises(ValueError, match="max_in_flight is -1; it must be at least 1"):
-        AsyncStoppingCriteriaList([], max_in_flight=-1)
 
 
 # --- the configuration's extra -----------------------------------------------------------------------------------

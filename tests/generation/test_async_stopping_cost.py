@@ -6,22 +6,17 @@ check that does not wait must not launch more than the one that does.
 Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 from generating import StopsOnceOn
 from late_device import LateChannel
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from vllm_async_spec import generation

@@ -1,25 +1,17 @@
 """Asynchronous stopping on a GPU: the stream, the pinned buffers and the events that `LateChannel` stands for."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class Delays(transformers.StoppingCriteria):

@@ -3,19 +3,14 @@
 Of transformers 5; with 4.57 nothing is reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import RowsStopAt
 from late_device import LateChannel

@@ -13,18 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from packaging.version import Version
-from torch._C._functorch import get_unwrapped, is_batchedtensor
-from torch.utils._pytree import tree_map_only
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import EVERYTHING, RowsStopAt, assert_same, seeded
 from late_device import LateArrival, LateChannel
+from packaging.version import Version
 from prepared_inputs import HAS_POSITIONS, attending
+from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch.utils._pytree import tree_map_only
 
 from vllm_async_spec import generation
 from vllm_async_spec.compat.simulated_device import SimulatedDevice

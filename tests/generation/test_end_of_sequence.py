@@ -1,12 +1,7 @@
 """The end-of-sequence test that all loops share: against membership in a set, and what it must not launch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of

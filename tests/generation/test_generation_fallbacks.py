@@ -3,19 +3,14 @@
 Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from generating import seeded
 from late_device import LateChannel
@@ -78,6 +73,17 @@ def test_strict_refuses_it(kind: str, kwargs: dict[str, Any], way: dict[str, Any
     inputs = tiny_models.prompts([4, 4], "left")
     with pytest.raises(ValueError, match=f"{sentence}.*; leave out strict to generate synchronously instead"):
         model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, strict=True, **way, **kwargs)
+
+
+@pytest.mark.parametrize("way", [{}, INTERLEAVED])
+def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None, way: dict[str, Any]):
+    model = tiny_models.model("llama")
+    inputs = tiny_models.prompts([3, 2], "left")
+    expected = model.generate(**inputs, max_new_tokens=6)
+    with one_warning("need a CUDA device, and input_ids are on cpu"):
+        for _ in range(2):
+            found = model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, **way)
+            assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("way", [{}, INTERLEAVED])

@@ -4,8 +4,6 @@ Each order that `CudaSlots` and the channel keep is taken away once, in `interle
 must come out wrong: else the delays would show nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -15,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import transformers
 from generating import RowsStopAt
 from interleaving_controls import (
@@ -34,10 +29,7 @@ from interleaving_controls import (
 from vllm_async_spec import generation
 from vllm_async_spec.generation import decode_loops, workspace
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,10 @@
 """What interleaved generation keeps for a model: when it is used again, made anew and freed, and its memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from interleaving_runs import Favours, assert_same, both, recorded, ways
 

@@ -1,7 +1,5 @@
 """The recording that stands for a CUDA graph: what it freezes, what it refuses, and what it keeps alive."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recorded_steps import CaptureError, FreedError, Recording

@@ -1,17 +1,12 @@
 """The orders between the streams of interleaved generation, on simulated streams: each is needed, all are enough."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 from simulated_streams import Stream, simulated
 
 from vllm_async_spec import generation

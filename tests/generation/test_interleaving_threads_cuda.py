@@ -1,7 +1,5 @@
 """Threads that generate with a model each on one GPU: the tokens of one after the other, whoever captures meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -12,17 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from interleaving_controls import INTERLEAVED, STATIC, VOCABULARY, delayed, generate, make_model, prompts
 
 from vllm_async_spec import generation
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and graphs need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": VOCABULARY}
 WAYS: dict[str, dict[str, Any]] = {

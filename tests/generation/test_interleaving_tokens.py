@@ -4,20 +4,15 @@ Runs with whichever transformers is installed; `make test-transformers` runs it 
 the steps are recorded once and then repeated, as CUDA graphs are.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+import transformers
+from generating import RowsStopAt, ways_to_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
-import transformers
-from generating import RowsStopAt, StopsOnceOn
 from interleaving_runs import Favours, as_graphs, assert_same, both, recorded, ways
 from late_device import LateChannel
 from recorded_steps import RecordedSteps, Recording
@@ -39,24 +34,13 @@ def replays(kind: str) -> int:
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     kind = draw(st.sampled_from(["llama", "gpt2", "sliding", "hybrid"]))
     lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-    stops = draw(st.sets(st.sampled_from(["eos", "stop strings", "custom", "once", "time"])))
     kwargs: dict[str, Any] = {"max_new_tokens": draw(st.integers(1, 12)), "do_sample": draw(st.booleans())}
     if kwargs["do_sample"] and draw(st.booleans()):
         kwargs |= {"temperature": 1.5, "top_k": 5, "top_p": 0.8}
     kwargs |= draw(st.sampled_from([{}, {"repetition_penalty": 1.4}, {"suppress_tokens": [3]}, {"min_new_tokens": 3}]))
     if draw(st.booleans()):
         kwargs["logits_processor"] = lambda: transformers.LogitsProcessorList([Favours()])
-    kwargs["eos_token_id"] = draw(st.sampled_from([2, [2, 3, 5, 8]])) if "eos" in stops else None
-    custom: list[Any] = []
-    if "custom" in stops:
-        custom.append(RowsStopAt([max(lengths) + draw(st.integers(1, 9)) for _ in lengths]))
-    if "once" in stops:
-        custom.append(StopsOnceOn(draw(st.integers(0, tiny_models.VOCABULARY - 1))))
-    if "stop strings" in stops:
-        custom.append(transformers.StopStringCriteria(tiny_models.tokenizer(), draw(st.sampled_from(["c", "de", "f"]))))
-    if "time" in stops:
-        kwargs["max_time"] = draw(st.integers(1, 9)) - 0.5
-    kwargs["stopping_criteria"] = lambda: transformers.StoppingCriteriaList(custom)
+    kwargs |= draw(ways_to_stop(lengths))
     way: dict[str, Any] = {"interleaved": True, "static_cache": draw(st.booleans())}
     if draw(st.integers(0, 4)):
         way["open_channel"] = LateChannel(draw(st.integers(0, 4)), seed=draw(st.none() | st.integers(0, 99))).open

@@ -8,11 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 from simulated_streams import Stream, device_of, simulated
 from test_interleaving_streams import PROMPTS, SETTINGS
 

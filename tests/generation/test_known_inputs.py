@@ -3,16 +3,11 @@
 Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from prepared_inputs import HAS_POSITIONS
 

@@ -3,8 +3,6 @@
 Of transformers 5; with 4.57 nothing is reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import Counter
@@ -12,11 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from prepared_inputs import HAS_POSITIONS, PREPARE, Seen, attending, masks_made, prompts, shown
 from test_async_stopping_cost import Operators

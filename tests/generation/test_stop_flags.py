@@ -3,13 +3,7 @@
 Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
 """
 
-from __future__ import annotations
-
-import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import transformers
 from late_device import LateChannel
 

@@ -1,7 +1,5 @@
 """The kernels that put exact lengths into FlashInfer's plans, against their references."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

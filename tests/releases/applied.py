@@ -1,7 +1,5 @@
 """The ledger applied to the loaded release, as a fixture."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """The optimistic runner on a real vLLM release, as fixtures: without a model, and its steps on CPU tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from types import SimpleNamespace

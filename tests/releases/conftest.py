@@ -4,8 +4,6 @@ Two releases can't live in one process, so `make test-releases` starts pytest on
 files here are skipped before they are imported, because an `import vllm` in them would find the installed one.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

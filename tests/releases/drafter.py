@@ -4,8 +4,6 @@ The drafter looks at no hidden state. EAGLE gives each position the token after 
 without its first token, and predicts what EAGLE's head does.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace

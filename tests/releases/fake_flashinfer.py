@@ -3,8 +3,6 @@
 `lengths` reads a wrapper's plan as its kernel would, so that a test can ask what the kernel would mask by.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's FlashInfer builder with the plugin and a fake FlashInfer, as fixtures; batches for it and what it built."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Iterable, Iterator

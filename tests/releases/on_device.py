@@ -1,7 +1,5 @@
 """Which tensors of a runner's metadata are on a GPU in an engine, told to the simulated device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_async_spec.audit.host_reads import CpuProbe

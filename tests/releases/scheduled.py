@@ -3,8 +3,6 @@
 Its model says the number of each token's place, so that a token that is lost, or comes twice, is seen.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections import deque

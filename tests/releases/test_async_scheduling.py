@@ -1,7 +1,5 @@
 """The patches of asynchronous scheduling on a real vLLM release: who decides, and what the user said."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import re

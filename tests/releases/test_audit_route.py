@@ -1,7 +1,5 @@
 """The audit's route on a real vLLM release: its own application, its own guard, and what starts its server."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Whatever upstream makes of a target, a patch is settled: nothing raises, and what is refused changes nothing."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

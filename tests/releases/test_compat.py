@@ -1,7 +1,5 @@
 """The verdicts of the release's own builders, held to what reading its source says of the same lines."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

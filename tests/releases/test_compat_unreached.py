@@ -1,7 +1,5 @@
 """Two builders of 0.18.1 that wait only with the numbers of real models, tried with those of the tiny model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ There are no graphs on that device, so a replay launches again; all that graphs 
 on a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator

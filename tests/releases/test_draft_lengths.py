@@ -1,7 +1,5 @@
 """Draft steps of the real proposers of 0.12 and 0.13: what they attend to, and how often they are accepted."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Steps of the optimistic runner that need exact counts: who needs them, and that each waits once and says why."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from types import SimpleNamespace

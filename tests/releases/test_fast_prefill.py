@@ -1,7 +1,5 @@
 """Fast prefill of models that share KV caches: its offsets come from the host that made them, and are not raced for."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import types

@@ -6,12 +6,12 @@ import importlib
 import inspect
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import COMMAND
 from findings import BOUND, EXACT, context_parallel_lengths, lengths_of_a_late_device
 from packaging.version import Version
 from scheduled import Scheduled
@@ -81,9 +81,8 @@ def test_flashinfer_with_context_parallelism_writes_into_lengths_that_all_layers
     vllm_source: Path, release: str, tmp_path: Path
 ):
     result = tmp_path / "found.json"
-    code = "import sys; sys.argv[0] = 'vllm-async-spec'; from vllm_async_spec.cli import main; main()"
     options = ["--vllm-source", str(vllm_source), "--backend", "FLASHINFER_DCP", "--json", str(result)]
-    subprocess.run([sys.executable, "-c", code, "compat", *options], capture_output=True, check=False)
+    subprocess.run([*COMMAND, "compat", *options], capture_output=True, check=False)
     (found,) = json.loads(result.read_text())["backends"]
     exact = {
         case["case"]: build["changed"]

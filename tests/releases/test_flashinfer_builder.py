@@ -1,7 +1,5 @@
 """vLLM's FlashInfer builder with the plugin: what it plans from, and what its kernels would then mask by."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from typing import Any

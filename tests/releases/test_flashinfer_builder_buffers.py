@@ -1,7 +1,5 @@
 """What vLLM's FlashInfer builder copies from with the plugin: no buffer is written while a copy may read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fake_flashinfer

@@ -1,7 +1,5 @@
 """Plans that vLLM's FlashInfer builder keeps with the plugin: how long one serves, and for which batches."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

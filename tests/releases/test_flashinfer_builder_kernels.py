@@ -1,7 +1,5 @@
 """Which kernel each batch gets of vLLM's FlashInfer builder with the plugin."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fake_flashinfer

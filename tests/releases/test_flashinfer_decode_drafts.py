@@ -1,7 +1,5 @@
 """Drafts below SM90, where vLLM 0.33 has decode wrappers verify them: who plans with the plugin, and from what."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CUDA graphs of vLLM's FlashInfer builder with the plugin: what is captured, with which wrapper, and its room."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import types

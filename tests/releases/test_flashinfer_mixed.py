@@ -1,7 +1,5 @@
 """Drafts and prompts in one batch of vLLM's FlashInfer builder with the plugin: planned together, and when not."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from typing import Any

@@ -1,7 +1,5 @@
 """XQA in vLLM's FlashInfer builder with the plugin: whether it decodes, what is compiled, and what it does not take."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

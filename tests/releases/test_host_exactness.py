@@ -1,7 +1,5 @@
 """The host views on vLLM's own metadata are exact when they are returned, and free where vLLM gave the value."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import inspect

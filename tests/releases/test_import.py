@@ -1,7 +1,5 @@
 """What the tests of this folder build on: the release imports, configures itself and builds metadata, without a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Outputs made by who asks for them, on a release's own executor: none is made before, and none by another thread."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The ledger on a real vLLM release: which patches are applied, and whether their fingerprints are this source's."""
 
-from __future__ import annotations
-
 import pytest
 from applied import ledger
 

@@ -1,7 +1,5 @@
 """The metadata patches on a real vLLM release: its metadata behaves as ours does."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

@@ -1,7 +1,5 @@
 """vLLM's builders of multi-head latent attention: decoding reads nothing, and drafts that are not decoded are exact."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

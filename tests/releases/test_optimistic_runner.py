@@ -1,7 +1,5 @@
 """The optimistic runner on a real vLLM release: each seam that it takes, called on CPU tensors without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -164,7 +162,6 @@ def test_draft_steps_do_not_count_in_the_runners_own_lengths(runner, upstream, m
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_late_device_gets_the_lengths_that_were_sent(runner, upstream, monkeypatch, guarded):
     """Draft steps add to the pinned lengths while a late device has yet to copy them, unless they have their own."""

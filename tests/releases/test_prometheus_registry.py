@@ -1,7 +1,5 @@
 """The patch `prometheus-registry` on the page that a real vLLM release serves, with one API server and with several."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The runner that the user asks the plugin for, in the configuration of a real vLLM release."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

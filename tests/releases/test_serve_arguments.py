@@ -3,8 +3,6 @@
 The client runs for real, against a server that answers like vLLM's; only the engine is missing.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ that is never late. `SIMULATION_LOADS=100` makes it a hundred loads; the number 
 `SIMULATION_RUNNER=module:function` puts another class to the test: the function takes vLLM's and returns it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os

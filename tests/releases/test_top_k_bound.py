@@ -1,7 +1,5 @@
 """Top-k alone on a real vLLM release: the same logits are masked, and the device is not asked for the largest k."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from typing import Any

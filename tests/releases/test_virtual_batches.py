@@ -1,7 +1,5 @@
 """vLLM's builders under chunked local attention: what they tell kernels to attend to, and what they read."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Iterator

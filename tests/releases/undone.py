@@ -1,7 +1,5 @@
 """Applying patches for a while: a ledger never takes back what it has applied, and these tests share one process."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterable, Iterator

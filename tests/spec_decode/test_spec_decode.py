@@ -1,7 +1,5 @@
 """Bookkeeping of drafts on the device: progress carried over many steps, and buffers that no wait protects."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, RotatingBuffer
 
 ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 class Batches:
@@ -220,7 +217,6 @@ def sleep(choose: random.Random) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("guarded", [True, False])
 def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one buffer and no fence the host overwrites what a late device has yet to copy, and that shows."""
@@ -243,7 +239,6 @@ def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
     buffer: Any = SimpleNamespace(cpu=torch.zeros(64, dtype=torch.int32, pin_memory=True))
@@ -261,7 +256,6 @@ def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_correcting_a_step_waits_for_nothing_on_a_late_device() -> None:
     batches = Batches(2, "cuda")
     for _ in range(3):

@@ -1,7 +1,5 @@
 """Audit reports to show and to test with: one that waits, the same load without its waits, and one made on a CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vllm_async_spec.audit.report import (

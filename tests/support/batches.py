@@ -1,7 +1,5 @@
 """Random batches, and the plain-Python model that the metadata is compared with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

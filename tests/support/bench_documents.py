@@ -1,7 +1,5 @@
 """Results of plans, made up: what the tests of statistics, tables and figures look at."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What an engine with arranged weights emits, step by step, without an engine."""
 
-from __future__ import annotations
-
 from benchmarks.acceptance import Orbit
 from benchmarks.timing import Step
 

@@ -1,7 +1,5 @@
 """A page in a real browser, for tests: opened at a width and in a colour scheme, and readable there."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

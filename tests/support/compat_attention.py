@@ -4,8 +4,6 @@ What each should be found to be is in its `fault`, part of a sentence that must 
 `# here` is the site that must be named.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Builders of `compat_planted` put through the suite, without vLLM and without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

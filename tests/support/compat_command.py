@@ -1,7 +1,5 @@
 """`vllm-async-spec compat` in this process, for tests of the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`CudaDevice` without CUDA: what the suite does on a GPU, and on none."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Builders and backends that raise, in what vLLM's engine asks of them or in what a declaration excludes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, ClassVar
 

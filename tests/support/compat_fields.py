@@ -1,7 +1,5 @@
 """Builders that are wrong whatever the host knows: off by one in a field of vLLM's name; and builders that remember."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar

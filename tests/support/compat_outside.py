@@ -1,7 +1,5 @@
 """What `--backend module:name` may name, and mistakes in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import compat_planted

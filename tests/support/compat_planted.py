@@ -4,8 +4,6 @@ What each should be found to be is in its `need` and `fault`; `fault` is part of
 case `case`, and the line of it that ends in `# here` is the site that must be named.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Builders that end the process, or ask it to end, in the middle of the suite."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any, ClassVar

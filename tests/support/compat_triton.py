@@ -1,7 +1,5 @@
 """A backend for vLLM whose builder launches a Triton kernel, and so does its forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Lines that must be told end in `# told`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

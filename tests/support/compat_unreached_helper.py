@@ -1,7 +1,5 @@
 """A module beside a builder's, for `compat_unreached`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Processes that start others and print their identifiers, and what is left of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

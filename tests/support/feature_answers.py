@@ -1,7 +1,5 @@
 """What an engine of the feature cases says, stock's and a good one's, with mistakes planted in it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

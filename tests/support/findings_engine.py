@@ -5,8 +5,6 @@
 Of a device it asks as little as the finding does. So all but `late` also run with vLLM's CPU build.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

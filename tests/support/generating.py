@@ -1,14 +1,14 @@
 """What tests of `generate` have in common: one seeded call, stopping criteria of one's own, outputs held to others."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import transformers
+from hypothesis import strategies as st
 
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
@@ -41,6 +41,24 @@ class StopsOnceOn(transformers.StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids[:, -1] == self.token
+
+
+@st.composite
+def ways_to_stop(draw: st.DrawFn, lengths: list[int]) -> dict[str, Any]:
+    """Arguments for `generate` of prompts of these lengths, with some of the ways to stop."""
+    ways = draw(st.sets(st.sampled_from(["eos", "stop strings", "custom", "once", "time"])))
+    custom: list[Any] = []
+    if "custom" in ways:
+        custom.append(RowsStopAt([max(lengths) + draw(st.integers(1, 9)) for _ in lengths]))
+    if "once" in ways:
+        custom.append(StopsOnceOn(draw(st.integers(0, tiny_models.VOCABULARY - 1))))
+    if "stop strings" in ways:
+        custom.append(transformers.StopStringCriteria(tiny_models.tokenizer(), draw(st.sampled_from(["c", "de", "f"]))))
+    return {
+        "eos_token_id": draw(st.sampled_from([2, [2, 3, 5, 8]])) if "eos" in ways else None,
+        "stopping_criteria": lambda: transformers.StoppingCriteriaList(custom),
+        **({"max_time": draw(st.integers(1, 9)) - 0.5} if "time" in ways else {}),
+    }
 
 
 def batcher_of(model: Any, tokenizer: Any = None, **options: Any) -> ContinuousBatcher:

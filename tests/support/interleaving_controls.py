@@ -6,8 +6,6 @@ Needs a CUDA device. Prints `right with every wait`, then `wrong without one` or
 run into each other break the device's context, the process ends with a CUDA error instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import sys

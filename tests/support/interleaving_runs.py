@@ -1,7 +1,5 @@
 """Interleaved generation beside the loop of transformers, with steps recorded and repeated as CUDA graphs are."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

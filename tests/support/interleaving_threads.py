@@ -6,8 +6,6 @@ Needs a CUDA device. Prints `right with turns`, then `wrong without turns` or `r
 launches in the other's capture breaks the device's context, the process may end with a CUDA error instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Triton kernels without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Slow on purpose and independent of the package, so that the adapters' arguments 
 are documented to do with them (flash-attn's README and docstrings), not with our own reading of the metadata.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

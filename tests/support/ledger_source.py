@@ -1,7 +1,5 @@
 """A module that a patch of the ledger targets, and the patch's entry."""
 
-from __future__ import annotations
-
 from vllm_async_spec.vllm_plugin.ledger import PatchSpec, Target
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 

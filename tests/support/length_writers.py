@@ -1,7 +1,5 @@
 """Ways of changing a tensor in place: those that PyTorch's version counter shows, and those that nothing shows."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

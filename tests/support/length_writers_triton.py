@@ -1,7 +1,5 @@
 """A kernel that changes a tensor through its pointer; imported where Triton runs or is interpreted."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """What transformers prepares for a step: of which release, with which attention, and what the model is then given."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -5,8 +5,6 @@ the device on the host can't be recorded, as it can't be captured. A graph keeps
 capture: what a recording reads beside that, and nobody else has kept, is missed when it is repeated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

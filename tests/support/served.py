@@ -1,7 +1,5 @@
 """A served plan whose servers and client are made up: small processes without vLLM, which fail where they are told."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What vLLM's benchmark client returns, made up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

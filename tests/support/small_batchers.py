@@ -1,7 +1,5 @@
 """Batchers of a tiny model, prompts for them, and what `generate` of transformers makes of these."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Fixtures: `enable()` with a late device in the place of CUDA, and warnings that were not given yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

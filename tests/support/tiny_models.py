@@ -1,7 +1,5 @@
 """Models of transformers with random weights, small enough to generate hundreds of times in a test."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recordings made by hand: CUPTI's trace in PyTorch's format, and what a recorder saves beside it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -9,8 +9,6 @@ What a kernel leaves undefined is NaN here. KV slots behind a request's end shou
 reading one shows.
 """
 
-from __future__ import annotations
-
 import inspect
 from itertools import pairwise
 from typing import Any

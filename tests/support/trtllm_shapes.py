@@ -1,7 +1,5 @@
 """Shapes that trtllm-gen and XQA take, and FlashInfer's features before and after ragged batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

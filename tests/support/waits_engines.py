@@ -1,7 +1,5 @@
 """Stands in for the engines of `benchmarks.waits`: remembers what was asked, and answers as it is told to."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

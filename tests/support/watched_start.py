@@ -4,8 +4,6 @@ Progress is new output, or a compiler that runs. The failure holds the Python st
 and no process is left.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

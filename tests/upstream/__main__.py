@@ -6,8 +6,6 @@ Exit code 0: no result differs. 1: one does, too few cases passed, or an arm was
 2: it can't be tried.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -5,8 +5,6 @@
 A fork costs nothing beside an import of vLLM, and a file that crashes or hangs takes no other with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -3,8 +3,6 @@
 Upstream's scheduler and builders are tested with models of which nothing but the configuration is read.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

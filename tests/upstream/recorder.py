@@ -1,7 +1,5 @@
 """What became of each case of one file, a line of JSON each; written as it happens, so that a crash loses nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

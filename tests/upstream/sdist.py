@@ -1,7 +1,5 @@
 """vLLM's own tests, which only its source distribution has: downloaded from the package index and never built."""
 
-from __future__ import annotations
-
 import hashlib
 import html
 import os

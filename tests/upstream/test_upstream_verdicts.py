@@ -1,7 +1,5 @@
 """What `make test-upstream` makes of two arms' records; upstream's tests themselves are not needed here."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Comparing what two arms recorded: pure functions of the records."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

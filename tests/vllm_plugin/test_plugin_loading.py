@@ -1,7 +1,5 @@
 """The plugin as a process loads it: its settings, `off` with and without an audit, and bad settings in a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

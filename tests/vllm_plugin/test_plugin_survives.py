@@ -1,7 +1,5 @@
 """What is broken costs one line in the mode `auto`, and one sentence and the start in `strict`; never a traceback."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

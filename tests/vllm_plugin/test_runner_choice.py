@@ -1,7 +1,5 @@
 """The runner that the user asks the plugin for: taken, or left to vLLM with one sentence."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

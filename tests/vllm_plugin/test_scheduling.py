@@ -1,7 +1,5 @@
 """What is asked of vLLM's configuration leaves this process as it was."""
 
-from __future__ import annotations
-
 import logging
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`status --url`: what a server's /metrics say, in words and as data."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

@@ -1,7 +1,5 @@
 """What `status` says about the scheduling of an engine on vLLM's CPU platform: who decides, why, and what helps."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

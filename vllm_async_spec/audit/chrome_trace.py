@@ -1,8 +1,8 @@
 """The timeline of a report in the trace event format, which Perfetto and chrome://tracing open.
 
-It holds what the page's timeline shows, and no more: the steps in the middle of the recording, the phases and waits of
-each host thread, and for each stream of the device its kernels and copies, with those closer than 3 µs in one block.
-Times are microseconds from the first step shown.
+It holds what the page's timeline shows, and no more: the steps in the middle of the recording. Each host thread has its
+phases and waits, and each stream of the device its kernels and copies. Those closer than 3 µs are one block. Times are
+microseconds from the first step shown.
 """
 
 from __future__ import annotations

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 
 def page_environment(package: str) -> Environment:
-    """Templates of the folder `page` in `package`, with the filter `breakable`; an undefined name is an error."""
+    """Templates of the folder `page` in `package`, with the filter `breakable`; an undefined name is an error.
+
+    `base.css` is that of the audit's pages.
+    """
     environment = Environment(
-        loader=PackageLoader(package, "page"),
+        loader=ChoiceLoader([PackageLoader(package, "page"), PackageLoader("vllm_async_spec.audit", "page")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

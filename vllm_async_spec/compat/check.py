@@ -65,8 +65,8 @@ def check(
         subject: The builder.
         device: Where it is made and run.
         cases: The batches; None for `CASES` and those of the builder's own thresholds.
-        known: The result for another model. Then the builder is not given garbage that it need not know, is not built
-            twice to find the fields that two builds disagree on, and is not built in turn.
+        known: The result for another model. Then the builder is not given garbage that it need not know. Nor is it
+            built in turn, or twice to find the fields that two builds disagree on.
         patched: Whether the plugin's patches are applied; for the report.
         device_name: For the report.
         keep: Called after each batch with the result so far.

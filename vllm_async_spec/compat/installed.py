@@ -1,6 +1,6 @@
 """Which builders the installed vLLM tries as it is, and which as on a machine with a GPU.
 
-vLLM's own builders are for GPUs. Without one the installed vLLM leaves out Triton and chooses other kernels, so on a
+vLLM's own builders are for GPUs. Without one the installed vLLM leaves out Triton and chooses other kernels. So on a
 simulated device its Python is loaded as an unpacked release's is (`vllm_source`). Third-party builders, and a backend
 that runs on the host with the kernels that are installed, get the installed vLLM as it is. One process imports vLLM
 once only, so a run of both kinds takes two processes.

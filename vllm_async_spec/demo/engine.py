@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_async_spec.json_child import serve
+from vllm_async_spec.patching import temporarily
 
 Setup = dict[str, Any]
 """What the parent asks for: `target`, `draft` (or null), `draft_tokens`, `async_scheduling` (or null), `prompts`,
@@ -93,12 +94,9 @@ class DemoEngine:
         # The V1 runner has a method for the forward alone; the V2 runner's execute_model launches the forward last.
         seam = "_model_forward" if hasattr(runner, "_model_forward") else "execute_model"
         original: Callable[..., Any] = getattr(runner, seam)
-        setattr(runner, seam, lambda *args, **kwargs: probe.forward(lambda: original(*args, **kwargs)))
-        try:
-            with probe as reads:
-                self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
-        finally:
-            delattr(runner, seam)
+        with temporarily() as changes, probe as reads:
+            changes.set(runner, seam, lambda *args, **kwargs: probe.forward(lambda: original(*args, **kwargs)))
+            self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
         now, late = reads.per_step()
         return {"steps": reads.steps, "now": now, "late": late, "by": {"now": reads.now, "late": reads.late}}
 

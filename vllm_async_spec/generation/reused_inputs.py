@@ -39,7 +39,7 @@ def reused_inputs(model: Any, kwargs: dict[str, Any]) -> Iterator[None]:
         kwargs: the model arguments that `_sample` receives, with the cache.
     """
     cache = kwargs.get("past_key_values")
-    if not (_has_whole_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
+    if not (_has_full_static_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
         yield
         return
     _generations[id(cache)] = _Steps(cache)
@@ -194,7 +194,7 @@ def _with(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return stock(*first, *args, **kwargs)
 
 
-def _has_whole_cache(cache: Any) -> bool:
+def _has_full_static_cache(cache: Any) -> bool:
     return (
         type(cache) is StaticCache
         and not cache.offloading

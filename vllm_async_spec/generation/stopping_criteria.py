@@ -214,10 +214,10 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         # Tensors of extra steps may be freed from here on, so their readers on the side stream come first.
         run.channel.join()
         length = run.watch.finished_at or self._length
-        overshoot = self._length - length
-        if overshoot and run.trail is not None:
+        extra = self._length - length
+        if extra and run.trail is not None:
             run.trail.rewind(length)
-        return overshoot
+        return extra
 
     def _start(self, device: torch.device) -> None:
         channel = self._open_channel(device, self.poll_every, self.max_in_flight)

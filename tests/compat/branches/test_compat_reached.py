@@ -1,7 +1,5 @@
 """Lines that could wait and that no batch reached, and the share of branches reached."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

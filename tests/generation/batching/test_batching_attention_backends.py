@@ -1,7 +1,5 @@
 """The attention backends of continuous batching on a CPU, on stand-ins that hold each call to its contract."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -11,12 +9,9 @@ from typing import Any
 
 import kernel_contract
 import pytest
+import tiny_models
 import torch
 import trtllm_contract
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
 from small_batchers import LENGTH, PROMPTS, generated, make
 from test_batching_drafts import drafter
 

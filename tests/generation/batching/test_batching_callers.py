@@ -1,7 +1,5 @@
 """`ContinuousBatcher` and its callers: whatever one of them does, the requests of the others go on and are right."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -16,9 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
 from small_batchers import LONG, PROMPTS, collect, make, tokens
 
@@ -114,38 +109,6 @@ def test_an_iteration_that_has_ended_asks_nothing_of_its_loop():
         loop.close()
         batcher.run()
         assert [each.result() for each in found] == expected()
-
-
-def test_callers_that_are_cancelled_raise_leave_or_never_read_harm_nobody():
-    async def cancelled(batcher: ContinuousBatcher) -> None:
-        task = asyncio.create_task(collect(stream(batcher, 6)))
-        await asyncio.sleep(0.02)
-        task.cancel()
-
-    async def raises(batcher: ContinuousBatcher) -> None:
-        async for _ in stream(batcher, 6):
-            raise ZeroDivisionError
-
-    async def leaves(batcher: ContinuousBatcher) -> None:
-        async for _ in stream(batcher, 6):
-            return
-
-    async def never_reads(batcher: ContinuousBatcher) -> None:
-        async for _ in stream(batcher, 6):
-            await asyncio.sleep(3600)
-
-    async def main(batcher: ContinuousBatcher) -> list[Any]:
-        bad = [asyncio.create_task(each(batcher)) for each in (cancelled, raises, leaves, never_reads)]
-        found = await asyncio.gather(*(collect(stream(batcher, index)) for index in range(len(PROMPTS))))
-        bad[-1].cancel()
-        await asyncio.wait(bad)
-        return found
-
-    with make() as batcher:
-        free = batcher.free_pages
-        assert asyncio.run(main(batcher)) == expected()
-        batcher.run()
-        assert batcher.free_pages == free
 
 
 @contextlib.contextmanager

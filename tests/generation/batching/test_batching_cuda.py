@@ -1,7 +1,5 @@
 """Continuous batching on a GPU: the streams, events and graphs that `LateStreams` stands for, and drafts."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -12,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import transformers
 from generating import batcher_of
 from small_batchers import DRAFTS
@@ -24,10 +19,7 @@ from vllm_async_spec.generation.batching import Request
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
 from vllm_async_spec.streams import Arrival
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCABULARY = 64
 EOS = [2, 5, 11]

@@ -1,7 +1,5 @@
 """Who drives a `ContinuousBatcher` that several event loops share, and what becomes of the rest when a loop ends."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -10,9 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from small_batchers import LONG, PROMPTS, collect, make
 from test_batching_callers import expected, held_in_step, known_before_the_model_is_another_s, stream, submit_all
 
@@ -123,12 +118,12 @@ def test_a_driver_is_refused_after_its_event_loop_was_closed_in_the_middle_of_a_
 
 def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypatch: pytest.MonkeyPatch):
     leaving, go, left_to_do = threading.Event(), threading.Event(), []
-    commit = Driver._hand_over
+    stop_driving = Driver._stop_driving
 
     def late(*args: Any) -> None:
         leaving.set()
         assert go.wait(60)
-        commit(*args)
+        stop_driving(*args)
 
     async def main() -> None:
         driver, work = Driver(), Work(step=left_to_do.pop, busy=lambda: bool(left_to_do))
@@ -140,7 +135,7 @@ def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypat
         while left_to_do:
             await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(Driver, "_hand_over", late)
+    monkeypatch.setattr(Driver, "_stop_driving", late)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 

@@ -1,15 +1,10 @@
 """Ten thousand operations on a batcher whose callers misbehave, inside its steps too; see `caller_faults`."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
 from caller_faults import DRAFTS, LENGTH, PROMPTS, STOP, World, stubbed
 from generating import batcher_of

@@ -1,7 +1,5 @@
 """Attention kernels of continuous batching on a GPU, against the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator
@@ -9,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 from small_batchers import DRAFTS
 
 from vllm_async_spec import CommonAttentionMetadata
@@ -23,10 +18,7 @@ from vllm_async_spec.generation.batching.attention_backends import (
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="streams and events need a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPE = LayerShape(
     num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16, scale=128**-0.5, sliding_window=None

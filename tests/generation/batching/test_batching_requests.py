@@ -1,17 +1,12 @@
 """A request of continuous batching: streamed, cancelled, failed, refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 from small_batchers import EOS, LENGTH, LONG, PROMPTS, WAYS, collect, failing, make, tokens
 
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher

@@ -1,26 +1,16 @@
 """The scheduler of continuous batching against a device that tells what a step gave some steps late. No tensors."""
 
-from __future__ import annotations
-
 import random
-import zlib
 from collections import deque
 
 import pytest
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
+from caller_faults import STOP, token_at
 
 from vllm_async_spec.generation.batching.pages import NULL_PAGE, PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
 from vllm_async_spec.generation.batching.scheduler import Row, Scheduler, Step
 
 PAGE, BATCH, LENGTH, PAGES = 4, 4, 40, 24
-STOP = 7
-
-
-def token_at(prompt: tuple[int, ...], position: int) -> int:
-    """What the "model" says after so many tokens of a sequence: known in advance, and now and then the end."""
-    return zlib.crc32(repr((prompt, position)).encode()) % 24
 
 
 def whole(request: Request) -> list[int]:
@@ -211,28 +201,6 @@ def test_a_prompt_longer_than_a_step_takes_several_and_gives_one_token():
     scheduler.apply_results(rows, [([9], True), ([9], True), ([3], False)])
     assert (request.tokens, request.finish_reason) == ([3], "length")
     assert scheduler.pages.free == PAGES
-
-
-@pytest.mark.parametrize(
-    ("prompt", "new_tokens", "message"),
-    [
-        ((), 3, "the prompt is empty; give at least one token"),
-        ((1,), 0, "max_new_tokens is 0; it must be at least 1"),
-        (
-            (1,) * 30,
-            11,
-            "the prompt has 30 tokens and max_new_tokens is 11, together more than max_length, 40; shorten",
-        ),
-        (
-            (1,) * 30,
-            10,
-            "may need 10 pages of 4 tokens, and the cache has 9; make the batcher with larger cache_tokens",
-        ),
-    ],
-)
-def test_what_can_never_be_served_is_refused(prompt: tuple[int, ...], new_tokens: int, message: str):
-    with pytest.raises(RequestError, match=message):
-        make(pages=9).check(Request(prompt, new_tokens))
 
 
 def test_pages_are_given_back_once_and_by_whoever_has_them():

@@ -1,16 +1,11 @@
 """What a batcher is made with: settings and a model, which ones are refused, and who may use it meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 import pytest
-import torch
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
 import tiny_models
+import torch
 import transformers
 from small_batchers import EOS, LENGTH, PROMPTS, make, tokens
 

@@ -1,22 +1,16 @@
 """The tokens of continuous batching: those of `generate` of transformers, and its own on a device that is late."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
-
-import tiny_models
 from late_device import LateStreams
 from small_batchers import PROMPTS, WAYS, generated, make, prompts, tokens
 
-from vllm_async_spec import sync_policy
 from vllm_async_spec.generation.batching.request import RequestError
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
 
@@ -53,18 +47,6 @@ def test_the_tokens_are_the_synchronous_ones(
             batcher.run()
             found.append([(request.result(), request.finish_reason) for request in requests])
     assert found[0] == found[1]
-
-
-def test_nothing_waits_but_for_the_step_before():
-    """Under the policy that refuses every copy; of a late device's steps, each is waited for once."""
-    streams = LateStreams()
-    with make(open_streams=streams.open) as batcher, sync_policy("error"):
-        batcher.submit([1, 2, 3], max_new_tokens=12)
-        steps = 0
-        while batcher.busy:
-            batcher.step()
-            steps += 1
-    assert 0 < streams.waits <= steps
 
 
 def test_a_row_computed_too_late_to_matter_is_dropped(monkeypatch: pytest.MonkeyPatch):

@@ -4,8 +4,6 @@ Scheduler, KV cache manager, runner, input batch, sampler, rejection sampler and
 are their Triton kernels. Stand-ins are the device, the two models, the attention backend and the process groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os

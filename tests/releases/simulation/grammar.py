@@ -5,8 +5,6 @@ part of the vocabulary at each token, and which part depends on the one before a
 in another's row, for another draft or a token too early shows in what is said.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

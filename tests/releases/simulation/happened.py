@@ -1,7 +1,5 @@
 """What a run has been through, so that a load can't pass for one that it is not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What is wrong with a run: against what must hold of any run, and against another run of the same schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any

@@ -3,8 +3,6 @@
 So vLLM's kernels and the plugin's are the ones that a GPU would run, and none is written twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

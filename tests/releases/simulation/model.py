@@ -9,8 +9,6 @@ A draft head sees each token one position early, as EAGLE's do, and so nothing o
 that counts for nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

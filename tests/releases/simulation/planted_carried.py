@@ -1,7 +1,5 @@
 """Stock's runner that carries positions on the device (0.19 and later), and what it becomes with a mistake in it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

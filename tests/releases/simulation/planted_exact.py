@@ -1,7 +1,5 @@
 """What becomes of the plugin's runner with a mistake in how it goes exact, and back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

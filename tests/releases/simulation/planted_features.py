@@ -1,7 +1,5 @@
 """What becomes of the plugin's runner with a mistake in structured output, or in log-probabilities."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

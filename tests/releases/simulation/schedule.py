@@ -1,7 +1,5 @@
 """Random loads, from a seed, that two engines can be given alike."""
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The size of an engine, and the release's configuration, KV cache and process groups for it."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterator

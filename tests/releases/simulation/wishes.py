@@ -4,8 +4,6 @@ Penalties, bad words and min_tokens depend on the tokens that the request has ha
 the host. So do grammars, which are the scheduler's, and it waits for the tokens; the runner only applies its masks.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

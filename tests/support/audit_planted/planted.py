@@ -1,7 +1,5 @@
 """A vLLM plugin that puts `planted_backend.Backend` in the place of the platform's own attention backend."""
 
-from __future__ import annotations
-
 import torch
 
 ON_GPU = torch.version.cuda is not None

@@ -4,8 +4,6 @@ It stands on vLLM's own of the platform. The lines that wait are marked with wha
 PLANTED_WAITS names those that are wanted.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -4,8 +4,6 @@ HOST_READER names the file that gets a line of JSON for each build. HOST_READER_
 purpose: it keeps what it copied of a tensor, since V2 makes new metadata of the same tensor for each build.
 """
 
-from __future__ import annotations
-
 import torch
 
 ON_GPU = torch.version.cuda is not None

@@ -1,7 +1,5 @@
 """The backend that `host_reader` registers."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

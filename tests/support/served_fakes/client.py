@@ -1,7 +1,5 @@
 """Stands in for `benchmarks.serving.client`: it makes results up, and fails where `faults.json` says so."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

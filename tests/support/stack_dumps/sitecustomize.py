@@ -3,8 +3,6 @@
 `STACK_DUMPS` names the folder for the files. Each process has its own, also where it is forked.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

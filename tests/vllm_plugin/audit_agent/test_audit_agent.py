@@ -1,7 +1,5 @@
 """The audit's agent in an engine's process: stand-ins for vLLM's objects, and a recorder that is real."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

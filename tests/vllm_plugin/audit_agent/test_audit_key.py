@@ -1,7 +1,5 @@
 """The key of a server that is audited: who gets it, and where it is not seen."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The route by which a server is audited, in an application with a guard as vLLM's; the engine is a stand-in."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

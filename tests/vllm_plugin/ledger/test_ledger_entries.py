@@ -1,7 +1,5 @@
 """The entries beside the ledger: that they fit the code and their README, and which releases and targets they name."""
 
-from __future__ import annotations
-
 import pytest
 
 from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent

@@ -1,7 +1,5 @@
 """`patches verify --pip`: what a release means for the ledger, in about ten lines."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

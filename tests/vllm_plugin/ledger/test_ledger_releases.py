@@ -1,7 +1,5 @@
 """The ledger knows each release of vLLM that pip finds, or a line here says why not."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping

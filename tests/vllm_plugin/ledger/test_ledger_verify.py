@@ -1,7 +1,5 @@
 """`patches verify`: the ledger compared with the source of a release, and brought up to it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

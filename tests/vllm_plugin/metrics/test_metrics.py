@@ -1,7 +1,5 @@
 """The plugin's metrics: what several real processes count is what one of them shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Servers remove their own directories, and nothing else ever disappears or changes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import COMMAND
 from hypothesis import given
 from hypothesis import strategies as st
 from run_servers import FOREIGN, SNAPSHOT, UNMARKED, Spoil, World, is_directory, listing, marker_of, written
@@ -334,7 +333,7 @@ def test_status_leaves_a_checkout_and_the_folder_of_an_audit_alone(world: World)
         before = listing(world.temporary)
         environment = os.environ | {"TMPDIR": str(world.temporary), "HOME": str(world.home)}
         done = subprocess.run(
-            [sys.executable, "-c", "from vllm_async_spec.cli import main; main()", "status"],
+            [*COMMAND, "status"],
             capture_output=True,
             text=True,
             env=environment,

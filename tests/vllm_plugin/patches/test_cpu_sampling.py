@@ -3,8 +3,6 @@
 tests/engine serves sampled requests with drafts.
 """
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A worker reports its engine once, and no failure of the report ends the worker."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

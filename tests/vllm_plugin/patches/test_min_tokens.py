@@ -3,8 +3,6 @@
 tests/engine serves requests with min_tokens, and tests/releases applies the patch to each release.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,8 @@
 """Which lines and branches of a builder the suite's batches reached, and which of the others could wait.
 
 coverage.py records what runs while a batch is built: in vLLM, in the plugin, and in the package of the builder's
-author. PyTorch, NumPy and Python's library are left out. In the functions that ran, and in the functions that their
-other lines would call, every line that did not run is searched for expressions that could wait.
+author. PyTorch, NumPy and Python's library are left out. Every line that did not run is searched for expressions that
+could wait: in the functions that ran, and in those that their other lines would call.
 """
 
 from __future__ import annotations

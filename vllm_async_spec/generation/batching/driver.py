@@ -93,7 +93,7 @@ class Driver:
             current.task = loop.create_task(current.watch(thread))
         except BaseException:
             # For example, no thread could be started. The next `start` must find no driver.
-            self._hand_over(current, work)
+            self._stop_driving(current, work)
             raise
 
     def _run(self, drive: _Drive, work: Work) -> None:
@@ -103,7 +103,7 @@ class Driver:
                 while not drive.stopped and self._has_work(drive, work):
                     work.step()
         finally:
-            self._hand_over(drive, work)
+            self._stop_driving(drive, work)
 
     def _has_work(self, drive: _Drive, work: Work) -> bool:
         # Under the lock: a caller that submits after this check, and then calls `follow`, finds no driver.
@@ -113,7 +113,7 @@ class Driver:
                 self._followers.clear()
             return self._current is drive
 
-    def _hand_over(self, drive: _Drive, work: Work) -> None:
+    def _stop_driving(self, drive: _Drive, work: Work) -> None:
         with self._lock:
             if self._current is not drive:
                 return
