@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 4_000_000
-"""Bytes of all files in git, of which measurements and generated files are a sixtieth."""
+LIMIT = 4 << 20
+"""Bytes of all files in git, of which measurements and generated files are a sixtieth. The rest is read and tested."""
 
 
 @pytest.fixture(scope="module")
