@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,14 @@ def one_thread() -> Iterator[None]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_arrive() -> None:
+    """A shell's background jobs ignore Ctrl-C, and those of `nohup` a hang-up; tests send both to themselves."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
