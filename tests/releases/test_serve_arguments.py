@@ -22,7 +22,12 @@ from benchmarks.serving.requests import write_requests
 from benchmarks.serving.tokenizer import write_tokenizer
 
 VOCABULARY = 1024
-PLANS = {"0.18.1": "serve-1b-0.18.1", "0.26.0": "serve-1b-0.26.0-V1", "0.32.0": "serve-8b"}
+PLANS = {
+    "0.18.1": "serve-1b-0.18.1",
+    "0.24.0": "serve-1b-0.24.0",
+    "0.26.0": "serve-8b-0.26.0-V1",
+    "0.32.0": "serve-8b",
+}
 
 
 @pytest.fixture(autouse=True)
