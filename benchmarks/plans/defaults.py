@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
-from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, side_by_side
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
 _CACHE = {
@@ -29,10 +28,23 @@ class Published:
     name: str
     """Of its plans, after `defaults-` or `serve-`."""
 
-    def arms(self) -> dict[str, tuple[Plugin, str]]:
-        """State of the plugin and attention backend, by name: the three arms, and FLASH_ATTN beside FLASHINFER."""
-        beside = {} if self.backend == "FLASH_ATTN" else {"FLASH_ATTN": (Plugin.STOCK, "FLASH_ATTN")}
-        return {plugin.value: (plugin, self.backend) for plugin in Plugin} | beside
+    def arms(self, engine: dict[str, Any], draft_tokens: int = 3) -> tuple[Arm, ...]:
+        """The plugin on, off and not loaded, and FLASH_ATTN beside FLASHINFER; `engine` without the backend."""
+
+        def arm(name: str, plugin: Plugin, backend: str) -> Arm:
+            return Arm(
+                name,
+                self.shape,
+                plugin=plugin,
+                release=self.release,
+                runner=self.runner,
+                draft_tokens=draft_tokens,
+                acceptance=ACCEPTANCE,
+                engine=engine | {"attention_backend": backend},
+            )
+
+        three = tuple(arm(plugin.value, plugin, self.backend) for plugin in Plugin)
+        return three if self.backend == "FLASH_ATTN" else (*three, arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"))
 
     @property
     def about(self) -> str:
@@ -71,27 +83,9 @@ def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_token
     engine: dict[str, Any] = DEFAULT_ENGINE | _CACHE.get(
         f"{which.shape}{suffix}", _CACHE.get(which.shape, BESIDE_OTHERS)
     )
-    return Plan(
+    return side_by_side(
         name=f"defaults-{which.name}{suffix}",
         about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
-        arms=tuple(
-            Arm(
-                name,
-                which.shape,
-                plugin=plugin,
-                release=which.release,
-                runner=which.runner,
-                draft_tokens=draft_tokens,
-                acceptance=ACCEPTANCE,
-                engine=engine | {"attention_backend": backend},
-            )
-            for name, (plugin, backend) in which.arms().items()
-        ),
-        loads=find_loads(loads),
-        turns=4,
-        seconds=2.0,
-        repetitions=2,
-        reference=Plugin.STOCK.value,
-        control=Plugin.NOOP.value,
-        keep=True,
+        arms=which.arms(engine, draft_tokens),
+        loads=loads,
     )

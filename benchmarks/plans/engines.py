@@ -1,10 +1,11 @@
-"""Engine arguments, environments and acceptances that several plans share."""
+"""Engine arguments, environments, acceptances and the order of turns that several plans share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.arms import Acceptance, Arm, Means, Plugin
+from benchmarks.arms import Acceptance, Arm, Means, Plan, Plugin
+from benchmarks.loads import find_loads
 from benchmarks.shapes import Method
 
 DEFAULT_ENGINE: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": None, "max_num_seqs": None}
@@ -43,4 +44,22 @@ def tiny_arm(name: str, *, plugin: Plugin) -> Arm:
         acceptance=ACCEPTANCE,
         engine=CPU_ENGINE,
         environment=CPU_ENVIRONMENT,
+    )
+
+
+def side_by_side(
+    name: str, about: str, arms: tuple[Arm, ...], loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed")
+) -> Plan:
+    """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
+    return Plan(
+        name=name,
+        about=about,
+        arms=arms,
+        loads=find_loads(loads),
+        turns=4,
+        seconds=2.0,
+        repetitions=2,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,
     )

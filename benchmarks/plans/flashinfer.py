@@ -6,8 +6,7 @@ from typing import Any
 
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, Plan, Plugin
-from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, MODE_0_ENGINE, NATIVE, SIX_OF_8B
+from benchmarks.plans.engines import ACCEPTANCE, FLASHINFER, MODE_0_ENGINE, NATIVE, SIX_OF_8B, side_by_side
 
 
 def flashinfer(shape: str) -> Plan:
@@ -21,7 +20,7 @@ def flashinfer(shape: str) -> Plan:
         engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_config": attention}
         return Arm(name, shape, plugin=plugin, acceptance=ACCEPTANCE, engine=engine, environment=environment)
 
-    return _flashinfer(
+    return side_by_side(
         name=f"flashinfer-{shape}-mode0",
         about=f"FlashInfer with the plugin on, off and not loaded, and FlashAttention, {shape} shape",
         arms=(
@@ -40,7 +39,7 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
         engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_backend": backend}
         return Arm(name, shape, plugin=plugin, release="0.26.0", runner=runner, acceptance=ACCEPTANCE, engine=engine)
 
-    return _flashinfer(
+    return side_by_side(
         name=f"flashinfer-{shape}-0.26.0-{runner}-mode0",
         about=f"FlashInfer in the {runner} runner of vLLM 0.26.0 with the plugin on, off and not loaded, {shape} shape",
         arms=(
@@ -53,7 +52,7 @@ def flashinfer_before(shape: str, runner: str) -> Plan:
 def flashinfer_older_gpu(shape: str) -> Plan:
     """FlashInfer with the wrappers and kernels that it runs on Ampere and Ada, on any GPU."""
     engine = MODE_0_ENGINE | SIX_OF_8B | {"attention_config": FLASHINFER | NATIVE}
-    return _flashinfer(
+    return side_by_side(
         name=f"flashinfer-{shape}-fa2-mode0",
         about=f"FlashInfer as on Ampere and Ada with the plugin on, off and not loaded, {shape} shape",
         arms=tuple(
@@ -67,22 +66,4 @@ def flashinfer_older_gpu(shape: str) -> Plan:
             )
             for plugin in Plugin
         ),
-    )
-
-
-def _flashinfer(
-    name: str, about: str, arms: tuple[Arm, ...], loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed")
-) -> Plan:
-    """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
-    return Plan(
-        name=name,
-        about=about,
-        arms=arms,
-        loads=find_loads(loads),
-        turns=4,
-        seconds=2.0,
-        repetitions=2,
-        reference=Plugin.STOCK.value,
-        control=Plugin.NOOP.value,
-        keep=True,
     )

@@ -39,18 +39,7 @@ def _served(which: Published) -> ServePlan:
     return ServePlan(
         name=f"serve-{which.name}",
         about=f"vllm serve {which.about}",
-        arms=tuple(
-            Arm(
-                arm,
-                which.shape,
-                plugin=plugin,
-                release=which.release,
-                runner=which.runner,
-                acceptance=ACCEPTANCE,
-                engine=engine | {"attention_backend": backend},
-            )
-            for arm, (plugin, backend) in which.arms().items()
-        ),
+        arms=which.arms(engine),
         loads=_LOADS,
         goodput=_GOODPUT,
         audited=("closed-1", "closed-32"),

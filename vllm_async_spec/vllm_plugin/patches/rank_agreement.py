@@ -102,6 +102,8 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.wraps(original)
     def initialize_from_config(self: Executor, *args: object, **kwargs: object) -> object:
+        if self.parallel_config.world_size == 1:
+            return original(self, *args, **kwargs)
         call = self.collective_rpc
 
         # Up to 0.26 vLLM's method also compiles and captures, so the ranks are asked between its two calls.
@@ -111,8 +113,6 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
                 _compare(self)
             return result
 
-        if self.parallel_config.world_size == 1:
-            return original(self, *args, **kwargs)
         with temporarily() as changes:
             changes.set(self, "collective_rpc", ask_after_the_first)
             return original(self, *args, **kwargs)
