@@ -58,7 +58,7 @@ def side_by_side(
         loads=find_loads(loads),
         turns=4,
         seconds=2.0,
-        repetitions=2,
+        repetitions=1,
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
         keep=True,
