@@ -17,7 +17,7 @@ from simulation.schedule import random_schedule, run
 from undone import applied
 
 from vllm_async_spec.vllm_plugin.ledger import find_patch
-from vllm_async_spec.vllm_plugin.patches import draft_graphs
+from vllm_async_spec.vllm_plugin.patches import replayed_drafter
 
 SPEC = find_patch("draft-graphs")
 RUNNER = find_patch("optimistic-runner")
@@ -44,10 +44,13 @@ def subject(stock: Any, release: str) -> Iterator[Any]:
 
 
 def replaying(runner_class: Any) -> Any:
-    """A subclass that makes its drafter's replays when it drafts for the first time, and counts batches."""
+    """A subclass that makes its drafter's replays when it drafts for the first time, and counts batches.
+
+    Counts those replayed as a whole, and those whose first pass was launched, before the rest was replayed.
+    """
 
     class Replaying(runner_class):  # type: ignore[misc]
-        replayed = launched = 0
+        replayed = launched = split = 0
 
         def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
             if "propose" not in vars(self.drafter):
@@ -58,20 +61,20 @@ def replaying(runner_class: Any) -> Any:
             self.compilation_config.max_cudagraph_capture_size = 512
             saw, launch, model = self.drafter.model.saw, self.drafter.propose, self.drafter.model
             model.saw = lambda seen: None  # of what runs once before it is captured
-            drafter = draft_graphs.Drafter(self, lambda run: run)
+            drafter = replayed_drafter.Drafter(self, lambda run: run)
             model.saw = saw
-            draft = drafter._graphs.draft
-
-            def launched(**given: Any) -> Any:
-                self.launched += 1
-                return launch(**given)
-
-            def replayed(*given: Any) -> Any:
-                self.replayed += 1
-                return draft(*given)
-
-            drafter._propose, drafter._graphs.draft = launched, replayed  # type: ignore[method-assign]
+            drafter._propose = self._counted("launched", launch)
+            drafter._graphs.draft = self._counted("replayed", drafter._graphs.draft)  # type: ignore[method-assign]
+            if drafter._rest is not None:
+                drafter._rest.draft = self._counted("split", drafter._rest.draft)  # type: ignore[method-assign]
             self.drafter.propose = drafter.propose
+
+        def _counted(self, name: str, call: Any) -> Any:
+            def counted(*args: Any, **given: Any) -> Any:
+                setattr(self, name, getattr(self, name) + 1)
+                return call(*args, **given)
+
+            return counted
 
     return Replaying
 
@@ -80,11 +83,12 @@ def replaying(runner_class: Any) -> Any:
 def test_drafts_and_all_that_models_are_given_are_stock_s(
     stock: Any, subject: Any, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: range(1, most + 1))
+    monkeypatch.setattr(replayed_drafter, "batch_sizes", lambda most: range(1, most + 1))
     schedule = random_schedule(seed)
     engine = run(subject, schedule, late=True)
     assert engine.runner.replayed > 3
-    assert engine.runner.launched > 0
+    # One draft is sampled from the first pass, so nothing follows it.
+    assert engine.runner.split > 3 if schedule.shape.drafts > 1 else engine.runner.launched > 3
     assert list(islice(mistakes(engine, schedule), 3)) == []
     if schedule.stock_is_right and schedule.shape.long_drafter:
         assert list(islice(differences(run(stock, schedule, late=False), engine, schedule), 3)) == []
@@ -93,7 +97,7 @@ def test_drafts_and_all_that_models_are_given_are_stock_s(
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: int, monkeypatch: pytest.MonkeyPatch):
     """Each batch is filled up to the largest."""
-    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
+    monkeypatch.setattr(replayed_drafter, "batch_sizes", lambda most: [most])
     schedule = random_schedule(seed)
     engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
     assert engine.runner.replayed > 3
@@ -106,19 +110,25 @@ def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: 
     assert filled > 0
 
 
-@pytest.mark.parametrize("fault", ["pages", "slots", "lengths"])
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        *[(False, name) for name in ("block_table", "slot_mapping", "seq_lens")],
+        *[(True, name) for name in ("block_table", "seq_lens", "positions", "rejected", "sampled_states")],
+    ],
+)
 def test_inputs_that_are_not_the_batch_s_are_found(
-    stock: Any, subject: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+    stock: Any, subject: Any, own: bool, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Else the tests above say nothing."""
-    monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
-    fill = draft_graphs.DraftInputs.fill
+    """Of graphs of all drafting, or of what follows the first pass; else the tests above say nothing."""
+    monkeypatch.setattr(replayed_drafter, "batch_sizes", lambda most: [most])
+    fill = replayed_drafter.DraftInputs.fill
 
     def faulty(self: Any, rows: int, given: Any) -> None:
-        name = {"pages": "block_table", "slots": "slot_mapping", "lengths": "seq_lens"}[fault]
-        fill(self, rows, {**given, name: given[name].clone().fill_(1)})
+        planted = {fault: given[fault].clone().fill_(1)} if bool(self.shape.own) == own else {}
+        fill(self, rows, {**given, **planted})
 
-    monkeypatch.setattr(draft_graphs.DraftInputs, "fill", faulty)
+    monkeypatch.setattr(replayed_drafter.DraftInputs, "fill", faulty)
     schedule = random_schedule(SEEDS[0])
     engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
     pairs = zip(engine.steps, reference.steps, strict=False)
@@ -136,7 +146,7 @@ def test_a_drafter_that_keeps_state_of_each_step_is_not_replayed(subject: Any, m
             return launch(**given)
 
         self.drafter.propose = propose
-        draft_graphs.Drafter(self, lambda run: run)
+        replayed_drafter.Drafter(self, lambda run: run)
 
     monkeypatch.setattr(subject, "_replay", replay)
     with pytest.raises(ValueError, match="each step sets last_batch of the drafter, which no replay does"):
@@ -164,7 +174,7 @@ def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, mo
 
         model.saw = lambda seen: None
         with pytest.raises(RuntimeError, match="out of memory"):
-            draft_graphs.Drafter(self, capture)
+            replayed_drafter.Drafter(self, capture)
         model.saw = saw
         assert {name for name, value in vars(self.drafter).items() if value is not kept.get(name)} == set()
         failed.append(len(captures))

@@ -40,6 +40,8 @@ class DraftShape:
         pages: columns of the block table.
         dtype: of the hidden states.
         axes: of positions, three for M-RoPE; 0 if a position is one number.
+        own: width of the drafter's hidden states if its first pass over the batch has run outside the graph, which then
+            has one token of each request; else 0.
     """
 
     rows: int
@@ -48,6 +50,11 @@ class DraftShape:
     pages: int
     dtype: torch.dtype
     axes: int = 0
+    own: int = 0
+
+
+_FIRST_PASS = frozenset({"token_ids", "slot_mapping", "next_token_ids", "last_indices"})
+"""Inputs of the first pass only; the rest of drafting depends on no value in them."""
 
 
 class DraftInputs:
@@ -75,11 +82,14 @@ class DraftInputs:
             "seq_lens": zeros(rows).fill_(tokens),
             "block_table": zeros(rows, shape.pages),
         }
+        if shape.own:
+            self._each |= {name: zeros(rows, shape.own, dtype=shape.dtype) for name in ("sampled_states", "own_states")}
         self._filled = 0
         """Leading rows that hold requests."""
         self._by_dtype: dict[torch.dtype, list[str]] = {}
         for name, each in self._each.items():
-            self._by_dtype.setdefault(each.dtype, []).append(name)
+            if not (shape.own and name in _FIRST_PASS):
+                self._by_dtype.setdefault(each.dtype, []).append(name)
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def of(self, rows: int) -> dict[str, torch.Tensor]:
@@ -88,7 +98,9 @@ class DraftInputs:
         Returns:
             By token: `token_ids`, `hidden_states` and `slot_mapping`, (rows * tokens, ...), and `positions`,
             (rows * tokens,) or (axes, rows * tokens); by request: `next_token_ids`, `last_indices`, `rejected`,
-            `seq_lens`, (rows,), and `block_table`, (rows, pages); and `query_start_loc`, (rows + 1,).
+            `seq_lens`, (rows,), and `block_table`, (rows, pages); and `query_start_loc`, (rows + 1,). With `own`, also
+            the drafter's hidden states that the first draft is sampled from, `sampled_states`, and those that its next
+            step takes, `own_states`, (rows, own).
         """
         if rows not in self._views:
             counts = {name: rows * (len(each) // self.shape.rows) for name, each in self._each.items()}
@@ -102,7 +114,8 @@ class DraftInputs:
 
         Args:
             rows: requests.
-            given: tensors named as in `of`, without `query_start_loc`, and of the same lengths.
+            given: tensors named as in `of`, without `query_start_loc`, and of the same lengths; with `own`, those of
+                the first pass may be missing.
         """
         views = self.of(rows)
         for names in self._by_dtype.values():

@@ -224,6 +224,7 @@ class Proposer(Protocol):
     model: Any
     """The draft model, whose modules differ by architecture."""
     num_speculative_tokens: int
+    hidden_size: int
     max_model_len: int
     max_num_tokens: int
     """Tokens of the largest batch."""

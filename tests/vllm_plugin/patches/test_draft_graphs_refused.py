@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from vllm_async_spec.patching import temporarily
-from vllm_async_spec.spec_decode.draft_graphs import DraftShape
 from vllm_async_spec.vllm_plugin.patches import draft_graphs
 
 
@@ -60,6 +59,9 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
         uses_mrope=False,
         uses_xdrope_dim=0,
     )
+
+
+NOTHING = torch.zeros(8, dtype=torch.bool)
 
 
 def no_warm_up() -> None:
@@ -178,7 +180,7 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
         return NOTHING
 
     def drafter(runner: Any, capture: Any) -> SimpleNamespace:
-        return SimpleNamespace(propose=capture(propose), sizes=[1])
+        return SimpleNamespace(propose=capture(propose), sizes=[1], has_rest=True)
 
     def check(run: Callable[[], object]) -> None:
         events.append("checked")
@@ -218,6 +220,7 @@ def test_graphs_that_leave_no_memory_for_sampling_go(
 
     class Drafter:
         sizes = (1,)
+        has_rest = False
 
         def __init__(self, runner: Any, capture: Any) -> None:
             self.itself = self  # as what is captured refers to what captures it
@@ -293,98 +296,3 @@ def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureF
         draft_graphs._capture(runner, no_warm_up)
         draft_graphs._capture(SimpleNamespace(), no_warm_up)
     assert not caplog.records
-
-
-def test_the_largest_batch_fits_into_what_vllm_captures_and_into_the_drafters_buffers():
-    runner = make_runner()
-    assert draft_graphs._most_rows(runner) == 32  # of 128 tokens
-    runner.max_num_reqs = 20
-    assert draft_graphs._most_rows(runner) == 20
-    runner.drafter.max_num_tokens = 39
-    assert draft_graphs._most_rows(runner) == 9
-    runner.drafter.net_num_new_slots_per_request = 1
-    assert draft_graphs._most_rows(runner) == 7
-
-
-@pytest.mark.parametrize("has", [(), ("use_cuda_graph",), ("use_cuda_graph", "cudagraph_dispatcher")])
-def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str, ...]) -> None:
-    kept = {name: object() for name in has}
-    drafter = SimpleNamespace(**kept)
-    with contextlib.suppress(RuntimeError), draft_graphs._launched_plainly(drafter):
-        assert vars(drafter).keys() == kept.keys()
-        assert not any(value is kept[name] for name, value in vars(drafter).items())
-        raise RuntimeError("a failing capture")
-    assert vars(drafter) == kept
-
-
-class Graphs:
-    """Stands in for captured graphs."""
-
-    def draft(self, rows: int, tensors: dict[str, torch.Tensor]) -> str:
-        return f"replayed {rows}"
-
-
-NOTHING = torch.zeros(8, dtype=torch.bool)
-
-
-def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
-    """One with graphs of two requests and three drafts, and arguments for which it replays them."""
-    drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
-    fields = {
-        "_drafter": SimpleNamespace(num_speculative_tokens=1),
-        "_drafts": 3,
-        "_tokens": 4,
-        "_shape": DraftShape(2, 4, 5, 6, torch.float32),
-        "sizes": [1, 2],
-        "_last_indices": "last",
-        "_graphs": Graphs(),
-        "_propose": lambda **given: "launched",
-    }
-    for name, value in fields.items():
-        setattr(drafting, name, value)
-    tensor = torch.zeros(8)
-    metadata = SimpleNamespace(
-        num_reqs=2,
-        max_query_len=4,
-        num_actual_tokens=8,
-        slot_mapping=tensor,
-        seq_lens=tensor,
-        block_table_tensor=torch.zeros(8, 6),
-    )
-    names = ("target_token_ids", "target_positions", "next_token_ids", "last", "num_rejected_tokens_gpu")
-    given: dict[str, Any] = dict.fromkeys(names, tensor)
-    return drafting, given | {"target_hidden_states": torch.zeros(8, 5), "common_attn_metadata": metadata}
-
-
-@pytest.mark.parametrize(
-    ("changes", "answer"),
-    [
-        ({}, "replayed 2"),
-        ({"mm_embed_inputs": None}, "replayed 2"),
-        ({"mm_embed_inputs": ([], NOTHING)}, "replayed 2"),
-        ({"mm_embed_inputs": ([torch.ones(1, 4)], NOTHING)}, "launched"),
-        ({"num_speculative_tokens": 3}, "replayed 2"),
-        ({"num_speculative_tokens": 2}, "launched"),
-        ({"num_rejected_tokens_gpu": None}, "launched"),
-    ],
-)
-def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str) -> None:
-    """Images are among the inputs, or the scheduler wants fewer drafts, say."""
-    drafting, given = captured_drafter()
-    assert drafting.propose(**given | changes) == answer
-    assert drafting._drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
-
-
-@pytest.mark.parametrize("name", ["target_hidden_states", "block_table_tensor"])
-def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A target may return hidden states of another width than its configuration names."""
-    drafting, given = captured_drafter()
-    assert drafting.propose(**given) == "replayed 2"
-    wide = torch.zeros(8, 7)
-    given[name] = wide
-    given["common_attn_metadata"].block_table_tensor = wide if name == "block_table_tensor" else torch.zeros(8, 6)
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        assert drafting.propose(**given) == "launched"
-    assert drafting._drafter.propose is drafting._propose
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets hidden states")
