@@ -25,13 +25,13 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("log", CAUSES)
-def test_the_cause_is_found_in_the_lines_of_whichever_process_failed(log: str) -> None:
+def test_the_cause_is_found_in_the_lines_of_whichever_process_failed(log: str):
     found = last_error(LOGS / f"{log}.log")
     assert found.startswith(CAUSES[log])
     assert "\n" not in found
 
 
-def test_every_log_is_tried() -> None:
+def test_every_log_is_tried():
     assert {path.stem for path in LOGS.glob("*.log")} == CAUSES.keys()
 
 
@@ -42,7 +42,7 @@ def test_every_log_is_tried() -> None:
         "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.",
     ],
 )
-def test_an_error_that_refers_to_another_is_none(error: str) -> None:
+def test_an_error_that_refers_to_another_is_none(error: str):
     assert names_no_cause(error)
     assert not names_no_cause("ValueError: No available memory for the cache blocks.")
 
@@ -61,7 +61,7 @@ def test_an_error_that_refers_to_another_is_none(error: str) -> None:
         ("ValueError: " + "x" * 5000, "ValueError: " + "x" * 588),
     ],
 )
-def test_a_short_log_is_read_too(tmp_path: Path, text: str, cause: str) -> None:
+def test_a_short_log_is_read_too(tmp_path: Path, text: str, cause: str):
     log = tmp_path / "log"
     log.write_text(text)
     assert last_error(log) == cause

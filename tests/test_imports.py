@@ -91,7 +91,7 @@ def test_each_part_has_a_row_in_the_layout():
     assert [part for part in RANK.keys() - {"_version"} if not re.search(rf"^\| `{part}(\.py|/)` \|", text, re.M)] == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others():
     """Inside functions neither: an import that must wait for another hides a circle."""
     files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     # A package beside one of its own modules is where the name was found, not another step.
@@ -110,7 +110,7 @@ def is_only_the_way(name: str, path: Path) -> bool:
     return bool(direct) and all((package / f"{each}.py").exists() or (package / each).is_dir() for each in direct)
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_circle_is_seen():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) in (list("abca"), list("bcab"), list("cabc"))
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 

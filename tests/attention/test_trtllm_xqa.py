@@ -84,7 +84,7 @@ def compiled_xqa() -> Callable[..., torch.Tensor]:
 @pytest.mark.parametrize(("window", "kv_dtype"), [(None, "bfloat16"), (100, "bfloat16"), (None, "float8_e4m3fn")])
 def test_xqa_equals_the_oracle_and_its_own_result_from_exact_maxima(
     window: int | None, kv_dtype: str, compiled_xqa: Callable[..., torch.Tensor]
-) -> None:
+):
     """bf16: |kernel - float32 oracle| <= 0.02 + 0.02 |oracle|; over an fp8 cache 0.1, as in FlashInfer's own tests."""
     dtype: torch.dtype = getattr(torch, kv_dtype)
     features = FlashInferFeatures.installed()

@@ -124,7 +124,7 @@ def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, mon
 @pytest.mark.parametrize("where", ["a pipe", "a removed directory"])
 def test_results_that_can_not_be_kept_in_the_file_are_kept_elsewhere(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / "pipe" if where == "a pipe" else tmp_path / "gone" / "found.json"
     if where == "a pipe":

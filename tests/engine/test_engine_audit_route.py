@@ -79,9 +79,7 @@ def check_door(server: Server) -> None:
     assert (status, why[:50]) == (409, "the server did not run 8 + 12 steps in 1 seconds; "), server.log()[-4000:]
 
 
-def test_an_audit_ends_with_its_client_and_does_not_hold_up_the_end_of_its_server(
-    models: DemoModels, tmp_path: Path
-) -> None:
+def test_an_audit_ends_with_its_client_and_does_not_hold_up_the_end_of_its_server(models: DemoModels, tmp_path: Path):
     took = {}
     for way in COMMANDS:
         folder = tmp_path / way.replace(" ", "-")

@@ -160,7 +160,7 @@ def tensor_parallel(
 @on_cpu
 @pytest.mark.parametrize("tensor_parallel", [2], indirect=True)
 class TestTensorParallel:
-    def test_tokens_are_stocks(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_tokens_are_stocks(self, tensor_parallel: tuple[int, dict[str, Found]]):
         _, found = tensor_parallel
         stock = served(found["stock"])
         for arm in ("noop", "plugin"):
@@ -168,17 +168,17 @@ class TestTensorParallel:
             assert 0 < found[arm].said["accepted"] < found[arm].said["drafts"]
         assert not any(worker["asynchronous"] for worker in stock["ranks"])
 
-    def test_every_rank_decides_alike_and_is_counted(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_every_rank_decides_alike_and_is_counted(self, tensor_parallel: tuple[int, dict[str, Found]]):
         ranks, found = tensor_parallel
         check_ranks(served(found["plugin"]), ranks)
 
-    def test_the_log_says_each_sentence_once(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_the_log_says_each_sentence_once(self, tensor_parallel: tuple[int, dict[str, Found]]):
         _, found = tensor_parallel
         check_said_once(found["plugin"].log)
 
 
 @on_cpu
-def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp_path: Path):
     """The V1 runner of 0.32.0 asks every rank for a drafter, and only a pipeline's last rank has one."""
     options = {"pipeline_parallel_size": 2, "enforce_eager": True}
     found = run(tmp_path, tiny, options, {"stock": STOCK, "plugin": {}})
@@ -193,7 +193,7 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
 
 
 @on_cpu
-def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path):
     """Before they meet in a collective, where each would wait for the other."""
     options = {"tensor_parallel_size": 2, "enforce_eager": True}
     found = run(tmp_path, tiny, options, {"stock": STOCK | {DIFFER: "1"}, "plugin": {DIFFER: "1"}})
@@ -205,7 +205,7 @@ def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tm
     assert "with graphs NEVER on rank 1; give all ranks the same packages and variables" in line
 
 
-def test_only_a_near_tie_may_differ_on_gpus() -> None:
+def test_only_a_near_tie_may_differ_on_gpus():
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "margins": [[1.0, 1.0, 1.0], [1.0, 0.01, 1.0], [1.0] * 3]}
     plugin = {"tokens": [[1, 2, 3], [4, 0, 0], [7, 0, 0]]}
     assert differing(stock, plugin, NEAR) == [(2, 1)]
@@ -213,7 +213,7 @@ def test_only_a_near_tie_may_differ_on_gpus() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", ranks_on_gpus(2, 4, 8))
-def test_tokens_and_counts_of_ranks_on_gpus(ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tokens_and_counts_of_ranks_on_gpus(ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path):
     options, variables = CASES[case]
     options = options | {"tensor_parallel_size": ranks, "dtype": "float16", "gpu_memory_utilization": 0.4}
     arms = {"stock": STOCK | variables, "plugin": variables}

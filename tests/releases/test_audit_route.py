@@ -83,7 +83,7 @@ def status(app: FastAPI, key: str | None, body: bytes = b"no JSON") -> int:
 )
 def test_the_releases_own_guard_guards_the_route(
     release: str, guard: type, keys: tuple[str, ...], key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     # Of the two that look at the key only the release's.
     monkeypatch.setattr(audit_route, "check_key", lambda request: None)
@@ -93,7 +93,7 @@ def test_the_releases_own_guard_guards_the_route(
 @pytest.mark.parametrize(("key", "expected"), [(None, 401), ("two", 401), ("one", 400)])
 def test_what_the_release_keeps_of_its_options_guards_it_again(
     release: str, guard: type, key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if release == "0.12.0":
         pytest.skip("0.12 keeps its options nowhere: its guard is the only one")
     monkeypatch.setattr(guard, "verify_token", lambda *_: True)
@@ -132,7 +132,7 @@ STARTED: dict[str, Callable[[ModuleType], Any]] = {
 @pytest.mark.parametrize("started", STARTED)
 def test_a_server_has_the_route_however_it_was_started(
     release: str, guard: type, launcher: ModuleType, started: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """uvicorn is a stand-in; the rest of `serve_http` is the release's own."""
     app = application(release, guard, "one")
     app.state.args = Namespace(api_key=["one"])
@@ -151,7 +151,7 @@ def test_a_server_has_the_route_however_it_was_started(
     assert PATH in seen
 
 
-def test_what_starts_servers_takes_it_from_there(launcher: ModuleType) -> None:
+def test_what_starts_servers_takes_it_from_there(launcher: ModuleType):
     """Of the module that `vllm serve` and each API server process begin in."""
     starts = first(
         ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"), "run_server_worker"

@@ -65,14 +65,14 @@ def wrong(subject: Any, schedule: Schedule) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: dict[str, list[bool]]) -> None:
+def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: dict[str, list[bool]]):
     assert wrong(subject, random_schedule(seed)) == []
     for calls in taken.values():
         assert sum(calls) > 3
         assert not all(calls)
 
 
-def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken: dict[str, list[bool]]) -> None:
+def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken: dict[str, list[bool]]):
     """The scheduler replaces refused drafts after the step's inputs are on their way."""
     assert wrong(subject, wishful_schedule(3, ("grammar", "logprobs"))) == []
     assert sum(taken["tokens_of"]) > 3
@@ -95,7 +95,7 @@ def shifted(self: Carried, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "fault"), [("tokens_of", stale), ("metadata", shifted)])
-def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch):
     """Else the test above says nothing."""
     monkeypatch.setattr(Carried, name, fault)
     assert any(wrong(subject, random_schedule(seed)) for seed in SEEDS)

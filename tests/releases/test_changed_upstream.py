@@ -101,7 +101,7 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize(("spec", "target"), TARGETS)
 def test_what_is_put_in_a_targets_place_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     modules = imported(spec)
     module = next((each for each in modules if each.__name__ == target.module), None)
     if module is None or not defines(module, target.qualname):
@@ -143,7 +143,7 @@ def edited(source: str, qualname: str, how: str) -> str:
 @pytest.mark.parametrize(("spec", "target"), TARGETS)
 def test_a_target_that_upstream_changed_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     modules = imported(spec)
     module = next((each for each in modules if each.__name__ == target.module), None)
     if module is None or not fingerprints(inspect.getsource(module), [target.qualname]):
@@ -166,7 +166,7 @@ def _applied_in(outcome: Outcome, spec: PatchSpec) -> set[str]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str) -> None:
+def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str):
     """Also where what it was in is gone, for which importlib raises."""
     moved = tuple(
         Target(f"vllm.no_such_package.deep.{t.module.rpartition('.')[2]}", t.qualname, t.fingerprints)
@@ -213,7 +213,7 @@ def change(vllm_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("spec", "need"), NEEDS)
 def test_what_needs_a_refused_patch_is_refused(
     spec: PatchSpec, need: str, release: str, change: Callable[[PatchSpec], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """As in a process that never imports the module of the need, whose file tells; or that imports it with both."""
     needed = next(each for each in SPECS if each.name == need)
     if release not in spec.releases or release not in needed.releases:
@@ -232,7 +232,7 @@ def test_what_needs_a_refused_patch_is_refused(
 
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize(("spec", "need"), NEEDS)
-def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, need: str, release: str) -> None:
+def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, need: str, release: str):
     if release not in spec.releases or need not in ledger_with(spec).outcomes:
         pytest.skip("it is not for this release")
     modules = imported(spec)

@@ -94,7 +94,7 @@ def metadata(query: list[int], exact: list[int], drafts: list[int] | None, *, pa
 
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: int) -> None:
+def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: int):
     given = metadata(*BATCHES[batch], padding=padding)
     probe = on_device(given, "logits_indices_padded")
     reset_sync_report()
@@ -113,7 +113,7 @@ def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: 
     assert torch.equal(made.seq_lens_cpu, expected.seq_lens_cpu)
 
 
-def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any) -> None:
+def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any):
     """What the patch is for: the values on the host are the device's, and no event stands between."""
     given = metadata(*BATCHES["drafts and a prefill"])
     probe = on_device(given, "logits_indices_padded")
@@ -127,7 +127,7 @@ def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any) -
 
 
 @pytest.mark.parametrize("backend", ["flash_attn:FlashAttentionBackend", "triton_attn:TritonAttentionBackend"])
-def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str) -> None:
+def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str):
     module, _, name = backend.partition(":")
     underlying = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
     like = builders.flash_attention_builder(spec_tokens=3)
@@ -141,7 +141,7 @@ def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str) -> No
     assert built.logits_indices_padded is given.logits_indices_padded
 
 
-def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any) -> None:
+def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any):
     given = metadata(*BATCHES["fewer drafts"])
     noted = given.logits_indices_padded
     for strange in (noted[:], noted.clone()):
@@ -155,7 +155,7 @@ def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any) ->
             utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
 
 
-def test_counts_of_another_batch_are_not_used(stock: Any) -> None:
+def test_counts_of_another_batch_are_not_used(stock: Any):
     given = metadata(*BATCHES["fewer drafts"])
     other = metadata(*BATCHES["prefills"])
     given.logits_indices_padded.tokens_per_request = other.logits_indices_padded.tokens_per_request
@@ -165,12 +165,12 @@ def test_counts_of_another_batch_are_not_used(stock: Any) -> None:
     assert made.query_start_loc_cpu.tolist() == [0, 4, 5, 8, 9]
 
 
-def test_a_batch_of_one_token_each_stays_as_it_is(stock: Any) -> None:
+def test_a_batch_of_one_token_each_stays_as_it_is(stock: Any):
     given = builders.common_metadata([1, 1], [33, 17])
     assert utils().make_kv_sharing_fast_prefill_common_attn_metadata(given) is given
 
 
-def test_the_v2_runner_notes_the_counts(stock: Any, release: str) -> None:
+def test_the_v2_runner_notes_the_counts(stock: Any, release: str):
     attn_utils = importlib.import_module("vllm.v1.worker.gpu.attn_utils")
     if not hasattr(attn_utils, "FastPrefillHelper"):
         pytest.skip(f"the V2 runner of vLLM {release} has no fast prefill")

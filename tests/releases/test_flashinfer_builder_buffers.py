@@ -12,7 +12,7 @@ from vllm_async_spec.compat import builders
 __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
-def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
+def test_two_plans_in_flight_share_no_buffer(builder: Any):
     given = metadata(*BATCHES["ragged and a prefill"], DRAFTS)
     addresses = []
     for _ in range(3):
@@ -24,7 +24,7 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
 
 def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
     builder: Any, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ring, happened = builder._plan_buffers._ring, []
     lend, fence, plan, fast_plan = ring.next, ring.fence, fake_flashinfer.Wrapper.plan, module.fast_decode_plan
 
@@ -105,7 +105,7 @@ def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Ten
 @pytest.mark.parametrize("batch", BATCHES)
 def test_no_build_writes_what_a_copy_may_not_have_read(
     module: Any, setting: tuple[Any, ...], kind: str, batch: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+):
     builder = module.FlashInferBackend.get_builder_cls()(*setting)
     query, exact = BATCHES[batch]
     builder.build(0, metadata(query, exact, DRAFTS))
@@ -116,7 +116,7 @@ def test_no_build_writes_what_a_copy_may_not_have_read(
 
 def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner(
     module: Any, release: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+):
     """What the buffers are made pageable for; in stock the wait for exact lengths stands between two builds."""
     with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=False) as setting:
         builder = module.FlashInferMetadataBuilder(*setting)

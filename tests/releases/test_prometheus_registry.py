@@ -54,10 +54,10 @@ def page(request: pytest.FixtureRequest, mount, monkeypatch, tmp_path) -> Callab
 
 
 @pytest.mark.usefixtures("_patched")
-def test_the_page_has_the_plugins_state(page: Callable[[], str]) -> None:
+def test_the_page_has_the_plugins_state(page: Callable[[], str]):
     for _ in range(2):  # a second app of the same process, too
         assert page().count("\nvllm:async_spec_info{") == 1
 
 
-def test_without_the_patch_the_page_has_nothing_of_ours(page: Callable[[], str]) -> None:
+def test_without_the_patch_the_page_has_nothing_of_ours(page: Callable[[], str]):
     assert "async_spec" not in page()

@@ -58,7 +58,7 @@ def started(executor: type[Any], answers: list[dict[str, str]]) -> list[Any]:
     return calls
 
 
-def test_ranks_are_asked_once_between_their_caches_and_their_graphs(executor: type[Any]) -> None:
+def test_ranks_are_asked_once_between_their_caches_and_their_graphs(executor: type[Any]):
     assert started(executor, [{"a": "b"}] * 2) == ["initialize_from_config", decisions, "compile_or_warm_up_model"]
     assert started(executor, [{"a": "b"}, {"a": "c"}]) == ["initialize_from_config", decisions, RanksDifferError]
     assert started(executor, [{"a": "b"}]) == ["initialize_from_config", "compile_or_warm_up_model"]

@@ -77,7 +77,7 @@ def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
         http.shutdown()
 
 
-def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]) -> None:
+def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
     plan, tokenizer = serve_tiny(), write_tokenizer(tmp_path, VOCABULARY)
     loads = [ServeLoad("rate", rate=50.0), ServeLoad("closed", concurrency=4, each_second=1.0, prefixes=2)]
@@ -101,7 +101,7 @@ def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int
         assert [hashes[0] == each for each in hashes] == [same[0] == each for each in same]  # in the file's order
 
 
-def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]) -> None:
+def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
     path = tmp_path / "requests.jsonl"
     count = write_requests(path, ServeLoad("few"), 0, serve_tiny(), VOCABULARY, seconds=1)
@@ -111,13 +111,13 @@ def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[
     assert {(body["temperature"], body["seed"]) for body in asked} == {(1.0, 7)}
 
 
-def test_arguments_that_the_client_does_not_take_are_refused_in_a_sentence() -> None:
+def test_arguments_that_the_client_does_not_take_are_refused_in_a_sentence():
     assert Client().measure(["--no-such-argument"]) == {
         "error": "vLLM's client refuses the arguments of the plan; the log says which"
     }
 
 
-def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan: ServePlan, tmp_path: Path) -> None:
+def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan: ServePlan, tmp_path: Path):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
@@ -138,7 +138,7 @@ def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan
         assert parsed.enable_prefix_caching is not False
 
 
-def test_a_worker_tells_what_this_release_resolved() -> None:
+def test_a_worker_tells_what_this_release_resolved():
     """On the release's own configuration classes, whose fields the facts name."""
     from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, SchedulerConfig
     from vllm.config.compilation import CompilationMode, CUDAGraphMode

@@ -108,16 +108,14 @@ def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
 
 @EARLY
 @pytest.mark.parametrize("seed", range(LOADS))
-def test_the_plugins_runner_is_right_on_a_device_that_runs_late(
-    subject: Any, stock: Any, seed: int, drained: bool
-) -> None:
+def test_the_plugins_runner_is_right_on_a_device_that_runs_late(subject: Any, stock: Any, seed: int, drained: bool):
     assert wrong(subject, stock, random_schedule(seed, drained=drained)) == []
 
 
 @pytest.mark.parametrize("wishful", [False, True], ids=["without wishes", "with wishes"])
 def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
     subject: Any, stock: Any, wishes: tuple[str, ...], wishful: bool
-) -> None:
+):
     schedule = with_drains(wishful_schedule(0, wishes) if wishful else random_schedule(0))
     assert wrong(subject, stock, schedule) == []
     drained = [step for step in reference(stock, schedule).steps if step.first and step.scheduled["outputs"]]
@@ -128,12 +126,12 @@ def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
 @pytest.mark.parametrize("seed", WISHFUL)
 def test_a_step_that_needs_exact_counts_waits_once_and_says_why(
     subject: Any, stock: Any, wishes: tuple[str, ...], seed: int, drained: bool
-) -> None:
+):
     """Requests with penalties, bad words and min_tokens come and go beside others, and get their tokens."""
     assert wrong(subject, stock, wishful_schedule(seed, wishes, drained=drained), counted=RUNNER is None) == []
 
 
-def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]) -> None:
+def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]):
     seen, returns = set[str | None](), 0
     for seed in WISHFUL:
         schedule = wishful_schedule(seed, wishes)
@@ -144,7 +142,7 @@ def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[
     assert returns > 5
 
 
-def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch):
     """With no draft accepted from then on, the runner's count of its tokens stays as far ahead as it was."""
     monkeypatch.setattr(Draft, "wrong", 97)
     engine = Engine(subject, Shape(tokens=48), random.Random(0))
@@ -164,26 +162,26 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
 @pytest.mark.parametrize("seed", WISHFUL)
 def test_what_needs_no_exact_counts_is_right_without_them(
     subject: Any, stock: Any, wish: str, seed: int, drained: bool
-) -> None:
+):
     """Grammars, whose masks vLLM makes when it has seen the tokens of the step before, and log-probabilities."""
     assert wrong(subject, stock, wishful_schedule(seed, (wish,), drained=drained), counted=RUNNER is None) == []
 
 
-def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any) -> None:
+def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any):
     """It makes masks along the drafts only for a step that waits for tokens; so the loads above never come early."""
     found = wrong(subject, stock, wishful_schedule(0, ("grammar",), drained=True))
     assert found
     assert "positions" not in found[0]
 
 
-def test_the_loads_defer_steps_to_a_grammar(stock: Any) -> None:
+def test_the_loads_defer_steps_to_a_grammar(stock: Any):
     engine = reference(stock, wishful_schedule(0, ("grammar",)))
     assert 10 < engine.deferred < len(engine.steps)
 
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_FEATURES)
-def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str) -> None:
+def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str):
     wish, what = MISTAKES_IN_FEATURES[mistake]
     faulty = featured(subject, mistake)
     if not any(wrong(faulty, stock, wishful_schedule(seed, (wish,))) for seed in WISHFUL):
@@ -192,7 +190,7 @@ def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: A
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
-def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str) -> None:
+def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str):
     for seed in (0, 8):
         schedule = wishful_schedule(seed, wishes)
         reset_sync_report()
@@ -203,7 +201,7 @@ def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...]
     pytest.fail(f"2 loads do not show that {MISTAKES_IN_EXACT[mistake].what}")
 
 
-def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any) -> None:
+def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any):
     """The host's account of the step in flight is a bound in some step, and no wait is more than an event."""
     schedule = random_schedule(0)
     engine = run(subject, schedule, late=True)
@@ -218,29 +216,29 @@ def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(su
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stock_is_right_on_a_device_that_is_never_late(stock: Any, seed: int) -> None:
+def test_stock_is_right_on_a_device_that_is_never_late(stock: Any, seed: int):
     assert wrong(stock, stock, random_schedule(seed), late=False) == []
 
 
 @EARLY
 @pytest.mark.parametrize("seed", range(2))
-def test_a_runner_as_simple_as_can_be_is_right(stock: Any, seed: int, drained: bool) -> None:
+def test_a_runner_as_simple_as_can_be_is_right(stock: Any, seed: int, drained: bool):
     assert wrong(optimistic(stock), stock, random_schedule(seed, drained=drained)) == []
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_it_is_found(stock: Any, mistake: str) -> None:
+def test_a_mistake_in_it_is_found(stock: Any, mistake: str):
     """`subtraction` is right as long as no output comes early."""
     faulty = optimistic(stock, mistake)
     if not any(wrong(faulty, stock, random_schedule(seed, drained=mistake == "subtraction")) for seed in range(8)):
         pytest.fail(f"8 loads do not show that {MISTAKES[mistake]}")
 
 
-def test_subtraction_is_right_while_two_batches_are_in_flight(stock: Any) -> None:
+def test_subtraction_is_right_while_two_batches_are_in_flight(stock: Any):
     assert wrong(optimistic(stock, "subtraction"), stock, random_schedule(0)) == []
 
 
-def test_the_loads_go_through_everything(stock: Any) -> None:
+def test_the_loads_go_through_everything(stock: Any):
     """These five; the plugin's runner is given the first of them, and others."""
     seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
     # 0.14's cache of a hybrid model with an EAGLE head finds nothing, not even the same prompt again.
@@ -258,20 +256,20 @@ def finds_prompts(stock: Any) -> bool:
     return next(step.scheduled["computed"]["again"] for step in engine.steps if "again" in step.rows) > 0
 
 
-def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any) -> None:
+def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any):
     assert "positions" in wrong(stock, stock, random_schedule(0, drained=True), late=False)[0]
 
 
-def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock: Any) -> None:
+def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock: Any):
     assert "seq_lens" in wrong(stock, stock, random_schedule(0))[0]
 
 
-def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(stock: Any) -> None:
+def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(stock: Any):
     """It takes drafts in flight for computed. So the loads above keep more of a window than the model sees."""
     schedule = random_schedule(17)
     schedule = dataclasses.replace(schedule, shape=dataclasses.replace(schedule.shape, kept=0))
     assert "input_ids" in wrong(stock, stock, schedule, late=False)[0]
 
 
-def test_the_scheduler_counts_wrong_when_it_resets_the_prefix_cache_with_drafts_in_flight(stock: Any) -> None:
+def test_the_scheduler_counts_wrong_when_it_resets_the_prefix_cache_with_drafts_in_flight(stock: Any):
     assert wrong(stock, stock, dataclasses.replace(random_schedule(1), careful=False), late=False)

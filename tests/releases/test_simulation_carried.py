@@ -80,22 +80,22 @@ def tokens_wrong(runner_class: Any, schedule: Schedule) -> list[str]:
 
 @EARLY
 @pytest.mark.parametrize("seed", range(LOADS))
-def test_stock_is_right_on_a_device_that_runs_late(stock: Any, seed: int, drained: bool) -> None:
+def test_stock_is_right_on_a_device_that_runs_late(stock: Any, seed: int, drained: bool):
     assert wrong(stock, stock, random_schedule(seed, drained=drained)) == []
 
 
 @pytest.mark.parametrize("wish", ["grammar", "logprobs"])
-def test_stock_is_right_where_the_host_needs_the_tokens(stock: Any, wish: str) -> None:
+def test_stock_is_right_where_the_host_needs_the_tokens(stock: Any, wish: str):
     assert wrong(stock, stock, wishful_schedule(0, (wish,))) == []
 
 
 @EARLY
 @pytest.mark.parametrize("seed", WISHFUL)
-def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drained: bool) -> None:
+def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drained: bool):
     assert tokens_wrong(counting, wishful_schedule(seed, ("min_tokens",), drained=drained)) == []
 
 
-def test_stock_allows_a_stop_token_too_early(stock: Any) -> None:
+def test_stock_allows_a_stop_token_too_early(stock: Any):
     loads = (wishful_schedule(seed, ("min_tokens",), drained=seed == 0) for seed in (0, 1, 7, 9))
     assert any(each.startswith("r") and "tokens" in each for load in loads for each in tokens_wrong(stock, load))
 
@@ -124,7 +124,7 @@ def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[i
 @pytest.mark.parametrize("wish", WISHES)
 def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
     counting: Any, wish: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Draft, "wrong", 97)
     got, right = longest_beside(counting, WISHES[wish])
     assert got == right
@@ -143,7 +143,7 @@ def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
 @pytest.mark.parametrize("least", [0, 6, 20])
 def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
     counting: Any, least: int, release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if release.startswith("0.21."):
         pytest.skip("stock 0.21 waits for tokens and drafts of every batch, by a mistake that 0.22 corrects")
     reads: list[str] = []
@@ -194,7 +194,7 @@ def replaced(*, drafts: bool = True, holder: Any = None, penalised: frozenset[st
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
+def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool):
     """Then each stands for one token."""
     assert replaced(drafts=drafts, penalised=frozenset({"one"})) == [[7, 3], [8, -1] if drafts else [8, 4]]
 
@@ -209,7 +209,7 @@ class Holder:
         return True
 
 
-def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any) -> None:
+def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any):
     """vLLM reads the tokens of that request only; all are replaced where it does not say which it is."""
     assert replaced(holder=Holder(_state={1: {}})) == [[7, -1], [8, 4]]
     assert replaced(holder=Holder(_state={1: {}}), penalised=frozenset({"one"})) == [[7, 3], [8, 4]]
@@ -219,20 +219,20 @@ def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any
 @pytest.mark.parametrize("wish", ["penalties", "bad words"])
 def test_stocks_engine_ends_where_a_request_beside_it_reaches_the_longest_sequence(
     stock: Any, wish: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Draft, "wrong", 97)
     with pytest.raises(AssertionError, match="Sampled token IDs exceed the max model length"):
         longest_beside(stock, WISHES[wish])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_it_is_found(stock: Any, mistake: str) -> None:
+def test_a_mistake_in_it_is_found(stock: Any, mistake: str):
     faulty = carried(stock, mistake)
     # A copy that runs late reads what the host has put right by then, and hides some of them.
     if not any(wrong(faulty, stock, random_schedule(seed), late=late) for seed in range(4) for late in (False, True)):
         pytest.fail(f"4 loads do not show that {MISTAKES[mistake]}")
 
 
-def test_the_loads_go_through_everything(stock: Any) -> None:
+def test_the_loads_go_through_everything(stock: Any):
     seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
     assert EVERYTHING - seen == set()

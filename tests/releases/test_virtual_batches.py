@@ -123,21 +123,21 @@ def check(builder: Any, stock: Any, query: list[int], exact: list[int]) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str) -> None:
+def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str):
     check(builder, stock, *BATCHES[batch])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_so_do_they_for_random_batches(builder: Any, stock: Any, seed: int) -> None:
+def test_so_do_they_for_random_batches(builder: Any, stock: Any, seed: int):
     check(builder, stock, *random_batch(seed))
 
 
-def test_one_token_each_needs_one_row_each(builder: Any) -> None:
+def test_one_token_each_needs_one_row_each(builder: Any):
     built = builder.build(0, metadata(*BATCHES["one token each"]))
     assert (len(built.seq_lens), built.max_query_len) == (4, 1)
 
 
-def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch):
     """What the patch is for: the probe, or the policy, sees it as soon as vLLM's own function is asked."""
     given = metadata(*BATCHES["drafts"])
     monkeypatch.setattr(layer_module(), "make_local_attention_virtual_batches", stock)
@@ -150,7 +150,7 @@ def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.M
     assert reads.now == {"cpu": 1}
 
 
-def test_cuda_graphs_are_as_upstream_has_them(builder: Any) -> None:
+def test_cuda_graphs_are_as_upstream_has_them(builder: Any):
     from vllm.v1.attention.backends import utils
 
     try:
@@ -164,7 +164,7 @@ def test_cuda_graphs_are_as_upstream_has_them(builder: Any) -> None:
     assert support is AttentionCGSupport.NEVER
 
 
-def test_the_class_of_a_backend_is_made_once(stock: Any) -> None:
+def test_the_class_of_a_backend_is_made_once(stock: Any):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     first = local_attention_builder(FlashAttentionBackend, SETTING, CHUNK, PAGE)
@@ -172,7 +172,7 @@ def test_the_class_of_a_backend_is_made_once(stock: Any) -> None:
     assert type(local_attention_builder(FlashAttentionBackend, SETTING, 2 * CHUNK, PAGE)) is not type(first)
 
 
-def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(stock: Any) -> None:
+def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(stock: Any):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     class Planning(FlashAttentionBackend):
@@ -192,7 +192,7 @@ def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(sto
     assert sync_report().fallbacks == {"chunked local attention": waits}
 
 
-def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any) -> None:
+def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any):
     cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     given = metadata(*BATCHES["drafts around a chunk's end"])
     given.cut_on_device = True
@@ -212,7 +212,7 @@ def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any) ->
         virtual.query_start_loc_cpu  # noqa: B018
 
 
-def test_a_chunk_that_is_not_whole_blocks_is_refused(stock: Any) -> None:
+def test_a_chunk_that_is_not_whole_blocks_is_refused(stock: Any):
     cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     given = metadata(*BATCHES["drafts"])
     given.cut_on_device = True

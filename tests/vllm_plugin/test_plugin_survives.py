@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path) -> None:
+def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path):
     spoil, message = BROKEN[broken]
     spoil(installed)
     done = run(REGISTER, installed)
@@ -90,7 +90,7 @@ def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: 
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path) -> None:
+def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path):
     spoil, message = BROKEN[broken]
     spoil(installed)
     done = run(REGISTER, installed, "strict")
@@ -99,7 +99,7 @@ def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_the_copy_itself_is_right(installed: Path) -> None:
+def test_the_copy_itself_is_right(installed: Path):
     done = run(REGISTER, installed, "strict")
     assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
 
@@ -145,7 +145,7 @@ SWALLOWED = {
 
 
 @pytest.mark.parametrize("swallowed", SWALLOWED)
-def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: str, upstream: Path) -> None:
+def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: str, upstream: Path):
     engine = upstream / "vllm" / "v1" / "engine"
     engine.mkdir(parents=True)
     for folder in (engine, engine.parent, engine.parent.parent):
@@ -188,7 +188,7 @@ COPIES = """
 """
 
 
-def test_of_two_copies_under_different_names_one_stands_back(upstream: Path) -> None:
+def test_of_two_copies_under_different_names_one_stands_back(upstream: Path):
     """Each finds modules by the finders after it: neither asks the other for ever."""
     shutil.copytree(ROOT / "vllm_async_spec", upstream / "fork_of_it", ignore=shutil.ignore_patterns("__pycache__"))
     for path in (upstream / "fork_of_it").rglob("*.py"):

@@ -70,7 +70,7 @@ def test_nothing_speaks_against_a_plain_engine():
     assert draft_graphs.refused(make_runner()) is None
 
 
-def test_a_drafter_that_knows_no_trees_is_captured() -> None:
+def test_a_drafter_that_knows_no_trees_is_captured():
     """As from 0.22 on."""
     runner = make_runner()
     del runner.drafter.tree_choices
@@ -307,7 +307,7 @@ def test_the_largest_batch_fits_into_what_vllm_captures_and_into_the_drafters_bu
 
 
 @pytest.mark.parametrize("has", [(), ("use_cuda_graph",), ("use_cuda_graph", "cudagraph_dispatcher")])
-def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str, ...]) -> None:
+def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str, ...]):
     kept = {name: object() for name in has}
     drafter = SimpleNamespace(**kept)
     with contextlib.suppress(RuntimeError), draft_graphs._launched_plainly(drafter):
@@ -368,7 +368,7 @@ def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
         ({"num_rejected_tokens_gpu": None}, "launched"),
     ],
 )
-def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str) -> None:
+def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str):
     """Images are among the inputs, or the scheduler wants fewer drafts, say."""
     drafting, given = captured_drafter()
     assert drafting.propose(**given | changes) == answer
@@ -376,7 +376,7 @@ def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], a
 
 
 @pytest.mark.parametrize("name", ["target_hidden_states", "block_table_tensor"])
-def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture):
     """A target may return hidden states of another width than its configuration names."""
     drafting, given = captured_drafter()
     assert drafting.propose(**given) == "replayed 2"
