@@ -140,7 +140,6 @@ def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(tmp_path: P
 def test_the_demo_keeps_its_models_where_only_this_user_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
 ):
-    """Not in the temporary directory, where another user could put a model of the same name first."""
     asked: list[Path] = []
 
     def prepare_models(folder: Path, **_: Any) -> None:

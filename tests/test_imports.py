@@ -39,7 +39,6 @@ VLLM_PARTS = {"vllm_plugin", "audit", "compat", "demo"}
 
 
 def imports(path: Path) -> set[str]:
-    """What it imports, inside functions too: modules, and each name of a module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,7 +55,6 @@ def module_of(path: Path) -> str:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules of which each imports the next and the last the first; empty where there are none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
 
 def script(folder: Path, rank: str, ranks: int = 2, method: str = "spawn") -> list[str | Path]:
-    """A program that starts `ranks` processes, each of which runs the line `rank`."""
     file = folder / "ranks.py"
     file.write_text(textwrap.dedent(RANKS).format(rank=rank, ranks=ranks, method=method), encoding="utf-8")
     return [sys.executable, file]

@@ -1,7 +1,4 @@
-"""FlashInfer's wrappers planned from an upper bound: on a GPU against the oracle, and wrong without each remedy.
-
-That vLLM's builder hands them the right things is in tests/releases/test_flashinfer_builder.py, which needs no GPU.
-"""
+"""FlashInfer's wrappers planned from an upper bound, on a GPU against the oracle; each remedy is needed."""
 
 from __future__ import annotations
 
@@ -86,7 +83,6 @@ class Case:
         return paged_attention(self.query, self.keys, self.values, arguments, sliding_window=window)
 
     def plan(self, wrapper: Any, lengths: list[int], **options: Any) -> None:
-        """Plan `wrapper` as vLLM does, from host lengths."""
         pages = [-(-length // PAGE) for length in lengths]
         indptr = pad(torch.tensor(pages), (1, 0)).cumsum(0).int().pin_memory()
         last = torch.tensor([(length - 1) % PAGE + 1 if length else 0 for length in lengths]).int().pin_memory()

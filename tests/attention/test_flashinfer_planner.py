@@ -48,7 +48,6 @@ class Graph:
         return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
 
     def handed(self, lengths: list[int]) -> Any:
-        """A wrapper that was to plan for live requests of these lengths."""
         live = len(lengths)
         starts = torch.arange(self.requests + 1, dtype=torch.int32).clamp(max=live) * self.tokens
         pages = torch.tensor([-(-length // PAGE) for length in lengths] + [0] * (self.requests - live))
@@ -181,10 +180,7 @@ def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Pla
 @settings(max_examples=60)
 @given(graph=graphs(), data=st.data())
 def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(planner: Planner, graph: Graph, data: st.DataObject):
-    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged.
-
-    So it is in each step that one plan serves.
-    """
+    """The kernel counts chunks by exact lengths, in each step that one plan serves."""
     bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
     plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
     wrapper._window_left, wrapper._max_q_len = -1, graph.tokens

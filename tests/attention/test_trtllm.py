@@ -221,7 +221,6 @@ def tensors(arguments: TrtllmArguments) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHES)
 def test_no_argument_is_a_tensor_of_the_host(name: str, kind: str):
-    """What the adapter needs of the host's values, the compatibility suite's own tests find."""
     metadata = make_case(BATCHES[name], slack=3).metadata
     bound = metadata.seq_lens_cpu_upper_bound
     assert bound is not None

@@ -74,9 +74,6 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-# The data
-
-
 @settings(max_examples=50)
 @given(st.from_type(Report).map(lambda report: replace(report, schema=SCHEMA)))
 def test_json_keeps_a_report(report: Report):
@@ -155,9 +152,6 @@ def test_what_is_no_report_is_refused_in_one_sentence(data: Any, message: str):
     assert "\n" not in str(refused.value)
 
 
-# The figures
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (0.004, "<0.01"), (0.005, "0.01"), (3.1, "3.10"), (-0.2, "-0.20")]
 )
@@ -191,9 +185,6 @@ def test_a_wait_that_moved_off_the_critical_path_is_another_cause():
 def test_waits_of_a_cpu_are_not_compared_with_those_of_a_gpu():
     assert compared_figures(audit_reports.simulated(), audit_reports.waiting()) == ()
     assert len(compared_figures(audit_reports.waiting(), audit_reports.flowing())) == 6
-
-
-# The terminal
 
 
 @each_report
@@ -277,9 +268,6 @@ def test_the_terminal_takes_source_for_text():
     site = replace(first.stack[0], source="rows[/red] = x[0]")
     text = printed(replace(report, causes=(replace(first, stack=(site,)),)))
     assert "rows[/red] = x[0]" in text
-
-
-# The page
 
 
 @each_report

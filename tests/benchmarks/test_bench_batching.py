@@ -63,7 +63,6 @@ def test_all_arms_are_measured_and_give_the_same_tokens(requests: int, tmp_path:
 
 
 def test_what_is_done_is_told_and_what_is_known_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run that is cut off in its second pass leaves the first, and says which arm it was at."""
     result = tmp_path / "found.json"
     by_turns = batching.by_turns
     passes = itertools.count(1)
@@ -158,7 +157,7 @@ def test_an_older_transformers_has_no_arm_of_its_own_and_it_is_said(monkeypatch:
 
 
 def test_the_drafter_is_right_as_often_as_is_said_and_never_close():
-    """Whatever came before: attention moves nothing, and both say what follows by a margin that bfloat16 keeps."""
+    """Whatever came before, by a margin that bfloat16 keeps."""
     target, drafter = make_model("tiny", "cpu", arranged=True), make_drafter("tiny", "cpu")
     layers = [weight for name, weight in target.named_parameters() if "proj" in name]
     assert max(weight.std().item() for weight in layers) < 1e-3  # what many layers add has to stay small as well
@@ -320,10 +319,7 @@ def test_a_table_has_what_was_recorded_and_says_what_was_not():
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_asynchronous_arms_wait_less_where_it_matters(monkeypatch: pytest.MonkeyPatch):
-    """Each synchronous step ends with a wait until nothing is left to do; of the others not one in two does.
-
-    So it is where a step keeps the device longer than the host. A tiny model's is over before the host asks for it.
-    """
+    """Each synchronous step ends with a wait, where a step keeps the device longer than the host."""
     make_batches_late(monkeypatch)
     lines = LINES | {"device": "cuda", "batch": 4, "requests": 4, "new_tokens": 96}
     arms = ["synchronous", "asynchronous", *batching.DRAFTED]

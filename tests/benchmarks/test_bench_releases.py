@@ -21,7 +21,6 @@ PLANNED = [find_serve_plan(name) for name in SERVE_PLANS if find_serve_plan(name
 
 @functools.cache
 def source(release: str | None, folder: str) -> str:
-    """The Python of a folder, or one file, of a release."""
     path = ROOT / ".cache" / "releases" / str(release) / "vllm" / folder
     if not path.exists():
         pytest.skip(f"{path} is not there; `make test-releases` fetches it")
@@ -29,7 +28,6 @@ def source(release: str | None, folder: str) -> str:
 
 
 def takes(release: str | None, argument: str) -> bool:
-    """Whether a release's engine or server has this argument."""
     field = argument.removeprefix("--").removeprefix("no-").replace("-", "_")
     folders = ("engine/arg_utils.py", "entrypoints")
     return any(re.search(rf"^    {field}\s*:", source(release, folder), re.MULTILINE) for folder in folders)

@@ -272,7 +272,6 @@ def test_legs_of_a_soak_are_one_verdict():
 
 
 def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two legs are over, the third ends in an error: the file has the two, and the command fails."""
     asked: list[dict[str, Any]] = []
 
     class Engine:

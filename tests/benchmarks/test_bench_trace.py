@@ -198,7 +198,7 @@ def test_what_can_not_be_recorded_is_refused_in_one_sentence(
     [("stopping", 0, 48), ("static", 0, 48), ("interleaving", 0, 47), ("batching", 0, 48), ("batching", 3, 48)],
 )
 def test_each_step_of_both_arms_is_noted(technique: str, drafts: int, steps: int, monkeypatch: pytest.MonkeyPatch):
-    """On a CPU, where no arm is ahead of another and there is no trace. With drafts there are about as many steps."""
+    """On a CPU, where no arm is ahead of another. With drafts there are about as many steps."""
     monkeypatch.setattr(tracing, "_NEW_TOKENS", 48)
     new_tokens = math.ceil(48 * expected_length(SHARE, drafts))
     assert (new_tokens > 48) == bool(drafts)

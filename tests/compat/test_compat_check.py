@@ -268,8 +268,6 @@ def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, mo
 
 
 def test_a_flashinfer_wrapper_is_what_its_plan_was_given():
-    """And not the plan, which is as long as it happens to be and differs with the bound."""
-
     def wrapper(lengths: list[int]) -> Any:
         counts = torch.tensor([-(-length // 16) for length in lengths], dtype=torch.int32)
         return SimpleNamespace(

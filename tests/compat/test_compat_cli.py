@@ -210,7 +210,6 @@ def test_a_second_process_ends_with_its_callers_failure():
 @pytest.mark.slow
 @needs_vllm
 def test_the_installed_vllm_gives_what_the_unpacked_release_gave(tmp_path: Path):
-    """All builders, without options; the release's committed run is of its unpacked Python."""
     file = tmp_path / "found.json"
     done = installed(f"--json={file}")
     data = json.loads(file.read_text())

@@ -196,7 +196,6 @@ def test_a_result_of_before_there_was_attention_says_that_it_was_not_run():
 
 @pytest.mark.parametrize("name", STEPS)
 def test_chunked_attention_of_the_reference_is_that_of_one_long_mask(name: str):
-    """Written out for each token, with 16 tokens to a chunk and one head."""
     case, device, chunk = NAMED[name], SimulatedDevice(), 16
     batch = Batch.of(case, device)
     query, keys, values = (
@@ -233,7 +232,6 @@ def installed(*arguments: str) -> Any:
 @pytest.mark.slow
 @needs_vllm
 def test_the_cpu_backend_of_the_installed_vllm_attends_right(tmp_path: Path):
-    """With its own kernels, its own way to write keys, and the KV cache as the release lays it out."""
     done = installed("--backend", "CPU_ATTN", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     assert "1 of 1 builders run without a wait" in done.stdout
@@ -293,7 +291,6 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     "kind", [planted.Right, planted.LongestForAll, planted.Warns, planted.Compiles], ids=lambda kind: kind.__name__
 )
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
-    """Warmed up, and then watched for what PyTorch warns of."""
     without_cuda(monkeypatch)
     for part in (planted.Compiles.builder, planted.Compiles.impl):
         monkeypatch.setattr(part, "tune", planted.Tunes())

@@ -54,7 +54,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As the site makes it."""
     runs = read_archive(Path(__file__).parents[2] / "docs" / "compat")
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
     path.write_text(documents(runs)["assets/compatibility.html"], encoding="utf-8")

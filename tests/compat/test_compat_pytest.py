@@ -99,7 +99,6 @@ def test_one_of_vllms_own_is_tried_as_on_a_gpu(tmp_path: Path):
 
 
 def test_the_example_is_a_package(tmp_path: Path):
-    """Of the backend alone, with its entry point; its tests stay in its repository."""
     pytest.importorskip("setuptools.build_meta", reason="setuptools is not installed")
     package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", ".*"))
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

@@ -1,8 +1,4 @@
-"""What docs/findings.md says of stock vLLM, on a GPU with vLLM: `pytest tests/docs/test_findings_commands.py -m gpu`.
-
-A test passes where stock vLLM is wrong. Where one fails, the finding is refuted for that release, or upstream has
-mended it.
-"""
+"""What docs/findings.md says of stock vLLM, on a GPU (`-m gpu`): a test passes where stock vLLM is wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ def compat(backend: str, tmp_path: Path) -> Any:
 
 
 def found_failure(result: Path) -> str | None:
-    """Why nothing could be tried, as the suite says it."""
     if not result.is_file():
         return None
     (found,) = json.loads(result.read_text())["backends"]
@@ -219,7 +214,6 @@ def different(told: Any, which: str) -> dict[int, int]:
 
 
 def same(one: list[int], other: list[int]) -> int:
-    """How many tokens two requests begin with that are the same."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 

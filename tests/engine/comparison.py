@@ -16,8 +16,6 @@ _CONTEXT = 24
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One scenario in every mode that can run it."""
-
     results: Mapping[Mode, Result]
     logs: Mapping[Mode, str] = field(repr=False)
     """The whole log of the process that ran it, among others."""
@@ -26,7 +24,6 @@ class Outcome:
         return self.results[mode]
 
     def difference(self, mode: Mode, reference: Mode = Mode.SYNC) -> str | None:
-        """Where a mode differs from another; None where nowhere."""
         return first_difference(self[reference].completions, self[mode].completions)
 
 

@@ -75,5 +75,4 @@ def _start(mode: Mode, names: list[str], models: DemoModels, folder: Path) -> su
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest, outcomes: Mapping[str, Outcome]) -> Outcome:
-    """The scenario that the test is parametrised with."""
     return outcomes[request.param]

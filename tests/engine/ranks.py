@@ -55,7 +55,6 @@ def differ() -> None:
 
 
 def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine, serve the requests, and return the tokens and what the ranks say."""
     from vllm import LLM, SamplingParams
 
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}

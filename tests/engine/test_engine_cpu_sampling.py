@@ -1,4 +1,4 @@
-"""A finding about vLLM's CPU build: with drafts its sampler reads memory that nobody wrote. The plugin mends it."""
+"""A finding about vLLM's CPU build: with drafts its sampler reads memory that nobody wrote."""
 
 import json
 import subprocess

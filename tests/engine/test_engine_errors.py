@@ -19,8 +19,6 @@ NO_MODEL = Path("/no/such/model")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A `vllm serve` that ended by itself."""
-
     code: int
     output: str
 

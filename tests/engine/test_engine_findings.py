@@ -1,7 +1,4 @@
-"""Three findings that upstream has mended since, with vLLM's CPU build: it is right, and a planted mistake is seen.
-
-So what tests/docs/test_findings_commands.py says of older releases on a GPU is not what any engine would be said to do.
-"""
+"""Three findings that upstream has mended since, with vLLM's CPU build: it is right, and a planted mistake is seen."""
 
 from pathlib import Path
 from typing import Any

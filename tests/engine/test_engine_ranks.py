@@ -65,13 +65,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Found:
-    """What one engine said.
-
-    Args:
-        log: the file with its log.
-        said: the file with what it said as JSON; absent if it failed.
-    """
-
     def __init__(self, log: Path, said: Path) -> None:
         self.log = log.read_text(encoding="utf-8", errors="replace")
         self.said: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {}
@@ -118,7 +111,6 @@ def served(found: Found) -> dict[str, Any]:
 
 
 def differing(stock: dict[str, Any], plugin: dict[str, Any], near: float) -> list[tuple[int, int]]:
-    """Request and position of each first difference that is no near tie of stock's."""
     found = []
     for row, (ours, theirs) in enumerate(zip(plugin["tokens"], stock["tokens"], strict=True)):
         at = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)

@@ -64,7 +64,6 @@ def test_concurrent_clients_get_what_each_would_get_alone(server: Server, outcom
 
 
 def until_idle(server: Server) -> None:
-    """Wait until the server counts no request as running: an earlier test's too, whose end is counted late."""
     deadline = time.monotonic() + 60
     while server.metric("num_requests_running"):
         assert time.monotonic() < deadline, "a request is still running"
@@ -73,7 +72,6 @@ def until_idle(server: Server) -> None:
 
 @served
 def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: Outcome):
-    """Some requests run and others still wait for their turn when the clients hang up, however busy the machine is."""
     finished = 'request_success_total{engine="0",finished_reason="length"'
     expected = outcome[Mode.SYNC].completions[:2]
     ended = sum(done.finish_reason == "length" for done in expected)
@@ -139,7 +137,6 @@ def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itsel
 
 
 def test_engine_core_and_worker_have_the_plugin(server: Server):
-    """vLLM's CPU platform starts both by spawn and lets nobody choose otherwise, so a fork is not tested here."""
     assert processes_with_plugin(server.log()) >= {"EngineCore", "VllmWorker"}
 
 

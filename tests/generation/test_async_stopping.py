@@ -1,7 +1,4 @@
-"""Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late."""
 
 import itertools
 from collections.abc import Callable
@@ -197,7 +194,7 @@ def test_a_cache_of_the_caller_can_be_continued():
     assert torch.equal(*found)
 
 
-# --- refusals and fallbacks --------------------------------------------------------------------------------------
+# Refusals and fallbacks
 
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
@@ -231,12 +228,10 @@ def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
     assert_same(expected, output)
 
 
-# --- the configuration's extra -----------------------------------------------------------------------------------
+# The configuration's extra
 
 
 class Tokens:
-    """A streamer."""
-
     def __init__(self):
         self.seen: list[int] = []
         self.ended = False

@@ -75,7 +75,6 @@ def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("ends", [[2], [2, 5]])
 def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int, poll_every: int, seed: int):
-    """They are judged on the generating stream, so nothing but the copy is late."""
     model = tiny_models.model("llama").to("cuda")
     try:
         inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2][:batch], "left", seed).items()}
@@ -95,7 +94,6 @@ def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int,
 
 
 def test_no_step_makes_the_host_wait_for_the_device():
-    """PyTorch itself refuses a copy that blocks, while the steps of a loop like transformers' run."""
     eos = transformers.generation.EosTokenCriteria(torch.tensor([7], device="cuda"))
     criteria = AsyncStoppingCriteriaList([eos, transformers.MaxLengthCriteria(60)], max_in_flight=2)
     ids = torch.zeros(4, 3, dtype=torch.long, device="cuda")

@@ -1,7 +1,4 @@
-"""Inputs of a step with a static cache that are made of those of the step before: as transformers makes them.
-
-Of transformers 5; with 4.57 nothing is reused.
-"""
+"""Inputs of a step with a static cache, made of those of the step before, are those that transformers 5 makes."""
 
 import contextlib
 import functools
@@ -29,7 +26,6 @@ def late() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_to_forward(model: Any) -> Iterator[list[Seen]]:
-    """All that the model's forward is given, step for step and in its order."""
     steps: list[Seen] = []
     handle = model.register_forward_pre_hook(lambda module, args, kwargs: steps.append(shown(kwargs)), with_kwargs=True)
     try:
@@ -39,7 +35,6 @@ def given_to_forward(model: Any) -> Iterator[list[Seen]]:
 
 
 def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
-    """What comes out, what the forward was given, and how often masks were made."""
     settings = {"max_new_tokens": NEW, "cache_implementation": "static", "eos_token_id": tiny_models.VOCABULARY}
     with given_to_forward(model) as given, masks_made() as made:
         output = model.generate(**{**settings, **kwargs})

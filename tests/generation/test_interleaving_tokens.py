@@ -1,8 +1,4 @@
-"""Interleaved generation against the synchronous loop of transformers, on a device whose flags are late.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57. Where a test says `recorded`,
-the steps are recorded once and then repeated, as CUDA graphs are.
-"""
+"""Interleaved generation against the loop of transformers, on a late device; `recorded` steps are repeated."""
 
 from typing import Any
 
@@ -170,7 +166,6 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kind", decode_tail.OF_SCORES_ALONE, ids=lambda kind: kind.__name__)
 def test_a_processor_of_scores_alone_is_one(kind: type):
-    """It can be recorded, looks at no token, and does the same to other scores when it is repeated."""
     processor = kind(*PROCESSORS[kind.__name__])
     scores, other = torch.randn(2, 3, 50)
     given = scores.clone()

@@ -79,7 +79,6 @@ def test_without_turns_it_would_not():
 
 
 def waits(work: Any, held: CudaSlots) -> bool:
-    """Whether a thread does the work only once the turn that is held here has ended."""
     with ThreadPoolExecutor(1) as threads:
         with held.turn():
             done = threads.submit(work)

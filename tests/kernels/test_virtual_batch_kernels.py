@@ -1,7 +1,4 @@
-"""Chunked local attention cut into virtual batches: the kernels against a second statement of what such attention is.
-
-That vLLM's builders are handed the same is in tests/releases/test_virtual_batches.py.
-"""
+"""Chunked local attention cut into virtual batches: the kernels against a second statement of such attention."""
 
 import itertools
 import random

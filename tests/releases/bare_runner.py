@@ -35,8 +35,6 @@ def runner_class(upstream):
 
 
 class Event:
-    """An event that says how often it was waited for."""
-
     def __init__(self) -> None:
         self.waits = 0
 
@@ -87,7 +85,6 @@ def group(name: str = "FLASH_ATTN", spec: str = "FullAttentionSpec", builder: An
 
 
 def made_by(module: str, **attributes: Any) -> Any:
-    """A metadata builder that this module defines."""
     return type("Builder", (), {"__module__": module, **attributes})()
 
 
@@ -109,7 +106,6 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 def runner(runner_class):
-    """A runner without a model, whose first step is prepared."""
     made = object.__new__(runner_class)
     vars(made).update(
         settings(),

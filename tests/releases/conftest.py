@@ -75,19 +75,16 @@ def loaded(request: pytest.FixtureRequest) -> VllmSource:
 
 @pytest.fixture(scope="session")
 def release(loaded: VllmSource) -> str:
-    """The version string of the release, such as 0.12.0."""
     return loaded.version
 
 
 @pytest.fixture(scope="session")
 def vllm_source(loaded: VllmSource) -> Path:
-    """The directory that contains the release's vllm/."""
     return loaded.path
 
 
 @pytest.fixture(scope="session")
 def make_common_metadata() -> Callable[..., Any]:
-    """`make_common_metadata(query_lens, seq_lens, *, host=False, block_size=16, **extra)`."""
     return builders.common_metadata
 
 

@@ -43,7 +43,7 @@ def greedy(model: TinyLlama, tokens: list[int], count: int) -> list[int]:
 
 
 class PagedDrafter:
-    """Runs `model` on a flat batch, with its keys and values in pages, attending as the metadata says."""
+    """Runs `model` on a flat batch with paged keys and values, attending as the metadata says."""
 
     def __init__(self, model: TinyLlama, requests: int) -> None:
         shape = model.shape
@@ -84,7 +84,6 @@ class PagedDrafter:
         return mixed
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
         logits: torch.Tensor = self._model.lm_head(hidden)
         return logits
 
@@ -94,10 +93,8 @@ class Builder:
 
     def __init__(self) -> None:
         self.lengths: list[list[int]] = []
-        """Of each call."""
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-        """A copy whose lengths are still those of the common metadata, as FlashAttention's are."""
         names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "max_query_len")
         built = SimpleNamespace(**{name: getattr(common_attn_metadata, name) for name in names})
         self.lengths.append(built.seq_lens.tolist())

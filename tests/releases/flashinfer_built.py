@@ -80,7 +80,6 @@ def builder(module: Any, setting: tuple[Any, ...], kind: str) -> Any:
 
 
 def warmed(builder: Any) -> Any:
-    """As vLLM's warm-up leaves it."""
     builder.build(0, metadata([1, 9], [3, 9], 0))
     return builder
 
@@ -97,7 +96,6 @@ def metadata(query: list[int], exact: list[int], slack: int) -> Any:
 
 
 def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) -> Any:
-    """A builder as on such a GPU."""
     stand_on(capability, "FlashInfer")
     try:
         return warmed(module.FlashInferBackend.get_builder_cls()(*setting))
@@ -106,13 +104,11 @@ def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) 
 
 
 def room(builder: Any, planned: int, tokens: int) -> int:
-    """Bytes that a graph of so many tokens in all needs."""
     heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
     return adapter.split_bytes(planned, tokens, *heads, builder.device)
 
 
 def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:
-    """A workspace of this size, which wrappers made from now on have."""
     builder._workspace_buffer = torch.empty(nbytes, dtype=torch.uint8)
     builder._prefill_wrapper = None
     return builder._workspace_buffer

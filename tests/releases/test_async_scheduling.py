@@ -150,7 +150,6 @@ def test_a_server_says_once_who_decided_and_tells_its_other_processes(
 
 
 def _follow(args, remedy, tmp_path):
-    """The decision once the user has done what the remedy says."""
     changed = copied(args)
     for step in remedy.split(" and "):
         if step == "leave out disable_padded_drafter_batch":

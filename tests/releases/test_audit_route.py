@@ -30,7 +30,6 @@ GUARDS = (
 
 
 def first(names: tuple[str, ...], attribute: str) -> Any:
-    """The attribute of the first module that has it."""
     for name in names:
         try:
             return getattr(importlib.import_module(name), attribute)
@@ -102,7 +101,7 @@ def test_what_the_release_keeps_of_its_options_guards_it_again(
 
 @pytest.fixture
 def launcher() -> Iterator[ModuleType]:
-    """The module of `serve_http`, which is patched, and a server of its that says which routes it has, and ends."""
+    """The module of `serve_http`, which is patched."""
     specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
     (name,) = [target.module for target in specs[0].targets if _exists(target.module)]
     module = importlib.import_module(name)
@@ -152,7 +151,6 @@ def test_a_server_has_the_route_however_it_was_started(
 
 
 def test_what_starts_servers_takes_it_from_there(launcher: ModuleType):
-    """Of the module that `vllm serve` and each API server process begin in."""
     starts = first(
         ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"), "run_server_worker"
     )

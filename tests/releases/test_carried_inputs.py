@@ -22,7 +22,6 @@ SEEDS = range(4)
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class."""
     if release not in SPEC.releases:
         pytest.skip(f"inputs are prepared otherwise in {release}")
     return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
@@ -30,7 +29,6 @@ def stock(release: str) -> Any:
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    """The same class while the patch is applied."""
     with applied(SPEC.name):
         yield stock
 
@@ -79,7 +77,6 @@ def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken:
 
 
 REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
-"""The methods, for the faulty ones below."""
 
 
 def stale(self: Carried, *args: Any) -> Any:

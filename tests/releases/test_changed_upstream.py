@@ -47,12 +47,10 @@ def owner_of(module: Any, qualname: str) -> tuple[Any, str]:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the patch of the CPU platform is needed."""
     monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cpu", lambda: True)
 
 
 def ledger_with(spec: PatchSpec) -> Ledger:
-    """A ledger of this patch and of all that it needs, directly or not."""
     names, found = [spec.name], {}
     while names:
         name = names.pop()
@@ -118,7 +116,6 @@ def test_what_is_put_in_a_targets_place_is_refused(
 
 
 def edited(source: str, qualname: str, how: str) -> str:
-    """The source of a module in which a target is another."""
     tree = ast.parse(source)
     body, node = tree.body, None
     for name in qualname.split("."):
@@ -214,7 +211,6 @@ def change(vllm_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_needs_a_refused_patch_is_refused(
     spec: PatchSpec, need: str, release: str, change: Callable[[PatchSpec], None], monkeypatch: pytest.MonkeyPatch
 ):
-    """As in a process that never imports the module of the need, whose file tells; or that imports it with both."""
     needed = next(each for each in SPECS if each.name == need)
     if release not in spec.releases or release not in needed.releases:
         pytest.skip("one of the two is not for this release")
@@ -254,6 +250,5 @@ def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, n
 
 
 def _owners(spec: PatchSpec, module: Any) -> list[Any]:
-    """What has the targets of a patch as attributes."""
     targets = [target for target in spec.targets if target.module == module.__name__]
     return [owner_of(module, target.qualname)[0] for target in targets if defines(module, target.qualname)]

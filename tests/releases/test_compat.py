@@ -91,9 +91,7 @@ HAS_BOUND = ("0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
 NO_MLA_CAPTURE_OF_DRAFTS = ("0.22.1", "0.24.0")
 """Releases whose Triton MLA asserts one token a request while it captures a step with drafts."""
 AS_IN = {"0.33.0": "0.32.0"}
-"""Releases whose builders do what an older one's do."""
 LINES = {("CHUNKED_LOCAL", "0.33.0"): (Need.BLOCKING, "utils.py:551")}
-"""What differs."""
 BATCHES = ("decode", "spec K + 1", "non-uniform spec", "prefill with context", "mixed")
 
 
@@ -113,7 +111,6 @@ def checked(name: str, device: SimulatedDevice, *names: str, model: str | None =
 def check_all(
     name: str, device: SimulatedDevice, cases: Sequence[Case] | None = None, model: str | None = None
 ) -> BackendResult:
-    """With all batches and those for the builder's own thresholds, unless some are given."""
     subject = backend_subject(name, device, None if model is None else MODELS[model])
     tried_on = subject.device or device
     load = loaded_source()

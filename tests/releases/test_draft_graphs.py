@@ -1,8 +1,4 @@
-"""The real proposers of 0.14 to 0.29, drafting by replays for batches that all have drafts, in simulated engines.
-
-There are no graphs on that device, so a replay launches again; all that graphs are given and all that they leave is as
-on a GPU.
-"""
+"""The real proposers of 0.14 to 0.29, drafting by replays in simulated engines, where a replay launches again."""
 
 import functools
 import importlib
@@ -30,7 +26,6 @@ SEEDS = [
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class."""
     if release not in SPEC.releases:
         pytest.skip(f"drafting is left as it is in {release}")
     return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
@@ -92,7 +87,6 @@ def test_drafts_and_all_that_models_are_given_are_stock_s(
 
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Each batch is filled up to the largest."""
     monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
     schedule = random_schedule(seed)
     engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)

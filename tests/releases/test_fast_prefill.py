@@ -31,7 +31,6 @@ PADDED = 24
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Iterator[Any]:
-    """vLLM's own function, and the patches in place of it."""
     own = utils().make_kv_sharing_fast_prefill_common_attn_metadata
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"):
         importlib.import_module(module)

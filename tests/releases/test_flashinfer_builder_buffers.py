@@ -59,10 +59,7 @@ def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
 
 @pytest.fixture
 def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each source in pinned memory that a copy to the device was started from, or a plan made from, and its contents.
-
-    Nothing is pinned without a GPU, so what asks for it is told that it is. The device may read a source at any time.
-    """
+    """Each pinned source of a copy to the device or of a plan, and its contents."""
     pinned: dict[int, torch.Tensor] = {}
     sources: list[tuple[torch.Tensor, torch.Tensor]] = []
     copy, plan, is_pinned = torch.Tensor.copy_, fake_flashinfer.Wrapper.plan, torch.Tensor.is_pinned

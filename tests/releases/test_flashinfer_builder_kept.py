@@ -27,14 +27,12 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def drafts(exact: list[int], padding: int = 0, slack: int = DRAFTS, tokens: int = 1 + DRAFTS) -> Any:
-    """A batch of drafts with a block table as wide as the engine's, in which pages change from step to step."""
     given = metadata([tokens] * len(exact) + [0] * padding, exact + [0] * padding, slack)
     table = torch.randint(1, 10_000, (given.num_reqs, LONGEST // PAGE), dtype=torch.int32)
     return dataclasses.replace(given, block_table_tensor=table)
 
 
 def pages_read(wrapper: fake_flashinfer.Wrapper, requests: int) -> list[list[int]]:
-    """Of each request, those of its exact length."""
     starts, indices = wrapper._paged_kv_indptr_buf.tolist(), wrapper._paged_kv_indices_buf.tolist()
     pages = [-(-length // PAGE) for length in wrapper.lengths(PAGE)[:requests]]
     return [indices[start : start + count] for start, count in zip(starts, pages, strict=False)]

@@ -14,7 +14,6 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def kernel(builder: Any, query: list[int]) -> str:
-    """What verifies such a batch."""
     built = builder.build(0, metadata(query, [40 * (tokens > 0) for tokens in query], DRAFTS))
     if built_on_device(built):
         return "xqa"

@@ -153,5 +153,4 @@ def test_what_is_grafted_is_ours():
 
 
 def parameters() -> Any:
-    """The names that this release's own constructor has."""
     return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters

@@ -17,14 +17,12 @@ SPEC = next(spec for spec in load_ledger() if spec.name == "lazy-outputs")
 
 @pytest.fixture(scope="module")
 def module(release: str) -> Any:
-    """The executor's module; releases that the patch is not for are skipped."""
     if release not in SPEC.releases:
         pytest.skip(f"the patch is not for {release}")
     return importlib.import_module("vllm.v1.executor.uniproc_executor")
 
 
 def make_executor(module: Any, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool = True) -> Any:
-    """vLLM's executor, started, of a worker that does as it is told."""
     monkeypatch.setattr(module, "WorkerWrapperBase", mock.MagicMock())
     for name in ("current_platform", "envs"):
         if hasattr(module, name):
@@ -38,7 +36,6 @@ def make_executor(module: Any, monkeypatch: pytest.MonkeyPatch, *, asynchronous:
 
 
 def sample(module: Any, executor: Any, make: Any, **options: Any) -> Any:
-    """What a step of the worker gives whose output is made by `make`."""
     output = type("Output", (module.AsyncModelRunnerOutput,), {"get_output": lambda self: make()})()
     executor.driver_worker = SimpleNamespace(sample_tokens=lambda grammar: output)
     return executor.collective_rpc("sample_tokens", args=(None,), non_block=True, **options)
@@ -46,7 +43,6 @@ def sample(module: Any, executor: Any, make: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An executor of a patched release."""
     with undone():
         ledger = Ledger(IMPLEMENTATIONS, (SPEC,))
         ledger.install()

@@ -83,7 +83,6 @@ def test_flash_attention_needs_device_lengths_only(ledger, loaded, query, seq):
 
 
 def _release_fields():
-    """The names that this release's own constructor has."""
     return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters
 
 

@@ -43,7 +43,6 @@ DRAFTS_BEHIND = ([1, 4, 4], [20, 37, 104], [0, 2, 1])
 
 @pytest.fixture(scope="module")
 def patched(release: str) -> Iterator[State]:
-    """What became of the patch."""
     if tuple(map(int, release.split("."))) < (0, 18):
         pytest.skip(f"MLA's builders are made here from vLLM 0.18 on, and this is {release}")
     fake_flashinfer.install()

@@ -31,7 +31,6 @@ def test_the_runner_that_vllm_will_import_is_a_subclass(runner_class, upstream):
 
 
 def test_no_function_of_upstreams_is_pasted(runner_class, upstream):
-    """Every function that the subclass replaces calls the one that it replaces."""
     ours = runner_class.__mro__[: runner_class.__mro__.index(upstream)]
     replaced = {name for each in ours for name in vars(each) if name in dir(upstream) and not name.startswith("__")}
     assert len(replaced) >= 6

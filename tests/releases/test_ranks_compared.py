@@ -19,7 +19,6 @@ NAME = "rank-agreement"
 
 @pytest.fixture
 def executor(release: str) -> Iterator[type[Any]]:
-    """The release's `Executor`, patched."""
     module = importlib.import_module("vllm.v1.executor.abstract")
     ledger = Ledger(
         rank_agreement.IMPLEMENTATIONS, tuple(spec for spec in load_ledger() if spec.name == NAME), release=release
@@ -37,7 +36,6 @@ class Seconds(float):
 
 
 def started(executor: type[Any], answers: list[dict[str, str]]) -> list[Any]:
-    """Start the engine's ranks as its core does, and return what was called in them."""
     calls: list[Any] = []
 
     def collective_rpc(self: Any, method: Any, *args: object, **kwargs: object) -> list[Any]:

@@ -42,7 +42,6 @@ EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in f
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class; a release that the patch is not for is not simulated."""
     if release not in SPEC.releases:
         pytest.skip(f"the runner is not patched in {release}")
     return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
@@ -50,7 +49,6 @@ def stock(release: str) -> Any:
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    """What the plugin makes of it, or `SIMULATION_RUNNER`."""
     if RUNNER is not None:
         module, _, function = RUNNER.partition(":")
         make: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
@@ -73,7 +71,6 @@ _references: dict[Schedule, Engine] = {}
 
 
 def reference(stock: Any, schedule: Schedule) -> Engine:
-    """Stock's run on a device that is never late; made once."""
     if schedule not in _references:
         _references[schedule] = run(stock, schedule, late=False)
     return _references[schedule]
@@ -99,7 +96,6 @@ def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = Tru
 
 
 def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
-    """What is wrong with the waits that were counted since the last reset."""
     report, needed = sync_report(), Counter(reason for reason in waits(engine, schedule) if reason)
     found = [] if report.fallbacks == needed else [f"fallbacks are {report.fallbacks} instead of {dict(needed)}"]
     counted = sum(site.count for site in report.sites if site.what == "accepted counts")
@@ -247,7 +243,6 @@ def test_the_loads_go_through_everything(stock: Any):
 
 
 def finds_prompts(stock: Any) -> bool:
-    """Whether this release finds in the prefix cache a prompt that it has just had."""
     engine = Engine(stock, Shape(blocks=100, prefix_caching=True))
     for name in ("first", "again"):
         engine.add(name, list(range(70)), 2, -1)

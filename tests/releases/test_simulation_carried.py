@@ -54,14 +54,12 @@ _references: dict[Schedule, Engine] = {}
 
 
 def reference(stock: Any, schedule: Schedule) -> Engine:
-    """Stock's run on a device that is never late; made once."""
     if schedule not in _references:
         _references[schedule] = run(stock, schedule, late=False)
     return _references[schedule]
 
 
 def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True) -> list[str]:
-    """The first things that are wrong with a class, oldest first; a class that fails is wrong."""
     try:
         engine = run(runner_class, schedule, late=late)
         found = list(islice(mistakes(engine, schedule, waited=False), 3))
@@ -74,7 +72,6 @@ def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = Tru
 
 
 def tokens_wrong(runner_class: Any, schedule: Schedule) -> list[str]:
-    """What is wrong with a run where stock's is wrong, too."""
     return list(mistakes(run(runner_class, schedule, late=True), schedule, waited=False))
 
 
@@ -109,7 +106,6 @@ WISHES = {
 
 
 def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
-    """The tokens of a request that reaches the model's length, beside a later one with wishes; and the right tokens."""
     engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))
     engine.add("long", prompt, 60, -1)
     while len(engine.steps) < 9:

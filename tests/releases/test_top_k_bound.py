@@ -28,7 +28,6 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def sampler(release: str) -> Any:
-    """The module of the release's sampler; releases that the patch is not for are skipped."""
     if release not in SPEC.releases:
         pytest.skip(f"the patch is not for {release}")
     return importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
@@ -36,7 +35,6 @@ def sampler(release: str) -> Any:
 
 @pytest.fixture
 def patched(sampler: Any) -> Iterator[None]:
-    """The patch, applied for one test."""
     with undone():
         ledger = ledger_of(["top-k-bound"])
         ledger.install()
@@ -78,7 +76,6 @@ def make_batch(*top_k: int) -> Any:
 
 
 def sample(sampler: Any, batch: Any) -> tuple[torch.Tensor, int]:
-    """What is left of random logits, and how many numbers were asked for."""
     rows = batch.num_reqs
     logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
     with Reads() as reads:

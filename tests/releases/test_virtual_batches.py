@@ -36,7 +36,6 @@ Attention = list[list[int]]
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Iterator[Any]:
-    """vLLM's own function, and the patches in place of it."""
     own = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     layer_module()
     with undone():
@@ -76,7 +75,6 @@ def attended(starts: torch.Tensor, lengths: torch.Tensor, block_table: torch.Ten
 
 
 def expected(given: Any) -> Attention:
-    """Chunked local attention as it is defined."""
     seen: Attention = []
     for row, tokens in enumerate(given.query_start_loc.diff().tolist()):
         length = int(given.seq_lens[row])

@@ -16,10 +16,7 @@ ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
 
 
 class Batches:
-    """A runner's batches, seen twice: with what the host may assume of them, and with what is true.
-
-    Requests come and go, change rows, skip steps and return, and get from one token to all of their drafts and one.
-    """
+    """A runner's batches, seen twice: with what the host may assume of them, and with what is true."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.choose = random.Random(seed)
@@ -212,7 +209,6 @@ def test_an_event_that_has_happened_is_not_waited_for_and_another_is_counted():
 
 
 def sleep(choose: random.Random) -> None:
-    """Let the device be late by up to some milliseconds."""
     torch.cuda._sleep(choose.randrange(1, 20_000_000))
 
 

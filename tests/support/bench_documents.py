@@ -54,5 +54,4 @@ def document(
 
 
 def row(found: Mapping[str, Any], arm: str, load: str = "decode-1") -> dict[str, Any]:
-    """One row of the summary."""
     return next(row for row in found["summary"] if (row["arm"], row["load"]) == (arm, load))

@@ -17,7 +17,6 @@ def walk(orbit: Orbit, tokens: int, draft_tokens: int, start: int) -> list[int]:
 
 
 def as_steps(requests: list[list[int]]) -> list[Step]:
-    """Steps of an engine that runs these requests side by side."""
     longest = max(map(len, requests))
     return [
         Step(

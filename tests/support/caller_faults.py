@@ -1,8 +1,4 @@
-"""Callers of a `ContinuousBatcher` that misbehave, and a plain model of what must come of each request all the same.
-
-All runs in one thread and by one seed, so that a red run can be repeated: the test steps the batcher, turns the event
-loops of the callers a little, closes them in the middle, and lets faults happen inside a step.
-"""
+"""Callers of a `ContinuousBatcher` that misbehave, in one thread by one seed, and a model of what must come."""
 
 from __future__ import annotations
 
@@ -103,8 +99,6 @@ class StubStep:
 
 @dataclass
 class Late:
-    """An `Arrival`."""
-
     chance: random.Random
 
     def query(self) -> bool:
@@ -134,15 +128,12 @@ class FaultyLoop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(*args, **kwargs)
 
     def turn(self) -> None:
-        """Run what is ready."""
         self.call_soon(self.stop)
         self.run_forever()
 
 
 @dataclass
 class Reader:
-    """One iteration over a request, in a loop that a test turns."""
-
     kind: str
     loop: FaultyLoop
     enough: int
@@ -169,8 +160,6 @@ class Reader:
 
 @dataclass
 class Asked:
-    """A request, and what may become of it."""
-
     request: Request
     reasons: set[str] = field(default_factory=lambda: {"eos", "length"})
     readers: list[Reader] = field(default_factory=list)

@@ -202,7 +202,7 @@ class Reads(Right):
 
 
 class Uploads(Right):
-    """A blocking copy to the device, as of a list that is made anew in each forward."""
+    """A blocking copy to the device."""
 
     fault = "in its forward it waits: copy to device (tensor)"
 

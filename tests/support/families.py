@@ -38,7 +38,6 @@ with answering() as answer:
 
 
 def begin(*arguments: str) -> subprocess.Popen[str]:
-    """A Python process with these arguments."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
     return subprocess.Popen(
@@ -78,7 +77,6 @@ def _runs(identifier: int) -> bool:
 
 
 def of_session(parent: int) -> list[int]:
-    """The processes of the sessions that the children of `parent` lead."""
     stats = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

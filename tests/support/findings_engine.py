@@ -114,12 +114,10 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """The model runner."""
         worker = self.core.model_executor.driver_worker
         return getattr(worker, "worker", worker).model_runner
 
     def step(self) -> None:
-        """One step of the engine; what it gives is kept."""
         for output in self._engine.step():
             self.tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
 
@@ -320,7 +318,6 @@ def _prompts_on_time(engine: Engine) -> Iterator[None]:
 
 
 def _until_it_fails(serve: Callable[[], list[list[int]]]) -> tuple[list[list[int]], str | None]:
-    """The tokens; or none, and how and where the engine failed."""
     try:
         return serve(), None
     except Exception as error:

@@ -101,7 +101,6 @@ def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: An
 
 
 def assert_same(synchronous: Any, asynchronous: Any) -> None:
-    """Every tensor of the two outputs, and the caches, are the same bits."""
     if isinstance(synchronous, torch.Tensor):
         assert type(synchronous) is type(asynchronous)
         assert torch.equal(synchronous, asynchronous)

@@ -57,7 +57,6 @@ def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def generate(model: Any, inputs: dict[str, Any], *, seed: int = 0, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the generator's state afterwards."""
     torch.manual_seed(seed)
     tokens = model.generate(**inputs, **kwargs)
     return tokens.cpu(), torch.cuda.get_rng_state()
@@ -158,7 +157,6 @@ CONTROLS = {
 
 
 def main(name: str) -> int:
-    """Run one control; see the module."""
     control = CONTROLS[name]
     model = make_model()
     inputs = prompts([3, 1], 3)

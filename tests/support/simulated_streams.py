@@ -86,8 +86,6 @@ class Stream:
 
 
 class Event:
-    """One recording of an event."""
-
     happened = False
 
     def happen(self) -> None:

@@ -115,7 +115,6 @@ _XQA_BEFORE = _XQA.replace(parameters=[each for each in _XQA.parameters.values()
 
 
 def xqa_batch_decode_with_kv_cache_before_0_6_16(*given: Any, **named: Any) -> torch.Tensor:
-    """The same without ragged queries."""
     call = _XQA_BEFORE.bind(*given, **named)
     call.apply_defaults()
     q_len_per_req, window_left = call.arguments["q_len_per_req"], call.arguments["window_left"]

@@ -90,7 +90,6 @@ def _test_files(path: Path) -> list[Path]:
 
 
 def expected_patches() -> dict[str, list[str]]:
-    """Patches that must be applied on this machine, with their modules."""
     return {
         spec.name: [target.module for target in spec.targets if RELEASE in target.fingerprints]
         for spec in load_ledger()

@@ -54,7 +54,6 @@ _COMMIT = "0" * 40
 
 
 def write_hub(home: Path) -> None:
-    """Write what `HF_HOME` is to name."""
     for name, config in CONFIGS.items():
         model = home / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = model / "snapshots" / _COMMIT

@@ -76,7 +76,6 @@ def _get(url: str) -> bytes:
 
 
 def _indexes() -> list[str]:
-    """Those that pip uses."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
     )

@@ -14,8 +14,6 @@ MISSING: Result = ("not run", "")
 
 @dataclass
 class FileRecord:
-    """What one arm found in one file."""
-
     cases: dict[str, Result] = field(default_factory=dict)
     ended: str = "no record"
     plugin: list[dict[str, str] | None] = field(default_factory=list)
@@ -29,8 +27,6 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Difference:
-    """A case whose results with the plugin are not among those of stock vLLM."""
-
     case: str
     stock: tuple[Result, ...]
     plugin: tuple[Result, ...]
@@ -90,7 +86,6 @@ def refusals_of_plugin(file: str, record: FileRecord, expected: Iterable[str]) -
 
 
 def refusals_of_stock(file: str, record: FileRecord) -> list[str]:
-    """Why this process is no stock vLLM."""
     if not record.plugin:
         return [f"{file}: its process recorded nothing ({record.ended})"]
     return [f"{file}: the plugin is loaded in stock vLLM"] if any(each is not None for each in record.plugin) else []

@@ -41,7 +41,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
     found: list[str] = []
     monkeypatch.setattr(runner_choice.logger, "warning", lambda message, *values: found.append(message % values))
     return found

@@ -132,7 +132,6 @@ def scaled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flash-attn that takes float32 too."""
     module: Any = ModuleType("flash_attn")
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(module, name, scaled(getattr(kernel_contract, name)))
@@ -163,7 +162,6 @@ def test_the_tokens_are_those_of_generate(installed: str, page_size: int, kind: 
 def test_with_drafts_the_tokens_are_those_of_generate(
     drafts: int, installed: str, page_size: int, kind: str, request: pytest.FixtureRequest
 ):
-    """And all drafts of a copy are accepted, so that both models attend rightly."""
     request.getfixturevalue(installed)
     copied, new_tokens = drafter(kind, "the same"), 1 + 2 * (1 + drafts)
     with make(kind, page_size=page_size, draft_model=copied, draft_tokens=drafts, eos_token_id=[]) as batcher:

@@ -48,7 +48,6 @@ def make_model(attention: str) -> Any:
 
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def subject(request: pytest.FixtureRequest) -> tuple[Any, str]:
-    """A model and the name of an attention that this machine has."""
     if request.param == "FLASHINFER_TRTLLM":
         pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
         capability = torch.cuda.get_device_capability()
@@ -85,7 +84,6 @@ def tokens(
     lengths: Sequence[int] = PROMPTS,
     **options: Any,
 ) -> list[list[int]]:
-    """Of more requests than run at once, some of them sampled."""
     model, attention = subject
     with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
@@ -195,7 +193,6 @@ def test_with_drafts_the_tokens_are_those_without(noise: float, least: float, mo
 
 
 def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]):
-    """As above; drafts, counts and positions stay on the device."""
     model, attention = subject
     options: dict[str, Any] = {"draft_model": copy.deepcopy(model), "draft_tokens": DRAFTS, "attention": attention}
     for cuda_graphs in (True, False):

@@ -110,7 +110,6 @@ def random_request(choose: random.Random) -> Request:
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
 def test_ten_thousand_operations_leave_all_pages_free(late: int, drafts: int):
-    """Submit, cancel, step and run out of memory, at random; every token is there once, and none after the end."""
     choose = random.Random(late)
     device = LateDevice(make(drafts=drafts), late, drafts)
     scheduler = device.scheduler

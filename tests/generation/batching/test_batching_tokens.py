@@ -50,7 +50,6 @@ def test_the_tokens_are_the_synchronous_ones(
 
 
 def test_a_row_computed_too_late_to_matter_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    """Ahead by one step, each sequence that ends early is computed once more, and nobody sees it."""
     rows = {}
     for way in ({"synchronous": True}, {}, {"steps_ahead": 2}):
         with make(max_batch=8, **way) as batcher:
@@ -137,7 +136,7 @@ def test_samples_are_of_the_softmax():
 
 
 def test_noise_of_neighbours_is_not_related():
-    """Of seeds, positions and tokens side by side; a correlation of 0.03 would be four standard deviations."""
+    """A correlation of 0.03 would be four standard deviations."""
     seeds, positions = torch.arange(150).repeat_interleave(2), torch.arange(2).repeat(150)
     noise = gumbel_noise(seeds, positions, 128).view(150, 2, 128)
     assert noise.isfinite().all()

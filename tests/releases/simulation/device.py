@@ -45,10 +45,8 @@ class Gpu:
         self.current = self.default
         self.streams = [self.default]
         self.waits: list[str] = []
-        """What the host has waited for, oldest first."""
 
     def launch(self, run: Callable[[], Any]) -> None:
-        """Queue `run` on the current stream."""
         self.current.queue.append(run)
         self.current.launched += 1
         if self.late is None:
@@ -57,22 +55,18 @@ class Gpu:
             self.run_some(self.late)
 
     def run_some(self, late: random.Random) -> None:
-        """Let time pass: some streams run some of what they have."""
         for _ in range(late.randrange(_MOST_AT_ONCE)):
             late.choice(self.streams).run_one()
 
     def finish(self) -> None:
-        """Run all that is queued."""
         for stream in self.streams:
             stream.run_until(stream.launched)
 
     def wait(self, what: str) -> None:
-        """The host waits for all that is queued."""
         self.waits.append(what)
         self.finish()
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Queue a kernel, written for plain tensors, that writes some of its arguments."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor):
                 raise RuntimeError(f"{function} was given a tensor of the host's, of shape {tuple(leaf.shape)}")
@@ -163,7 +157,6 @@ class DeviceTensor(torch.Tensor):
         return False
 
     def data_ptr(self) -> int:
-        """Where it is, for a kernel that is given addresses."""
         return self.inner.data_ptr()
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -281,7 +274,6 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _garbage(dtype: torch.dtype) -> int:
-    """What is in memory that nothing has been written to yet."""
     return 1 if dtype is torch.bool else 77
 
 
@@ -329,7 +321,6 @@ class _Sides(TorchFunctionMode):
 
     @staticmethod
     def _copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> None:
-        """`torch._foreach_copy_`, one after the other."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=non_blocking)
 

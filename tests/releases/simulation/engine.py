@@ -54,13 +54,7 @@ class Step:
 
 
 class Engine:
-    """The engine core's loop over one scheduler and one runner.
-
-    Args:
-        runner_class: The release's `GPUModelRunner`, or what is made of it.
-        shape: Its size.
-        late: Where the delays of its device come from; None for none.
-    """
+    """The engine core's loop over one scheduler and one runner; `late` delays its device."""
 
     def __init__(self, runner_class: Any, shape: Shape, late: random.Random | None = None) -> None:
         self.gpu = Gpu(late)
@@ -223,7 +217,6 @@ class Engine:
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
-        """The client has gone."""
         from vllm.v1.request import RequestStatus
 
         if name in self.scheduler.requests:
@@ -231,7 +224,6 @@ class Engine:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def plan(self, *, drafts: int, tokens: int) -> None:
-        """From now on the scheduler plans with so many drafts a request, and so many tokens a step."""
         if hasattr(self.scheduler, "dynamic_sd_lookup"):
             # From 0.24 the drafter makes no more than are planned; fewer come from a table by batch size.
             fewer = [drafts] * (self.shape.rows + 1)
@@ -244,7 +236,6 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do or to wait for."""
         return self.scheduler.has_requests() or bool(self.queue)
 
     def step(self, *, drained: bool = False, quiet: bool = False) -> None:
@@ -294,7 +285,6 @@ class Engine:
                     self.finished[each.request_id] = str(each.finish_reason)
 
     def drain(self) -> None:
-        """Process all outputs that are in flight."""
         while self.queue:
             self._process_oldest()
 

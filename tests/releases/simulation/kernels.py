@@ -14,7 +14,6 @@ _interpreted: dict[Any, Any] = {}
 
 
 def interpreted(kernel: Any) -> Any:
-    """The interpreted form of a `JITFunction`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     if kernel.fn not in _interpreted:

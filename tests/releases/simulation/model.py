@@ -92,11 +92,9 @@ class Builder:
     kv_cache_spec: Any = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Given:
-        """For the target model."""
         return Given({name: getattr(common_attn_metadata, name) for name in _FIELDS + _SIZES})
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Given:
-        """For a draft step."""
         return Given(self.build(0, common_attn_metadata).common, draft_index)
 
 

@@ -22,18 +22,12 @@ MISTAKES = {
 
 
 def optimistic(stock: Any, mistake: str | None = None) -> Any:
-    """The class that is made of a release's `GPUModelRunner`.
-
-    Args:
-        stock: The release's class.
-        mistake: One of `MISTAKES`, or None.
-    """
+    """The class that is made of a release's `GPUModelRunner`, with one of `MISTAKES` or none."""
     return type("Optimistic", (_Optimistic, stock), {"mistake": mistake})
 
 
 class _Optimistic:
     mistake: str | None
-    """One of `MISTAKES`, or None."""
     _counts: torch.Tensor | None = None
     _begun: torch.Tensor | None = None
     """Where each row of the step before began, and how many tokens it had: (2, rows), on the device."""

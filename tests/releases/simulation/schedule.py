@@ -171,18 +171,12 @@ def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: in
 
 
 def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
-    """An engine of this class of runners that has served the load; its device is late at random, or never."""
     engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
     play(schedule, engine)
     return engine
 
 
 def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
-    """Give a load to an engine, and run it until it is idle.
-
-    Raises:
-        RuntimeError: It is not after `limit` steps.
-    """
     for happens in schedule.events:
         engine.plan(drafts=happens.drafts, tokens=happens.budget)
         for name in happens.arrivals:

@@ -48,7 +48,6 @@ class Shape:
 
 
 def configuration(shape: Shape) -> Any:
-    """The release's configuration of a tiny model with an EAGLE head and asynchronous scheduling."""
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "max_model_len": LONGEST}
     with tempfile.TemporaryDirectory() as scratch:
         model = builders.write_llama(Path(scratch) / "target", **sizes)
@@ -77,7 +76,6 @@ def configuration(shape: Shape) -> Any:
 
 
 def kv_cache(shape: Shape) -> Any:
-    """Two groups of one layer each, full attention and a sliding window; the draft head is in the first."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -90,7 +88,6 @@ def kv_cache(shape: Shape) -> Any:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Process groups of one, and pinned memory."""
     from vllm.distributed import parallel_state
 
     group = SimpleNamespace(

@@ -40,7 +40,6 @@ class Wishes:
 
     @property
     def penalties(self) -> bool:
-        """Whether tokens that have been are less likely."""
         return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
 
     def parameters(self) -> dict[str, Any]:
@@ -54,12 +53,10 @@ class Wishes:
         }
 
     def allowed(self, outputs: Sequence[int]) -> Any:
-        """Which tokens the grammar lets follow the outputs: (vocabulary,) bool."""
         last = outputs[-1] if outputs else 0
         return (np.arange(VOCABULARY) * 5 + 3 * last + len(outputs)) % self.grammar != 0
 
     def token(self, first: int, prompt: Sequence[int], outputs: Sequence[int], stop: int) -> int:
-        """The token for which the model says `first`."""
         logits = np.roll(RANKED, first)
         counts = np.bincount(np.array(outputs, dtype=np.int64), minlength=VOCABULARY).astype(np.float32)
         been = counts > 0
@@ -81,5 +78,4 @@ PLAIN = Wishes()
 
 
 def penalties(choose: random.Random) -> Wishes:
-    """One or several penalties."""
     return choose.choice([Wishes(frequency=1.7), Wishes(repetition=1.3), Wishes(presence=1.1), Wishes(1.2, 0.6, 0.3)])

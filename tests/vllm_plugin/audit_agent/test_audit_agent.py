@@ -36,8 +36,6 @@ class Scheduler:
 
 
 class EngineOf:
-    """One process that has the engine core and a worker, or, `apart`, two of them."""
-
     def __init__(self, *, apart: bool = False, rank: int = 0) -> None:
         self.scheduler, self.runner = Scheduler(), Runner()
         wrapper = SimpleNamespace(worker=SimpleNamespace(rank=rank, model_runner=self.runner))
@@ -60,7 +58,6 @@ class EngineOf:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """As the front end of an audit makes it."""
     with make_folder() as made:
         yield Path(made)
 

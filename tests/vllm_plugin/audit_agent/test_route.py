@@ -108,8 +108,6 @@ def ran(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def asked(app: FastAPI, *pieces: bytes, **headers: str) -> Answer:
-    """The answer to one request."""
-
     async def ask() -> Answer:
         async with open_door(app):
             return await Client(*pieces or (b"{}",), **headers).post(app)
@@ -246,7 +244,6 @@ def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
 
 @asynccontextmanager
 async def under_way(app: FastAPI, engine: Engine, reached: Callable[[], bool]) -> AsyncIterator[Any]:
-    """An audit that has come so far: its client, and the task of its answer."""
     client = Client(b"{}")
     task = asyncio.create_task(client.post(app))
     while not reached():

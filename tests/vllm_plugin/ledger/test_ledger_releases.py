@@ -51,10 +51,6 @@ def test_the_ledger_knows_each_release_that_pip_finds():
 
 
 def without_fingerprints(specs: Iterable[PatchSpec]) -> dict[str, list[str]]:
-    """Of each entry the known releases in its ranges for which no target has a fingerprint, or a guard has none.
-
-    There the plugin would refuse the patch, though the ledger knows the release.
-    """
     specs = tuple(specs)
     found = {
         spec.name: [

@@ -190,7 +190,6 @@ def test_a_directory_is_not_taken_for_abandoned_while_it_is_made(world: World, m
     mark = private_directory._mark
 
     def clean_up_around(descriptor: int, name: str) -> None:
-        """As a server that starts at that moment."""
         for step in (lambda: None, lambda: mark(descriptor, name)):
             step()
             for path in world.parent.glob("run-*"):

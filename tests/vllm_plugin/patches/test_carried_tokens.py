@@ -37,7 +37,6 @@ class Runner:
         self.calls.append("tokens")
 
     def _calc_spec_decode_metadata(self, drafts: Any, ends: Any) -> Any:
-        """Indices for rows that all have drafts."""
         self.calls.append("indices")
         ends = torch.as_tensor(ends).long()
         counts = torch.as_tensor(drafts).long()
@@ -54,7 +53,6 @@ class Runner:
 
 @pytest.fixture
 def runner_class() -> Iterator[type[Runner]]:
-    """The class with the patch."""
     with temporarily() as changes:
         carried_inputs._apply(changes, SimpleNamespace(GPUModelRunner=Runner))  # type: ignore[arg-type]
         yield Runner
@@ -137,7 +135,6 @@ def test_the_number_of_drafts_may_change_from_step_to_step(runner_class: Any):
 
 
 def indices(runner: Any, counts: Sequence[int], lengths: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-    """The rows whose logits are computed, and the drafts."""
     drafts = np.array(counts, dtype=np.int32)
     ends = np.cumsum(drafts + 1 if lengths is None else lengths, dtype=np.int32)
     made = runner._calc_spec_decode_metadata(drafts, ends)

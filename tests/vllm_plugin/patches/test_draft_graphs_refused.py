@@ -318,8 +318,6 @@ def test_what_is_changed_of_the_drafter_for_a_capture_is_put_back(has: tuple[str
 
 
 class Graphs:
-    """Stands in for captured graphs."""
-
     def draft(self, rows: int, tensors: dict[str, torch.Tensor]) -> str:
         return f"replayed {rows}"
 
@@ -328,7 +326,6 @@ NOTHING = torch.zeros(8, dtype=torch.bool)
 
 
 def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
-    """One with graphs of two requests and three drafts, and arguments for which it replays them."""
     drafting = draft_graphs.Drafter.__new__(draft_graphs.Drafter)
     fields = {
         "_drafter": SimpleNamespace(num_speculative_tokens=1),

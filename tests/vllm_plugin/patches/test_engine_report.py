@@ -19,8 +19,6 @@ Start = Callable[..., tuple[Publisher, list[str]]]
 
 
 class WorkerWrapperBase:
-    """As vLLM's."""
-
     def __init__(self, worker: object) -> None:
         self.worker = worker
 
@@ -30,8 +28,6 @@ class WorkerWrapperBase:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a worker, and returns what it published and logged."""
-
     def run(rank: int, runner: Any) -> tuple[Publisher, list[str]]:
         lines: list[str] = []
         publisher = Publisher()

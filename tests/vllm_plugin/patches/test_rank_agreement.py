@@ -26,7 +26,6 @@ class XqaBuilder:
 
 
 def wrapper(pipeline: int = 1) -> Any:
-    """A worker, as `decisions` asks it."""
     group = types.SimpleNamespace(metadata_builders=[XqaBuilder(), XqaBuilder()], kv_cache_spec="pages")
     config = types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline),
@@ -95,7 +94,6 @@ Start = Callable[..., tuple[list[Any], list[str]]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an executor whose ranks answer so, and returns its calls and what was logged."""
     lines: list[str] = []
     monkeypatch.setattr(rank_agreement, "inform", lambda message, *values: lines.append(message % values))
     monkeypatch.setattr(rank_agreement.logger, "warning", lambda message, *values: lines.append(message % values))
