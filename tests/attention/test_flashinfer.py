@@ -269,7 +269,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
 @pytest.mark.parametrize("kind", ["fa2", "fa3"])
 @pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (1, False), (3, False)])
 def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool):
-    """Planned once for 700 tokens more than there are. Pages are others in each step; rows change places."""
+    """Planned once for 700 tokens more than there are; pages and rows change in each step."""
     tokens, ahead = 4, 700
     exact = [tokens + 13 * row % 900 for row in range(requests)]
     case = Case([tokens] * requests, exact, [length + ahead for length in exact], room=2000)

@@ -163,7 +163,7 @@ def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path
 @pytest.mark.slow
 @needs_vllm
 def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
-    """As on a GPU, where vLLM keeps Triton: launches are recorded while it builds, and stop it from attending."""
+    """As on a GPU: launches are recorded while it builds, and stop it from attending."""
     file = tmp_path / "found.json"
     done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -188,7 +188,6 @@ def test_a_wrong_setting_of_the_plugin_is_one_sentence(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @needs_vllm
 def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also those for FlashAttention 2 with drafts, for which the plugin reads FlashInfer's plan."""
     monkeypatch.delenv("VLLM_ASYNC_SPEC")
     monkeypatch.delenv("VLLM_HAS_FLASHINFER_CUBIN")
     file = tmp_path / "found.json"

@@ -275,7 +275,7 @@ for case in found.cases:
 @needs_vllm
 @pytest.mark.parametrize("way", ["stock", "plugin"])
 def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_vllm(way: str):
-    """The finding, attended: with the bound, requests with drafts see slots of rejected ones; the plugin mends it."""
+    """With the bound, requests with drafts see slots of rejected ones; the plugin mends it."""
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off" if way == "stock" else "strict"}
     done = subprocess.run([sys.executable, "-c", MLA], capture_output=True, text=True, env=environment)
     if "there is no " in done.stderr:

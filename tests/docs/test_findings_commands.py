@@ -253,7 +253,7 @@ def test_rejections_are_taken_off_twice_after_a_pause(gpu_models: Any):
 
 @pytest.mark.parametrize("way", ["async", "sync"])
 def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(gpu_models: Any, way: str):
-    """A device that is a fifth of a second behind gets the lengths of prompts with the draft steps' additions."""
+    """A device that is a fifth of a second late gets lengths with the draft steps' additions."""
     metadata: Any = importlib.import_module("vllm.v1.attention.backends.utils").CommonAttentionMetadata
     if "_num_computed_tokens_cpu" not in metadata.__dataclass_fields__:
         pytest.skip("this release is not concerned: its draft steps write into nothing that the runner sends")
@@ -264,7 +264,7 @@ def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(gpu_models: A
 
 
 def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(gpu_models: Any, tmp_path: Path):
-    """Blocks are freed by lengths in which drafts in flight count. It is the scheduler's, and asks nothing of a GPU."""
+    """Blocks are freed by lengths in which drafts in flight count."""
     allocate: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager.allocate_slots
     if "num_in_flight_tokens" in allocate.__code__.co_names:
         pytest.skip("this release is not concerned: its scheduler frees blocks by the tokens that it has processed")

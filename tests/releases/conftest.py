@@ -1,7 +1,6 @@
-"""Run this folder against the Python of one vLLM release: `pytest tests/releases --vllm-source DIR`.
+"""Run this folder on the Python of one vLLM release: `pytest tests/releases --vllm-source DIR`.
 
-Two releases can't live in one process, so `make test-releases` starts pytest once for each. Without --vllm-source the
-files here are skipped before they are imported, because an `import vllm` in them would find the installed one.
+Without --vllm-source an `import vllm` would find the installed one, so the files are skipped before their import.
 """
 
 import os

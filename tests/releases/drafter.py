@@ -1,7 +1,6 @@
 """vLLM's own EAGLE proposer, drafting with a small Llama over a paged cache in plain PyTorch.
 
-The drafter looks at no hidden state. EAGLE gives each position the token after it, so the model reads the sequence
-without its first token, and predicts what EAGLE's head does.
+EAGLE gives each position the token after it, so the model reads the sequence without its first token.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""A release's asynchronous scheduler with two batches in flight, and a device that only counts.
-
-Its model says the number of each token's place, so that a token that is lost, or comes twice, is seen.
-"""
+"""A release's asynchronous scheduler with two batches in flight; tokens are the numbers of their places."""
 
 import inspect
 import random

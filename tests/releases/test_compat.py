@@ -149,7 +149,7 @@ def test_sparse_fp8_waits_with_deepseeks_heads_and_not_with_few(device: Simulate
 
 
 def test_flash_attn_mla_waits_for_prompts_past_its_threshold_only(device: SimulatedDevice, release: str):
-    """0.18.1 takes prompts of up to 512 tokens for decodes, which need no copy; the suite's own are shorter."""
+    """0.18.1 takes prompts of up to 512 tokens for decodes, which need no copy."""
     if release != "0.18.1":
         pytest.skip(f"vLLM {release} is not the one that copies there")
     found = check_all("FLASH_ATTN_MLA", device)
@@ -312,9 +312,9 @@ def test_trtllm_takes_device_lengths_where_its_builder_does(vllm_source: Path, r
 
 
 def test_flex_attention_knows_no_request_of_padded_tokens(device: SimulatedDevice):
-    """Its mask asks for that of each query token, padding included, and reads past the end of its list.
+    """Its mask reads past the end of its list for padded tokens.
 
-    Releases that can be captured have a longer buffer there; the others are never given padded tokens by an engine.
+    Releases that can be captured have a longer buffer there; an engine gives the others no padded tokens.
     """
     padded = next(case for case in CASES if case.name == "padded rows")
     subject = backend_subject("FLEX_ATTENTION", device)

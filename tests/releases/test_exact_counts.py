@@ -185,7 +185,7 @@ def simulated(loaded):
 
 @pytest.mark.parametrize("name", [*sorted(DEVICE_LENGTHS), "FLASHINFER"])
 def test_a_backend_that_is_named_builds_the_same_from_a_bound_and_drafts_without_a_wait(upstream, simulated, name):
-    """Its builder is told a bound where it is used to exact lengths, and in draft steps nothing. FlashInfer's fails."""
+    """Told a bound in place of exact lengths, and nothing in draft steps. FlashInfer's fails."""
     try:
         result = check(backend_subject(name, simulated), simulated, cases=[c for c in CASES if c.name in BATCHES])
     except AbsentError as error:

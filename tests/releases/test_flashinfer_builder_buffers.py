@@ -114,7 +114,7 @@ def test_no_build_writes_what_a_copy_may_not_have_read(
 def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner(
     module: Any, release: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
 ):
-    """What the buffers are made pageable for; in stock the wait for exact lengths stands between two builds."""
+    """The reason for pageable buffers; in stock the wait for exact lengths stands between two builds."""
     with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=False) as setting:
         builder = module.FlashInferMetadataBuilder(*setting)
         for more in (0, 3 * PAGE - 1):

@@ -56,7 +56,7 @@ def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: An
 def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int], requests: int, tokens: int
 ):
-    """FlashInfer alone has room in each for as many as one request could have: 52 and not 16 for four with four."""
+    """FlashInfer alone has room in each for as many as one request could have: 52, not 16, for four with four."""
     builder = made_on(capability, module, setting)
     (wrapper,) = wrappers(builder.build(0, metadata([tokens] * requests, [40] * requests, DRAFTS)))
     for live in range(1, requests + 1):
@@ -104,7 +104,7 @@ def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, 
 def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
 ):
-    """Without it FlashInfer fails: three drafts and 512 requests of an 8b need more than vLLM's workspace has."""
+    """Else FlashInfer fails: 512 requests of an 8b with three drafts need more than vLLM's workspace."""
     builder = made_on(capability, module, setting)
     sizes = (8, 3, 4)  # the largest first, as graphs are captured
     if not builder._planners:

@@ -43,7 +43,7 @@ def test_cascade_attention_is_off(runner):
 
 
 def test_vllms_warm_up_compiles_the_kernel_and_changes_nothing(runner, upstream, monkeypatch):
-    """No request waits for it. While vLLM profiles its memory there is no KV cache yet, and nothing to settle."""
+    """While vLLM profiles its memory there is no KV cache yet, and nothing to settle."""
     monkeypatch.setattr(upstream, "_dummy_sampler_run", lambda self, hidden_states: hidden_states)
     runner._progress, groups, runner.attn_groups = None, runner.attn_groups, []
     assert runner._dummy_sampler_run("logits") == "logits"
@@ -163,7 +163,7 @@ def test_draft_steps_do_not_count_in_the_runners_own_lengths(runner, upstream, m
 @pytest.mark.gpu
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_late_device_gets_the_lengths_that_were_sent(runner, upstream, monkeypatch, guarded):
-    """Draft steps add to the pinned lengths while a late device has yet to copy them, unless they have their own."""
+    """Draft steps add to the pinned lengths while a late device has yet to copy them."""
     from vllm.v1.utils import CpuGpuBuffer
 
     lengths = CpuGpuBuffer(ROWS, dtype=torch.int32, device=torch.device("cuda"), pin_memory=True)

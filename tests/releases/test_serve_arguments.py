@@ -1,7 +1,4 @@
-"""Does this release's `vllm serve` and its benchmark client take the command lines of the served plans?
-
-The client runs for real, against a server that answers like vLLM's; only the engine is missing.
-"""
+"""This release's `vllm serve`, and its client against a stand-in server, take the served plans' arguments."""
 
 import json
 import threading

@@ -1,8 +1,8 @@
 """vLLM's scheduler and runner under random loads, on a device that runs late.
 
-A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run of the same load on a device
-that is never late. `SIMULATION_LOADS=100` makes it a hundred loads; the number in a test's name is its seed.
-`SIMULATION_RUNNER=module:function` puts another class to the test: the function takes vLLM's and returns it.
+A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run on a punctual device.
+`SIMULATION_LOADS=100` makes it a hundred loads. `SIMULATION_RUNNER=module:function` tests what the function makes of
+vLLM's class.
 """
 
 import dataclasses
@@ -77,10 +77,7 @@ def reference(stock: Any, schedule: Schedule) -> Engine:
 
 
 def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True, counted: bool = False) -> list[str]:
-    """The first things that are wrong with a class, oldest first; a class that fails is wrong.
-
-    If `counted`, so is one whose count of waits, with their reasons, is not that of the steps that needed them.
-    """
+    """The first things that are wrong with a class, errors included; if `counted`, also with its waits."""
     reset_sync_report()
     try:
         engine = run(runner_class, schedule, late=late)
@@ -123,7 +120,6 @@ def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
 def test_a_step_that_needs_exact_counts_waits_once_and_says_why(
     subject: Any, stock: Any, wishes: tuple[str, ...], seed: int, drained: bool
 ):
-    """Requests with penalties, bad words and min_tokens come and go beside others, and get their tokens."""
     assert wrong(subject, stock, wishful_schedule(seed, wishes, drained=drained), counted=RUNNER is None) == []
 
 
@@ -139,7 +135,6 @@ def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[
 
 
 def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch):
-    """With no draft accepted from then on, the runner's count of its tokens stays as far ahead as it was."""
     monkeypatch.setattr(Draft, "wrong", 97)
     engine = Engine(subject, Shape(tokens=48), random.Random(0))
     prompt = list(range(LONGEST - 16))
@@ -164,7 +159,7 @@ def test_what_needs_no_exact_counts_is_right_without_them(
 
 
 def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any):
-    """It makes masks along the drafts only for a step that waits for tokens; so the loads above never come early."""
+    """The scheduler makes masks along the drafts only for a step that waits for tokens."""
     found = wrong(subject, stock, wishful_schedule(0, ("grammar",), drained=True))
     assert found
     assert "positions" not in found[0]
@@ -198,7 +193,6 @@ def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...]
 
 
 def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any):
-    """The host's account of the step in flight is a bound in some step, and no wait is more than an event."""
     schedule = random_schedule(0)
     engine = run(subject, schedule, late=True)
     exact = reference(stock, schedule)

@@ -1,7 +1,6 @@
-"""The V1 runners of 0.19 and later, which carry positions on the device, under random loads on a device that runs late.
+"""The V1 runners of 0.19 and later, which carry positions on the device, under random loads on a late device.
 
-Stock waits for no accepted count there, so stock itself must be right on a late device. What the plugin adds to these
-runners is judged by stock's run of the same load. `SIMULATION_LOADS=100` makes it a hundred loads.
+Stock waits for no accepted count there, so stock itself must be right. `SIMULATION_LOADS=100` makes a hundred loads.
 """
 
 from __future__ import annotations

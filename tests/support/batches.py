@@ -73,10 +73,9 @@ def batches(draw: st.DrawFn, *, min_requests: int = 0, most: int = INT32_MAX) ->
 
 @st.composite
 def ordered_batches(draw: st.DrawFn, *, query_tokens: int, page: int) -> Batch:
-    """As vLLM orders requests: those with up to `query_tokens` first, then longer ones, then padding.
+    """As vLLM orders requests: up to `query_tokens` first, then longer ones, then padding; rows may be empty.
 
-    Rows may be empty anywhere. Contexts are none, short, long, or end at a page's end or a token to either side. Tokens
-    may be padded as for a CUDA graph, where each padding row has as many as the others.
+    Contexts are none, short, long, or end beside a page's end. Tokens may be padded as for a CUDA graph.
     """
     kinds = {
         "single tokens": st.just(1),

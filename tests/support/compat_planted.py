@@ -1,7 +1,6 @@
 """Builders with one fault each, and clean ones, for the tests of the suite: plain PyTorch, no vLLM.
 
-What each should be found to be is in its `need` and `fault`; `fault` is part of a sentence that must be reported in the
-case `case`, and the line of it that ends in `# here` is the site that must be named.
+`need` and, in the case `case`, a sentence with `fault` must be found; the site that must be named ends in `# here`.
 """
 
 from dataclasses import dataclass

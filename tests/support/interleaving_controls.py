@@ -1,9 +1,8 @@
 """One wait is taken away from interleaved generation, and delays show that the tokens go wrong.
 
     python tests/support/interleaving_controls.py CONTROL
-
-Needs a CUDA device. Prints `right with every wait`, then `wrong without one` or `right without one`; where steps that
-run into each other break the device's context, the process ends with a CUDA error instead.
+Needs a CUDA device. Prints `right with every wait`, then `wrong without one` or `right without one`, or ends with a
+CUDA error.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """CUDA streams without CUDA: each does its work when it likes, in any order that the events between them allow.
 
-`CudaSlots` and `CudaFlagChannel` run as they are, on streams and events of this file. What they launch is put off, and
-done at random: so an order that nothing enforces comes out wrong sooner or later, and with the same seed again.
+What `CudaSlots` and `CudaFlagChannel` launch is put off, and done at random by a seed. So an order that nothing
+enforces comes out wrong sooner or later.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Runs a command that starts an engine of any number of ranks, and ends the command when it makes no progress.
+"""Runs a command that starts an engine of any number of ranks, and ends it when it makes no progress.
 
-Progress is new output, or a compiler that runs. The failure holds the Python stacks of all processes of the command,
-and no process is left.
+Progress is new output, or a compiler that runs. The failure holds the Python stacks of all processes.
 """
 
 import os

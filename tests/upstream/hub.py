@@ -1,7 +1,4 @@
-"""A Hugging Face cache with the configurations of the models that upstream's tests name most: no weights, no tokenizer.
-
-Upstream's scheduler and builders are tested with models of which nothing but the configuration is read.
-"""
+"""A Hugging Face cache with configurations of the models that upstream's tests name most: no weights, no tokenizer."""
 
 import json
 from pathlib import Path

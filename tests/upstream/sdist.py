@@ -24,12 +24,9 @@ class SdistError(RuntimeError):
 
 
 def tests_of_vllm(cache: Path) -> Path:
-    """The directory that has `tests/` of vLLM `RELEASE`, downloaded unless it is there.
+    """The directory that has `tests/` of vLLM `RELEASE`, downloaded unless it is there; SdistError if it can't be had.
 
-    pip can't do it: `pip download --no-binary` runs the build of what it downloads.
-
-    Raises:
-        SdistError: no index has it, or what it has is not what we know.
+    `pip download --no-binary` would build what it downloads.
     """
     target = cache / f"vllm-{RELEASE}"
     if target.is_dir():

@@ -54,9 +54,9 @@ def results(record: FileRecord, file: str) -> dict[str, Result]:
 
 
 def differing(file: str, stock: Sequence[FileRecord], plugin: Sequence[FileRecord]) -> list[Difference]:
-    """Cases that the plugin gives a result that stock never gave, in as many runs as there are records.
+    """Cases that the plugin gives a result that stock never gave.
 
-    Where both arms broke off, what neither or only one got to can't be compared: how far one gets is a matter of time.
+    What an arm that broke off did not get to can't be compared: how far one gets is a matter of time.
     """
     both_broke_off = all(record.broke_off for record in (*stock, *plugin))
     found = [[results(record, file) for record in arm] for arm in (stock, plugin)]

@@ -33,10 +33,7 @@ def make(pages: int = PAGES, **options: int) -> Scheduler:
 
 
 class LateDevice:
-    """Runs steps, tells of each `late` steps later, and watches who writes where.
-
-    Of the drafts of a row it accepts some, at random; only it knows how far each request has got.
-    """
+    """Runs steps, tells of each `late` steps later, accepts random drafts; only it knows how far requests are."""
 
     def __init__(self, scheduler: Scheduler, late: int, drafts: int = 0) -> None:
         self.scheduler = scheduler

@@ -1,13 +1,9 @@
 """A device that has yet to run what the host has launched.
 
-A `DeviceTensor` is not computed when its operator is called. The operator is queued on a stream and runs later: when
-the host waits for an event after it, or at a random moment before. So a copy to the host has not landed until somebody
-has waited for it, and a copy from the host reads its source as it is by then. Whatever a GPU gets wrong when a wait is
-missing, this gets wrong too, on the CPU and by a seed.
-
-Streams are queues of their own. What orders them is what orders CUDA's: `wait_stream`, `wait_event` and events.
-Operators run in one thread, so nothing here is ever half done. What it can't see: memory that the caching allocator
-hands out again, and the time of anything.
+A `DeviceTensor`'s operators are queued on a stream. They run when the host waits for an event behind them, or at
+a random moment before. A copy from the host reads its source then; one to the host has landed only after a wait.
+So a missing wait goes wrong as on a GPU, but by a seed. `wait_stream`, `wait_event` and events order the streams.
+Operators run in one thread. Not seen: memory that the caching allocator hands out again, and time.
 """
 
 from __future__ import annotations

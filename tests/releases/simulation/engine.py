@@ -1,7 +1,6 @@
 """One release's scheduler and runner, put together as its engine core does, with two batches in flight.
 
-Scheduler, KV cache manager, runner, input batch, sampler, rejection sampler and drafter are the release's own, and so
-are their Triton kernels. Stand-ins are the device, the two models, the attention backend and the process groups.
+Stand-ins are the device, the two models, the attention backend and the process groups; the rest is the release's.
 """
 
 import contextlib
@@ -30,16 +29,9 @@ from simulation.wishes import PLAIN, Wishes
 class Step:
     """What was seen of one step.
 
-    Attributes:
-        scheduled: The scheduler's output, as it was when it was given to the runner.
-        rows: Request ids by row, after the runner has updated its batch.
-        device: By name, as the device found it: `logits_indices`, `discard`, those of the speculation's metadata.
-        calls: The models' calls.
-        sampled: What the runner sampled: (rows, drafts + 1) or (rows, 1), -1 where rejected.
-        drafts: What the drafter proposed after it: (rows, drafts).
-        first: Whether no output was in flight when it was scheduled.
-        host: The runner's own account of each request.
-        places: The runner's row of each request.
+    `device` is by name as the device found it: `logits_indices`, `discard`, those of the speculation's metadata.
+    `sampled` is (rows, drafts + 1) or (rows, 1), -1 where rejected; `drafts` (rows, drafts) were proposed after it.
+    `first`: no output was in flight. `host` is the runner's account of each request, and `places` has its row.
     """
 
     scheduled: dict[str, Any]
@@ -241,10 +233,8 @@ class Engine:
     def step(self, *, drained: bool = False, quiet: bool = False) -> None:
         """As `EngineCore.step_with_batch_queue`.
 
-        Args:
-            drained: All is done before there is time to schedule another, so all output comes first. vLLM's loop gets
-                there from an idle engine, and stays for as long as the device is faster than the host.
-            quiet: But not if the step has drafts.
+        `drained`: all output comes before another step is scheduled, as while the device is faster than the host; with
+        `quiet` not if the step has drafts.
         """
         with self._active():
             if self.scheduler.has_requests():
@@ -291,9 +281,7 @@ class Engine:
     def reset_prefix_cache(self, *, carefully: bool = True) -> None:
         """Preempt all that runs, and forget all blocks.
 
-        Args:
-            carefully: Only where the scheduler can: it discards the one token in flight of each request, and counts
-                wrong where there is none, or where there are drafts beside it.
+        `carefully`: only where the scheduler counts right, with one token of each request in flight and no drafts.
         """
         running = self.scheduler.running
         if carefully and not (len(self.queue) == 1 and all(each.num_output_placeholders == 1 for each in running)):

@@ -1,8 +1,7 @@
 """Structured output: a grammar that vLLM's manager asks for masks, and the kernel that applies them.
 
-The manager, the scheduler's part in it and the order of rows in the mask are the release's own. The grammar forbids a
-part of the vocabulary at each token, and which part depends on the one before and on how many there were. So a mask
-in another's row, for another draft or a token too early shows in what is said.
+What the grammar forbids depends on the token before and on the number of tokens. So a mask of another row or draft,
+or one that is a token early, shows.
 """
 
 import contextlib

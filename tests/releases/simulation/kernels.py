@@ -1,7 +1,4 @@
-"""Triton kernels run on the simulated device, each by Triton's own interpreter when its turn comes.
-
-So vLLM's kernels and the plugin's are the ones that a GPU would run, and none is written twice.
-"""
+"""Triton kernels of vLLM and the plugin, run on the simulated device by Triton's own interpreter."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,12 +1,9 @@
 """A model whose every token depends on all that attention reads, a drafter that is sometimes wrong, and what they say.
 
-The next token is a function of the tokens so far and of where they stand. The model finds it as a transformer would: it
-writes each token with its position to the KV cache at the slot that it is told, and reads keys through the block table
-up to the length that it is told. So a wrong position, length, slot or block shows in the tokens. `greedy` finds it from
-the list of tokens alone.
-
-A draft head sees each token one position early, as EAGLE's do, and so nothing of a request's first token; therefore
-that counts for nothing.
+The model writes each token with its position to the slot that it is told, and reads keys through the block table up
+to the length that it is told. So a wrong position, length, slot or block shows in the tokens. `greedy` finds them
+from the list of tokens alone. A draft head sees each token one position early, as EAGLE's do, and nothing of the
+first; so that counts for nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,13 +54,7 @@ def greedy(
 
 @dataclass(slots=True)
 class Seen:
-    """What one call of a model was given, on the device and at the moment that it ran there.
-
-    Attributes:
-        layer: Which model: `target`, or `draft` and the number of the draft step.
-        values: By name; a list has one entry for each KV cache group.
-        host: What was given by the host beside it.
-    """
+    """What one call of `target` or of `draft N` was given when it ran, by name; lists are by KV cache group."""
 
     layer: str
     values: dict[str, Any]

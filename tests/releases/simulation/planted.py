@@ -1,7 +1,6 @@
-"""A runner that assumes that all drafts are accepted and corrects the device, and what it becomes with a mistake in it.
+"""A runner that assumes that all drafts are accepted and corrects the device, and the same with a mistake.
 
-It is written for this simulation only, in PyTorch operators and with a new tensor wherever one is needed, so that what
-it shows is of the simulation: without a mistake it passes, with one it does not.
+It shares nothing with the plugin's: without a mistake the simulation passes it, with one it does not.
 """
 
 import dataclasses

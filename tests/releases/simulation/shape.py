@@ -22,19 +22,11 @@ DRAFT_LAYER = "draft.full"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of an engine.
+    """The size of an engine: drafts of a step, rows and tokens of a batch, blocks that the KV cache groups share.
 
-    Attributes:
-        drafts: Draft tokens of each step.
-        rows: Requests in a batch.
-        tokens: Tokens in a batch.
-        blocks: Blocks of the KV cache, which the groups share.
-        prefix_caching: Whether blocks are found again.
-        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths
-            in which drafts in flight count, so with 0 it frees keys that are still seen.
-        long_drafter: Whether the drafter takes longer sequences than the model, and so never stops for their length.
-            Otherwise it stops a few tokens earlier where lengths are bounds, after which two runs differ rightly.
-        axes: Whether positions have M-RoPE's three axes, which are alike for a text.
+    `kept`: tokens that the scheduler keeps of a window beyond those that the model sees; it frees blocks by lengths in
+    which drafts in flight count. `long_drafter`: a drafter that never stops for the length, where bounds would stop it
+    early. `axes`: M-RoPE's three axes, which are alike for a text.
     """
 
     drafts: int = 3

@@ -1,7 +1,6 @@
 """What a request asks of its sampler beside the likeliest token, and which token that makes it.
 
-Penalties, bad words and min_tokens depend on the tokens that the request has had so far, so the runner needs them on
-the host. So do grammars, which are the scheduler's, and it waits for the tokens; the runner only applies its masks.
+The runner needs a request's tokens on the host for penalties, bad words and min_tokens, the scheduler for grammars.
 """
 
 import random
@@ -18,16 +17,9 @@ RANKED = np.float32(8) - np.float32(0.0937) * np.arange(VOCABULARY, dtype=np.flo
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Sampling parameters.
+    """Sampling parameters; `bad_words` are pairs of tokens of which the second must not follow the first.
 
-    Attributes:
-        repetition: Divides the logits of tokens of prompt and output; 1 for none.
-        frequency: Is taken off the logits of tokens of the output, once for each time.
-        presence: Is taken off them once.
-        bad_words: Pairs of tokens of which the second must not follow the first within the output.
-        min_tokens: Tokens before its stop token may come.
-        grammar: Of so many tokens one is not allowed, another at each place; 0 for none.
-        logprobs: Whether it wants the log-probabilities of its tokens.
+    `grammar`: of so many tokens one is not allowed, another at each place; 0 for none.
     """
 
     repetition: float = 1.0

@@ -213,7 +213,7 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
 def test_graphs_that_leave_no_memory_for_sampling_go(
     fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """vLLM allocates the sampler's tensors at the end of its warm-up, and each capture empties the cache of them."""
+    """vLLM allocates the sampler's tensors at the end of its warm-up; each capture empties their cache."""
     graphs: list[weakref.ref[Any]] = []
 
     class Drafter:
