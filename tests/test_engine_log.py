@@ -7,8 +7,8 @@ import pytest
 from vllm_async_spec.engine_log import last_error, names_no_cause
 
 LOGS = Path(__file__).parent / "support" / "engine_logs"
-"""Those of 0.32.0-kv-cache and 0.32.0-killed-in-a-step were recorded, and shortened; the others are written as the
-releases' sources print."""
+"""Most without frames of tracebacks. 0.32.0-kv-cache and 0.32.0-killed-in-a-step were recorded, the others written as
+the releases' sources print."""
 CAUSES = {
     "0.18.1-kv-cache": "ValueError: To serve at least one request with the models's max seq len (32768), ",
     "0.18.1-out-of-memory-in-a-step": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
