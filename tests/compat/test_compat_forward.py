@@ -1,6 +1,5 @@
 """Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
 
-import importlib.util
 import inspect
 import json
 import os
@@ -13,7 +12,8 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
-from command_line import COMMAND
+from compat_checked import NAMED, line_of, report
+from compat_command import installed, needs_vllm
 from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results
@@ -23,14 +23,12 @@ from vllm_async_spec.compat.device import CudaDevice, Device
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
 from vllm_async_spec.compat.render import junit, markdown
-from vllm_async_spec.compat.report import Report, Run
+from vllm_async_spec.compat.report import Run
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
 
-NAMED = {case.name: case for case in CASES}
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def subject(kind: type[planted.Right], device: Device) -> Subject:
@@ -41,15 +39,6 @@ def attended(kind: type[planted.Right], *names: str, device: Device | None = Non
     device = device or SimulatedDevice()
     tried, cases = subject(kind, device), [NAMED[name] for name in names or NAMED]
     return attend(tried, device, check(tried, device, cases=cases), cases=cases, **how)
-
-
-def line_of(kind: type) -> str:
-    lines, first = inspect.getsourcelines(kind)
-    return f"compat_attention.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
-
-
-def report(*found: BackendResult) -> Report:
-    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-21", "compat", (), found)
 
 
 @pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
@@ -222,11 +211,6 @@ def test_requests_that_share_a_prefix_have_the_same_keys_there():
     content = [batch.content[start : start + 17].tolist() for start in starts]
     assert all(each[:16] == content[0][:16] for each in content)
     assert len({each[16] for each in content}) == len(content)
-
-
-def installed(*arguments: str) -> Any:
-    """In a process of its own, since vLLM stays what it is imported as."""
-    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
 
 
 @pytest.mark.slow

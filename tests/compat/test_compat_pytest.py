@@ -1,6 +1,5 @@
 """The pytest plugin: in a backend's own repository, and as the suite itself."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from compat_command import needs_vllm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "backend"
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

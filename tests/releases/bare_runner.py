@@ -8,22 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from undone import applied
+from undone import applied, module_of
 
 from vllm_async_spec import reset_sync_report
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 ROWS, TOKENS, DRAFTS = 8, 64, 3
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def upstream(release):
-    """The release's own runner class; the tests of a release that the patch is not for are skipped."""
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "optimistic-runner").GPUModelRunner
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,25 +10,21 @@ import pytest
 import torch
 from simulation.judge import differences, mistakes
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
-from undone import applied
+from undone import applied, module_of
 
-from vllm_async_spec.vllm_plugin.ledger import find_patch
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
-SPEC = find_patch("carried-inputs")
 SEEDS = range(4)
 
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    if release not in SPEC.releases:
-        pytest.skip(f"inputs are prepared otherwise in {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "carried-inputs").GPUModelRunner
 
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    with applied(SPEC.name):
+    with applied("carried-inputs"):
         yield stock
 
 

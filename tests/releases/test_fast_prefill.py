@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from on_device import on_device
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin.ledger import State
-from vllm_async_spec.vllm_plugin.patches import fast_prefill
 
 BATCHES: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     # query lengths, lengths, draft tokens of each request
@@ -34,11 +32,7 @@ def stock(release: str) -> Iterator[Any]:
     own = utils().make_kv_sharing_fast_prefill_common_attn_metadata
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"):
         importlib.import_module(module)
-    with undone():
-        ledger = ledger_of(fast_prefill.IMPLEMENTATIONS)
-        ledger.install()
-        for name in ("fast-prefill-counts", "fast-prefill-offsets"):
-            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    with applied("fast-prefill-counts", "fast-prefill-offsets"):
         yield own
 
 

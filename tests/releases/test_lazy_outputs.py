@@ -1,25 +1,17 @@
 """Outputs made by who asks for them, on a release's own executor: none is made before, and none by another thread."""
 
-import importlib
 import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from undone import undone
-
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches.lazy_outputs import IMPLEMENTATIONS
-
-SPEC = next(spec for spec in load_ledger() if spec.name == "lazy-outputs")
+from undone import applied, module_of
 
 
 @pytest.fixture(scope="module")
 def module(release: str) -> Any:
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.executor.uniproc_executor")
+    return module_of(release, "lazy-outputs", "vllm.v1.executor.uniproc_executor")
 
 
 def make_executor(module: Any, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool = True) -> Any:
@@ -43,11 +35,7 @@ def sample(module: Any, executor: Any, make: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    with undone():
-        ledger = Ledger(IMPLEMENTATIONS, (SPEC,))
-        ledger.install()
-        outcome = ledger.outcomes["lazy-outputs"]
-        assert outcome.state is State.APPLIED, outcome.detail
+    with applied("lazy-outputs"):
         yield make_executor(module, monkeypatch)
 
 

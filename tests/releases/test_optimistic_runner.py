@@ -73,17 +73,6 @@ def test_an_optimistic_step_asks_the_device_for_nothing(runner, monkeypatch):
     assert runner.input_batch.prev_sampled_token_ids.tolist() == [[0], [1]]
 
 
-def test_the_next_step_is_corrected_on_the_device(runner, monkeypatch):
-    prepare(runner, ["a", "b"], [32, 10], [4, 6], [3, 0])
-    sample(runner, [2, 1], monkeypatch)
-    table = runner.input_batch.block_table.block_tables[0]
-    table.block_table.gpu[:] = torch.arange(ROWS * 16).view(ROWS, 16)
-    prepare(runner, ["b", "a"], [16, 36], [1, 4], [0, 3])
-    assert runner.seq_lens.gpu[:2].tolist() == [17, 34 + 4]
-    assert runner.positions.gpu[1:5].tolist() == [34, 35, 36, 37]
-    assert table.slot_mapping.gpu[1:5].tolist() == [(16 + 2) * 16 + at for at in (2, 3, 4, 5)]
-
-
 TOKENS_OF_STEPS = {
     "all go on": (["a", "b", "c"], [4, 4, 4], [3, 3, 3], False),
     "rows move": (["c", "a", "b"], [4, 4, 4], [3, 3, 3], False),
@@ -137,27 +126,6 @@ def test_block_tables_that_are_made_anew_are_taken(runner, monkeypatch):
     prepare(runner, ["a"], [36], [1], [0])
     assert table.slot_mapping.gpu[0] == 7 * 16 + 2
     assert old.tolist() == [0] * TOKENS
-
-
-def test_the_drafters_pinned_buffer_is_another_each_step(runner, monkeypatch):
-    seen = set()
-    for _ in range(3):
-        prepare(runner, ["a"], [32], [4], [3])
-        seen.add(runner.drafter.backup_next_token_ids.cpu.data_ptr())
-        sample(runner, [2], monkeypatch)
-    assert len(seen) == 3
-
-
-@pytest.mark.parametrize("drafted", [True, False])
-def test_draft_steps_do_not_count_in_the_runners_own_lengths(runner, upstream, monkeypatch, drafted):
-    """Where no draft was verified they add to host lengths in place; where one was, they forget them."""
-    made = SimpleNamespace(_seq_lens_cpu=runner.seq_lens.cpu[:2], _num_computed_tokens_cpu=runner.positions.cpu[:2])
-    monkeypatch.setattr(upstream, "_build_attention_metadata", lambda self, **given: ({}, made))
-    _, drafting = runner._build_attention_metadata(use_spec_decode=drafted)
-    drafting._seq_lens_cpu += 1
-    drafting._num_computed_tokens_cpu += 1
-    assert runner.seq_lens.cpu[:2].tolist() == [int(drafted)] * 2
-    assert runner.positions.cpu[:2].tolist() == [int(drafted)] * 2
 
 
 @pytest.mark.gpu

@@ -7,12 +7,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
-from undone import undone
-
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches import prometheus_registry
-
-NAME = "prometheus-registry"
+from undone import applied
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +21,7 @@ def mount() -> Callable[[FastAPI], None]:
 
 @pytest.fixture
 def _patched(mount: Callable[[FastAPI], None]) -> Iterator[None]:
-    specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
-    ledger = Ledger(prometheus_registry.IMPLEMENTATIONS, specs)
-    with undone():
-        ledger.install()
-        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+    with applied("prometheus-registry"):
         collectors = set(REGISTRY._collector_to_names)
         yield
     for collector in set(REGISTRY._collector_to_names) - collectors:

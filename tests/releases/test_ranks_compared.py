@@ -8,24 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from undone import undone
+from undone import applied
 
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches import rank_agreement
 from vllm_async_spec.vllm_plugin.patches.rank_agreement import RanksDifferError, decisions
-
-NAME = "rank-agreement"
 
 
 @pytest.fixture
-def executor(release: str) -> Iterator[type[Any]]:
+def executor() -> Iterator[type[Any]]:
     module = importlib.import_module("vllm.v1.executor.abstract")
-    ledger = Ledger(
-        rank_agreement.IMPLEMENTATIONS, tuple(spec for spec in load_ledger() if spec.name == NAME), release=release
-    )
-    with undone():
-        ledger.install()
-        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+    with applied("rank-agreement"):
         yield module.Executor
 
 

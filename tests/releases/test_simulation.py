@@ -8,43 +8,39 @@ vLLM's class.
 import dataclasses
 import importlib
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
-from simulation.judge import differences, mistakes, waits
-from simulation.model import Draft, greedy
+from simulation.judge import mistakes, waits
+from simulation.model import Draft
 from simulation.planted import MISTAKES, optimistic
 from simulation.planted_exact import MISTAKES as MISTAKES_IN_EXACT
 from simulation.planted_exact import exact
 from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
 from simulation.planted_features import featured
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule, with_drains
-from simulation.shape import LONGEST, Shape
+from simulation.shape import Shape
+from simulation.trial import longest_beside, reference, wrong
 from simulation.wishes import Wishes
-from undone import applied
+from undone import applied, module_of
 
 from vllm_async_spec.sync_policy import reset_sync_report, sync_report
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 RUNNER = os.environ.get("SIMULATION_RUNNER")
 WISHFUL = (0, 4)
 """Seeds of the loads with wishes; they hold every reason."""
-SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
 
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    if release not in SPEC.releases:
-        pytest.skip(f"the runner is not patched in {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "optimistic-runner").GPUModelRunner
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,7 @@ def subject(stock: Any) -> Iterator[Any]:
         make: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
         yield make(stock)
         return
-    with applied(SPEC.name):
+    with applied("optimistic-runner"):
         yield importlib.import_module(stock.__module__).GPUModelRunner
 
 
@@ -67,36 +63,16 @@ def wishes(release: str) -> tuple[str, ...]:
     return ("penalties", "bad words", *(("min_tokens",) if drafted else ()))
 
 
-_references: dict[Schedule, Engine] = {}
-
-
-def reference(stock: Any, schedule: Schedule) -> Engine:
-    if schedule not in _references:
-        _references[schedule] = run(stock, schedule, late=False)
-    return _references[schedule]
-
-
-def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True, counted: bool = False) -> list[str]:
-    """The first things that are wrong with a class, errors included; if `counted`, also with its waits."""
-    reset_sync_report()
-    try:
-        engine = run(runner_class, schedule, late=late)
-        found = list(islice(mistakes(engine, schedule), 3))
-        if counted and not found:
-            found = wrongly_counted(engine, schedule)
-        if not found and schedule.stock_is_right and schedule.shape.long_drafter:
-            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
-    except Exception as error:
-        # As on a GPU, a wrong index is an error somewhere later.
-        return [f"{type(error).__name__}: {error}"]
-    return found
-
-
 def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
     report, needed = sync_report(), Counter(reason for reason in waits(engine, schedule) if reason)
     found = [] if report.fallbacks == needed else [f"fallbacks are {report.fallbacks} instead of {dict(needed)}"]
     counted = sum(site.count for site in report.sites if site.what == "accepted counts")
     return found if counted == needed.total() else [*found, f"{counted} waits instead of {needed.total()}"]
+
+
+def wrong_or_miscounted(subject: Any, stock: Any, schedule: Schedule) -> list[str]:
+    reset_sync_report()
+    return wrong(subject, stock, schedule, **({} if RUNNER else {"also": wrongly_counted}))
 
 
 @EARLY
@@ -120,7 +96,7 @@ def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
 def test_a_step_that_needs_exact_counts_waits_once_and_says_why(
     subject: Any, stock: Any, wishes: tuple[str, ...], seed: int, drained: bool
 ):
-    assert wrong(subject, stock, wishful_schedule(seed, wishes, drained=drained), counted=RUNNER is None) == []
+    assert wrong_or_miscounted(subject, stock, wishful_schedule(seed, wishes, drained=drained)) == []
 
 
 def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]):
@@ -136,15 +112,8 @@ def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[
 
 def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Draft, "wrong", 97)
-    engine = Engine(subject, Shape(tokens=48), random.Random(0))
-    prompt = list(range(LONGEST - 16))
-    engine.add("long", prompt, 60, -1)
-    while len(engine.steps) < 9:
-        engine.step()
-    engine.add("wishful", [1, 2, 3], 30, -1, Wishes(frequency=1.7))
-    while engine.busy:
-        engine.step()
-    assert engine.outputs["long"] == greedy(prompt, 60, -1, LONGEST)
+    got, right = longest_beside(subject, Wishes(frequency=1.7))
+    assert got == right
 
 
 @pytest.mark.parametrize(
@@ -155,7 +124,7 @@ def test_what_needs_no_exact_counts_is_right_without_them(
     subject: Any, stock: Any, wish: str, seed: int, drained: bool
 ):
     """Grammars, whose masks vLLM makes when it has seen the tokens of the step before, and log-probabilities."""
-    assert wrong(subject, stock, wishful_schedule(seed, (wish,), drained=drained), counted=RUNNER is None) == []
+    assert wrong_or_miscounted(subject, stock, wishful_schedule(seed, (wish,), drained=drained)) == []
 
 
 def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any):

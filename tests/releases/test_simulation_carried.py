@@ -5,23 +5,25 @@ Stock waits for no accepted count there, so stock itself must be right. `SIMULAT
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import random
 from collections.abc import Iterator
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from simulation import trial
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
-from simulation.judge import differences, mistakes
-from simulation.model import Draft, greedy
+from simulation.judge import mistakes
+from simulation.model import Draft
 from simulation.planted_carried import MISTAKES, carried
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
-from simulation.shape import LONGEST, Shape
+from simulation.shape import Shape
+from simulation.trial import longest_beside, reference
 from simulation.wishes import Wishes
 from undone import applied
 
@@ -49,25 +51,7 @@ def counting(stock: Any) -> Iterator[Any]:
         yield stock
 
 
-_references: dict[Schedule, Engine] = {}
-
-
-def reference(stock: Any, schedule: Schedule) -> Engine:
-    if schedule not in _references:
-        _references[schedule] = run(stock, schedule, late=False)
-    return _references[schedule]
-
-
-def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True) -> list[str]:
-    try:
-        engine = run(runner_class, schedule, late=late)
-        found = list(islice(mistakes(engine, schedule, waited=False), 3))
-        if not found and schedule.shape.long_drafter:
-            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
-    except Exception as error:
-        # As on a GPU, a wrong index is an error somewhere later.
-        return [f"{type(error).__name__}: {error}"]
-    return found
+wrong = functools.partial(trial.wrong, waited=False)
 
 
 def tokens_wrong(runner_class: Any, schedule: Schedule) -> list[str]:
@@ -102,18 +86,6 @@ WISHES = {
     "penalties": Wishes(frequency=1.7),
     "bad words": Wishes(bad_words=((1, 2),)),
 }
-
-
-def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
-    engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))
-    engine.add("long", prompt, 60, -1)
-    while len(engine.steps) < 9:
-        engine.step()
-    engine.add("wishful", [1, 2, 3], 30, -1, wishes)
-    while engine.busy:
-        engine.step()
-    assert engine.outputs["wishful"] == greedy([1, 2, 3], 30, -1, LONGEST, wishes)
-    return engine.outputs["long"], greedy(prompt, 60, -1, LONGEST)
 
 
 @pytest.mark.parametrize("wish", WISHES)

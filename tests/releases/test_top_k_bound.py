@@ -1,18 +1,15 @@
 """Top-k alone on a real vLLM release: the same logits are masked, and the device is not asked for the largest k."""
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from undone import ledger_of, undone
+from undone import applied, module_of
 
-from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 from vllm_async_spec.vllm_plugin.patches.top_k_bound import top_k_only
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "top-k-bound")
 VOCABULARY = 64
 
 
@@ -28,17 +25,12 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def sampler(release: str) -> Any:
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    return module_of(release, "top-k-bound", "vllm.v1.sample.ops.topk_topp_sampler")
 
 
 @pytest.fixture
 def patched(sampler: Any) -> Iterator[None]:
-    with undone():
-        ledger = ledger_of(["top-k-bound"])
-        ledger.install()
-        assert ledger.outcomes["top-k-bound"].state is State.APPLIED, ledger.outcomes["top-k-bound"].detail
+    with applied("top-k-bound"):
         yield
 
 
@@ -87,8 +79,7 @@ def sample(sampler: Any, batch: Any) -> tuple[torch.Tensor, int]:
 def test_the_same_logits_are_masked_and_nothing_is_asked_for(sampler, top_k):
     expected, reads = sample(sampler, make_batch(*top_k))
     assert reads == 1, "stock vLLM asks for the largest k, or this test sees nothing"
-    with undone():
-        ledger_of(["top-k-bound"]).install()
+    with applied("top-k-bound"):
         masked, reads = sample(sampler, make_batch(*top_k))
     assert reads == 0
     assert torch.equal(masked, expected)

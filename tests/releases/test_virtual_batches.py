@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from on_device import on_device
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.backend_builders import layer_module, local_attention_builder
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
-from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import virtual_batches
 
 PAGE, CHUNK = 16, 32
@@ -38,11 +37,7 @@ Attention = list[list[int]]
 def stock(release: str) -> Iterator[Any]:
     own = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     layer_module()
-    with undone():
-        ledger = ledger_of(virtual_batches.IMPLEMENTATIONS)
-        ledger.install()
-        for name in virtual_batches.IMPLEMENTATIONS:
-            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    with applied(*virtual_batches.IMPLEMENTATIONS):
         yield own
 
 
