@@ -7,6 +7,7 @@ import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +121,11 @@ def test_the_rule_sees_an_upward_import(tmp_path: Path):
     assert RANK["cli"] > RANK["metadata"]
 
 
+def printed(code: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 def test_importing_the_package_imports_pytorch_only():
     code = """
 import json, sys, torch
@@ -128,8 +134,7 @@ import vllm_async_spec, vllm_async_spec.attention, vllm_async_spec.vllm_plugin
 new = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
 print(json.dumps([sorted(new), torch.cuda.is_initialized()]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [["vllm_async_spec"], False]
+    assert printed(code) == [["vllm_async_spec"], False]
 
 
 def test_importing_the_package_imports_not_even_pytorch():
@@ -141,8 +146,7 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = sorted(new & {"torch", "numpy", "vllm", "prometheus_client"})
 print(json.dumps([heavy, "Epoch" in dir(vllm_async_spec)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[], True]
+    assert printed(code) == [[], True]
 
 
 @pytest.mark.parametrize("module", ["vllm_async_spec", "vllm_async_spec.sync_policy"])

@@ -6,6 +6,7 @@ import resource
 import signal
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import audit_reports
 import pytest
@@ -25,29 +26,19 @@ READ_ONLY = Path("/proc/sys/kernel/osrelease")
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("check", "path", "why"),
     [
-        ("/no/such/file", "whose directory does not exist; create the directory, or name another"),
-        ("/tmp", "which is a directory; name a file"),
-        (str(READ_ONLY), "which can't be written (Permission denied); name a file that can"),
-        ("/proc/new", "which can't be written ("),
+        (check_file, "/no/such/file", "whose directory does not exist; create the directory, or name another"),
+        (check_file, "/tmp", "which is a directory; name a file"),
+        (check_file, str(READ_ONLY), "which can't be written (Permission denied); name a file that can"),
+        (check_file, "/proc/new", "which can't be written ("),
+        (check_folder, f"{READ_ONLY}/deeper/folder", f"but {READ_ONLY} is not a directory; name another"),
+        (check_folder, "/proc/new/folder", "which can't be written ("),
     ],
 )
-def test_a_file_that_can_not_be_written_is_refused(path: str, why: str):
-    with pytest.raises(OutputError, match=re.escape(f"--json is {path!r}, {why}")):
-        check_file("--json", Path(path))
-
-
-@pytest.mark.parametrize(
-    ("path", "why"),
-    [
-        (f"{READ_ONLY}/deeper/folder", f"but {READ_ONLY} is not a directory; name another"),
-        ("/proc/new/folder", "which can't be written ("),
-    ],
-)
-def test_a_folder_that_can_not_be_written_is_refused(path: str, why: str):
-    with pytest.raises(OutputError, match=re.escape(f"--cache is {path!r}, {why}")):
-        check_folder("--cache", Path(path))
+def test_what_can_not_be_written_is_refused(check: Any, path: str, why: str):
+    with pytest.raises(OutputError, match=re.escape(f"--out is {path!r}, {why}")):
+        check("--out", Path(path))
 
 
 def test_a_check_leaves_everything_as_it_was(tmp_path: Path):

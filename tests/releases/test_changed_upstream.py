@@ -68,6 +68,15 @@ def imported(spec: PatchSpec) -> list[Any]:
     return modules
 
 
+def imported_with(spec: PatchSpec, target: Target) -> tuple[list[Any], Any]:
+    """The modules of a patch, and that of one target, or the test is skipped."""
+    modules = imported(spec)
+    module = next((each for each in modules if each.__name__ == target.module), None)
+    if module is None or not defines(module, target.qualname):
+        pytest.skip("this release has no such target")
+    return modules, module
+
+
 def settled(spec: PatchSpec, modules: list[Any]) -> Outcome:
     ledger = ledger_with(spec)
     for module in modules:
@@ -100,10 +109,7 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_what_is_put_in_a_targets_place_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
 ):
-    modules = imported(spec)
-    module = next((each for each in modules if each.__name__ == target.module), None)
-    if module is None or not defines(module, target.qualname):
-        pytest.skip("this release has no such target")
+    modules, module = imported_with(spec, target)
     owner, name = owner_of(module, target.qualname)
     make, message = REPLACED[how]
     monkeypatch.setattr(owner, name, make(resolve(module, target.qualname)))
@@ -141,10 +147,9 @@ def edited(source: str, qualname: str, how: str) -> str:
 def test_a_target_that_upstream_changed_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
 ):
-    modules = imported(spec)
-    module = next((each for each in modules if each.__name__ == target.module), None)
-    if module is None or not fingerprints(inspect.getsource(module), [target.qualname]):
-        pytest.skip("this release has no such target")
+    modules, module = imported_with(spec, target)
+    if not fingerprints(inspect.getsource(module), [target.qualname]):
+        pytest.skip("its source is not in the module")
     source = edited(inspect.getsource(module), target.qualname, how)
     getsource = inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda each: source if each is module else getsource(each))

@@ -49,6 +49,15 @@ def context_parallel_lengths(
     return given.dcp_local_seq_lens.tolist(), right.tolist()
 
 
+def check_context_parallel_lengths(device: str) -> None:
+    """Stock tells kernels of rejected drafts where the host knows a bound; the plugin does not."""
+    given, right = context_parallel_lengths(torch.device(device), host=BOUND)
+    assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
+    for host, mended in ((EXACT, False), (BOUND, True)):
+        given, right = context_parallel_lengths(torch.device(device), host=host, mended=mended)
+        assert given == right
+
+
 def lengths_of_a_late_device(*, asynchronous: bool) -> tuple[list[int], list[int]]:
     """Run the lines of the V1 runner from 0.19 on that send computed tokens, on a device that copies late."""
     module: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")

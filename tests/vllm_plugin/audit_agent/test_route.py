@@ -301,35 +301,22 @@ def is_running(pid: int | None) -> bool:
     return True
 
 
-def ended_while_recording(scratch: Path, end: Callable[[FastAPI, Client], None]) -> tuple[Answer, list[str]]:
-    engine = Engine(idle=True)
+def ended(scratch: Path, end: Callable[[FastAPI, Client], None], child: Any = None) -> tuple[Answer, list[str]]:
+    """The answer to an audit that ends while it records, or while `child` analyses; what the engine was asked."""
+    engine = Engine(idle=child is None)
     app = server(engine)
+    reached = recording(engine) if child is None else lambda: child() is not None
 
     async def ask() -> Answer:
-        async with open_door(app), under_way(app, engine, recording(engine)) as (client, task):
-            assert len(list(scratch.iterdir())) == 1
+        async with open_door(app), under_way(app, engine, reached) as (client, task):
+            assert len(list(scratch.iterdir())) == 1 if child is None else is_running(child())
             end(app, client)
             answer: Answer = await task
+            assert child is None or not is_running(child())
             assert list(scratch.iterdir()) == []
             return answer
 
     return ran(ask), engine.asked
-
-
-def ended_while_analysing(scratch: Path, end: Callable[[FastAPI, Client], None], child: Callable[[], Any]) -> Answer:
-    engine = Engine()
-    app = server(engine)
-
-    async def ask() -> Answer:
-        async with open_door(app), under_way(app, engine, lambda: child() is not None) as (client, task):
-            assert is_running(child())
-            end(app, client)
-            answer: Answer = await task
-            assert not is_running(child())
-            assert list(scratch.iterdir()) == []
-            return answer
-
-    return ran(ask)
 
 
 def client_goes(app: FastAPI, client: Client) -> None:
@@ -341,22 +328,19 @@ def server_ends(app: FastAPI, client: Client) -> None:
 
 
 def test_recording_ends_with_its_client(scratch: Path):
-    (status, _), requests = ended_while_recording(scratch, client_goes)
+    (status, _), requests = ended(scratch, client_goes)
     assert (status, requests[-1]) == (499, "cancel")
 
 
-def test_analysis_ends_with_its_client(scratch: Path, slow_analysis: Callable[[], int | None]):
-    assert ended_while_analysing(scratch, client_goes, slow_analysis)[0] == 499
-
-
 def test_recording_ends_with_the_server_and_the_engine_is_not_asked(scratch: Path):
-    (status, said), requests = ended_while_recording(scratch, server_ends)
+    (status, said), requests = ended(scratch, server_ends)
     assert (status, said["error"]) == (503, "the server is shutting down; send the audit request after its restart")
     assert requests[-1] == "arm"
 
 
-def test_analysis_ends_with_the_server(scratch: Path, slow_analysis: Callable[[], int | None]):
-    assert ended_while_analysing(scratch, server_ends, slow_analysis)[0] == 503
+@pytest.mark.parametrize(("end", "status"), [(client_goes, 499), (server_ends, 503)])
+def test_analysis_ends_with_its_client_and_with_the_server(scratch: Path, slow_analysis: Any, end: Any, status: int):
+    assert ended(scratch, end, slow_analysis)[0][0] == status
 
 
 def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path):
