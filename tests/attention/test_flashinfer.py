@@ -64,7 +64,6 @@ class Case:
         self.query_start = pad(torch.tensor(self.query_lens), (1, 0)).cumsum(0).int()
 
     def later(self, query_lens: list[int], exact: list[int], bound: list[int]) -> Case:
-        """The same tensors with other lengths."""
         case = copy.copy(self)
         case.query_lens, case.exact, case.bound = query_lens, exact, bound
         case.measure()
@@ -128,7 +127,6 @@ def chunk_size(wrapper: Any) -> int:
 
 
 def random_case(seed: int, kind: str) -> Case:
-    """Decodes, drafts, prefills with and without context, long ones, and page boundaries."""
     choose = random.Random(seed)
     query_lens, exact, bound = [], [], []
     for _ in range(choose.choice([1, 2, 5, 33])):
@@ -239,7 +237,6 @@ def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: i
 @pytest.mark.parametrize("kind", ["fa2", "fa2 with empty requests", "fa3"])
 @pytest.mark.parametrize("requests", [1, 3, 4, 32])
 def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
-    """Captured with the shortest requests, replayed with long ones, and with a row that only pads the batch."""
     tokens, most = 4, 5000
     lengths = [tokens] * requests
     case = Case(lengths, lengths, lengths, room=most)

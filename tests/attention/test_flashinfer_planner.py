@@ -65,8 +65,6 @@ class Graph:
 
 
 class Handed:
-    """A wrapper that keeps what it is to plan."""
-
     _backend = "fa2"
 
     def __init__(self, paged_kv_last_page_len_buf: torch.Tensor) -> None:

@@ -28,7 +28,6 @@ GPU_SHAPE = replace(SM90, kv_layout="NHD")
 
 
 def random_batch(seed: int) -> Batch:
-    """Single tokens, all drafts, or ragged; short, at a page's end, or long; at times with empty or padding rows."""
     choose = random.Random(seed)
     width = choose.choice([lambda: 1, lambda: 4, lambda: choose.choice([1, 2, 3, 4]), lambda: choose.choice([0, 1, 4])])
     query_lens = [width() for _ in range(choose.choice([1, 3, 8, 24]))]

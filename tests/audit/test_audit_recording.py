@@ -202,8 +202,6 @@ def test_another_thread_is_followed_too(waits):
 
 
 def test_two_threads_may_wait_for_the_same_copies(waits, monkeypatch):
-    """As the worker and the thread that fetches outputs do: each comes while the other is at it."""
-
     class Copy:
         def untyped_storage(self) -> types.SimpleNamespace:
             other = threading.Thread(target=waits.waited, args=(waits.recorded(),))

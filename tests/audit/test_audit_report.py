@@ -313,7 +313,6 @@ def test_the_page_needs_nothing_else(report: Report, before: Report | None):
 
 
 def poisoned(value: Any) -> Any:
-    """The same plain data with every free text hostile."""
     if isinstance(value, dict):
         return {key: poisoned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -15,7 +15,6 @@ from benchmarks.soak.soaks import SOAKS
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
-    """Stand-ins for FlashInfer's two modules of wrappers, which choose FlashAttention 3."""
     found = []
     for name in ("flashinfer", "flashinfer.prefill", "flashinfer.decode"):
         module = ModuleType(name)

@@ -222,7 +222,6 @@ ARMS = (*PLAN.arms, Arm("FLASH_ATTN", "tiny"))
 
 
 def written(path: Path, speeds: dict[str, float], plan: ServePlan = PLAN) -> ServeFile:
-    """A result in which each arm has the same speed in all loads and passes."""
     file = ServeFile(path, plan)
     file.begin("a command")
     for arm in plan.arms:

@@ -260,7 +260,6 @@ AUDITED = dataclasses.replace(PLAN, audited=("closed-4",))
 
 @pytest.fixture
 def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the audit, which is made up."""
     asked: list[dict[str, Any]] = []
 
     def audit(url: str, **options: Any) -> dict[str, Any]:

@@ -45,7 +45,6 @@ Answer = Callable[[list[str]], subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
-    """Sets what stands for pip: a function of the command."""
     monkeypatch.setattr(fetch, "_pip", lambda: ["pip"])
 
     def answer(function: Answer) -> None:

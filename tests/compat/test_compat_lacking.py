@@ -54,7 +54,6 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, str]]:
-    """What was said of each module of a vLLM that has only these."""
     source = tmp_path_factory.mktemp("source")
     (source / "vllm-9.9.0.dist-info").mkdir()
     (source / "vllm-9.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.0\n")

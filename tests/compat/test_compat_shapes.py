@@ -117,8 +117,6 @@ def test_a_wait_that_only_long_prompts_reach_is_found():
 
 
 class ManyHeads(planted.Builder):
-    """Waits if the model has many heads, and only in one batch."""
-
     def __init__(self, device: torch.device, heads: int) -> None:
         super().__init__(device)
         self.heads = heads

@@ -134,8 +134,6 @@ def test_cache_is_reused_until_a_setting_changes(tmp_path: Path, monkeypatch: py
 
 
 class InterruptAfter:
-    """`_batch`, until Ctrl-C comes in its place."""
-
     def __init__(self, calls: int) -> None:
         self._batch = demo._batch
         self._left = calls

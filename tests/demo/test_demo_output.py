@@ -123,8 +123,6 @@ def test_a_line_when_a_task_begins_and_every_few_seconds():
 
 
 class Watched(io.StringIO):
-    """A file that tells when something is written."""
-
     def __init__(self) -> None:
         super().__init__()
         self.written = threading.Event()

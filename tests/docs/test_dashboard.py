@@ -31,7 +31,6 @@ def expressions() -> Iterator[str]:
 
 
 def plugins_metrics() -> dict[str, set[str]]:
-    """The labels of each sample that the plugin exports, by the sample's name."""
     found = Snapshot(engines=[Engine(True, "vLLM", "V2", "FLASH_ATTN")], refused={"patch": "why"})
     found.patches["patch"] = State.REFUSED
     found.fallbacks["min_tokens"] = 1
@@ -41,7 +40,6 @@ def plugins_metrics() -> dict[str, set[str]]:
 
 
 def sources_of_vllm() -> list[Path]:
-    """The directories of the vLLM packages here: the installed one, and releases that were fetched."""
     installed = importlib.util.find_spec("vllm")
     found = [Path(installed.origin).parent] if installed is not None and installed.origin else []
     return found + sorted((ROOT / ".cache" / "releases").glob("*/vllm"))

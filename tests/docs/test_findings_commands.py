@@ -29,7 +29,6 @@ BUSY = 200_000_000
 
 
 def compat(backend: str, tmp_path: Path) -> Any:
-    """What the suite finds of one of stock vLLM's builders on this GPU, in a process of its own."""
     result = tmp_path / "found.json"
     command = [*COMMAND, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"VLLM_ASYNC_SPEC": "off"})
@@ -184,7 +183,6 @@ def test_min_tokens_is_lifted_early(gpu_models: Any):
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def too_early(way: str) -> int:
-        """How many requests were given a token that ends them among the first, which it must not be."""
         command = [sys.executable, "-c", MIN_TOKENS, str(gpu_models.target), str(gpu_models.draft), way]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         line = next((line for line in done.stdout.splitlines() if line.startswith("EARLY ")), None)

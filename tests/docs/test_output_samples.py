@@ -20,7 +20,6 @@ PLACEHOLDER = re.compile(r"%(?:\.\d+)?[sdf]")
 
 
 def sample(page: str, first: str) -> list[str]:
-    """The lines of the first sample of a page whose first line begins so."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     found = [each.splitlines() for each in re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
     return next(lines for lines in found if lines[0].strip().startswith(first))

@@ -36,7 +36,6 @@ def samples(page: str) -> list[tuple[str, str | None]]:
 
 
 def check(page: str, chosen: list[tuple[str, str | None]]) -> None:
-    """Run the samples; each must print what stands below it, and nothing if nothing does."""
     assert any(expected for _, expected in chosen)
     document = json.dumps([page, [text for text, _ in chosen]])
     done = subprocess.run([sys.executable, "-c", RUN], input=document, capture_output=True, text=True, cwd=ROOT)

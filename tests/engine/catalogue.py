@@ -18,8 +18,6 @@ Run = Callable[["LLM"], "Sequence[RequestOutput]"]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine differs from the usual one."""
-
     draft_tokens: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool = True

@@ -91,7 +91,6 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def margins(listed: Any) -> list[float]:
-    """At each position, the difference of the two best log-probabilities."""
     best = [sorted((entry.logprob for entry in position.values()), reverse=True)[:2] for position in listed]
     return [first - second for first, second in best]
 

@@ -41,7 +41,6 @@ def serving(way: str, models: DemoModels, folder: Path) -> Iterator[Server]:
 
 
 def post(server: Server, body: dict[str, float], headers: dict[str, str]) -> http.client.HTTPConnection:
-    """A connection whose answer nobody has waited for yet."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request("POST", PATH, json.dumps(body), headers)
     return connection

@@ -44,7 +44,6 @@ def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def broken(server: Server) -> list[int]:
-    """The prompts whose completions have a stop token among the first that must be others."""
     completions = [server.complete(prompt, 48, min_tokens=MIN_TOKENS, stop_token_ids=COMMON) for prompt in PROMPTS[:8]]
     return [at for at, done in enumerate(completions) if set(done.token_ids[:MIN_TOKENS]) & set(COMMON)]
 

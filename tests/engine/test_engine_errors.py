@@ -24,7 +24,6 @@ class Attempt:
 
     @property
     def last_line(self) -> str:
-        """Without the process, the time and the place that vLLM's log puts before it."""
         return re.sub(r"^(\(.*?pid=\d+\))? *", "", self.output.strip().splitlines()[-1])
 
 

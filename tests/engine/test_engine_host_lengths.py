@@ -45,7 +45,6 @@ def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -
 
 
 def builds_of(arm: Arm, folder: Path) -> list[dict[str, Any]]:
-    """What the builder saw in each build."""
     out = folder / "builds.jsonl"
     arm = dataclasses.replace(arm, environment={**arm.environment, "HOST_READER": str(out)})
     with child.start(arm, [LOAD], audit=False, env=None, models=folder, log=folder / "log") as engine:

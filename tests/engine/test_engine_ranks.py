@@ -109,7 +109,6 @@ def differing(stock: dict[str, Any], plugin: dict[str, Any], near: float) -> lis
 
 
 def check_ranks(plugin: dict[str, Any], ranks: int) -> None:
-    """Every rank decided alike, has counted for itself, and is in the server's counts."""
     workers = plugin["ranks"]
     assert [worker["rank"] for worker in workers] == list(range(ranks))
     assert len({worker["pid"] for worker in workers}) == ranks
@@ -131,7 +130,6 @@ def check_said_once(log: str) -> None:
 def tensor_parallel(
     request: pytest.FixtureRequest, tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Found]]:
-    """Stock, the no-op control and the plugin, with the number of ranks that the test is parametrised with."""
     ranks: int = request.param
     options = {"tensor_parallel_size": ranks, "enforce_eager": True}
     arms = {"stock": STOCK, "noop": {"VLLM_ASYNC_SPEC": "off"}, "plugin": {}}

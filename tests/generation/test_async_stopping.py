@@ -26,7 +26,6 @@ def stopping_at(lengths: list[int]) -> Callable[[], Any]:
 
 
 def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: dict[str, Any], **kwargs: Any):
-    """Generate synchronously and asynchronously, from the same seed: outputs, and the generator's state afterwards."""
     model = tiny_models.model(kind)
     late = {"custom_generate": generation.generate, "open_channel": channel.open, **options}
     return [seeded(model, inputs, way, **kwargs) for way in ({}, late)]

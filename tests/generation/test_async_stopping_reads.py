@@ -51,8 +51,6 @@ def _without_vmap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChannelOf(LateChannel):
-    """The flags that it sends are the host's."""
-
     device: Device
 
     def open(self, device: torch.device, width: int, in_flight: int) -> LateChannel:
@@ -141,7 +139,6 @@ class Replays:
         return self  # transformers hands a copy of the configuration on
 
     def config(self) -> Any:
-        """What transformers compiles with it, on any device."""
         config = transformers.CompileConfig(backend=self, mode="default")
         config._compile_all_devices = True
         return config

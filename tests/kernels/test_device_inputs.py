@@ -68,8 +68,6 @@ def steps(draw: Any) -> list[Row]:
 
 @dataclass
 class Given:
-    """The arguments of `correct_inputs`, with what the host has sent in them."""
-
     last: LastStep
     rows: torch.Tensor
     batch: int
@@ -140,7 +138,6 @@ def slot(group: PagedGroup, row: int, position: int) -> int:
 
 
 def check(rows: list[Row], given: Given) -> None:
-    """Every value, one token at a time, from the exact number of computed tokens."""
     batch, start, sent = len(rows), 0, given.sent
     assert given.next_carry.tolist() == [row.exact for row in rows] + [UNWRITTEN] * (ROWS - batch)
     assert sent.seq_lens.tolist() == [row.exact + row.query for row in rows] + [0] * (ROWS - batch)
@@ -207,7 +204,6 @@ def test_the_kernel_is_the_model():
 
 
 def random_rows(choose: random.Random, batch: int) -> list[Row]:
-    """As `steps`."""
     places = choose.sample(range(batch + 3), batch)
     rows = []
     for place in places:

@@ -23,7 +23,6 @@ def upstream(release):
 
 @pytest.fixture
 def runner_class(upstream):
-    """What the patch makes of it, while the patch is applied."""
     reset_sync_report()
     with applied("optimistic-runner"):
         yield importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
@@ -71,7 +70,6 @@ def make_input_batch() -> Any:
 
 
 def group(name: str = "FLASH_ATTN", spec: str = "FullAttentionSpec", builder: Any = None) -> Any:
-    """An attention group of a backend by that name."""
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
         kv_cache_spec=type(spec, (), {})(),
@@ -161,7 +159,6 @@ def sample(runner: Any, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def schedule(runner: Any, **cached: tuple[int, int]) -> None:
-    """The scheduler's next output: by request, computed tokens and output tokens."""
     runner._schedule = SimpleNamespace(
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached),

@@ -68,7 +68,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def loaded(request: pytest.FixtureRequest) -> VllmSource:
-    """The loaded release: `calls` made to kernels, `stubbed`."""
     return request.config.stash[HANDLE]
 
 

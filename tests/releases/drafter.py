@@ -33,7 +33,6 @@ def model_and_drafter(noise: float) -> tuple[TinyLlama, TinyLlama]:
 
 
 def greedy(model: TinyLlama, tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens, each from a forward of the whole sequence."""
     tokens = list(tokens)
     for _ in range(count):
         logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None])
@@ -101,7 +100,6 @@ class Builder:
 
 
 def proposer(module: ModuleType, drafter: TinyLlama, requests: int, drafts: int) -> Any:
-    """An `EagleProposer` of the release, with what `propose` uses of it."""
     tokens = 4096
     made = module.EagleProposer.__new__(module.EagleProposer)
     attributes = {

@@ -43,7 +43,6 @@ def first(names: tuple[str, ...], attribute: str) -> Any:
 
 @pytest.fixture(scope="module")
 def guard() -> type:
-    """vLLM's, which asks for keys."""
     found: type = first(GUARDS, "AuthenticationMiddleware")
     return found
 

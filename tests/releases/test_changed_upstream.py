@@ -185,7 +185,6 @@ def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, releas
 
 @pytest.fixture
 def change(vllm_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PatchSpec], None]:
-    """Has the source of a patch's targets, imported or not, say another thing."""
     getsource = inspect.getsource
 
     def changed(spec: PatchSpec) -> None:

@@ -41,7 +41,6 @@ def utils() -> Any:
 
 
 def runner(query: list[int]) -> Any:
-    """The release's V1 runner, with nothing but what its two methods touch."""
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     made = object.__new__(module.GPUModelRunner)
     made.device = torch.device("cpu")

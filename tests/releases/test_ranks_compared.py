@@ -21,8 +21,6 @@ def executor() -> Iterator[type[Any]]:
 
 
 class Seconds(float):
-    """What a rank's compiling took, as this release or another returns it."""
-
     language_model = encoder = 0.0
 
 

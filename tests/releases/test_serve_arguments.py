@@ -29,7 +29,6 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def served_plan(release: str) -> ServePlan:
-    """The served plan for this release."""
     if release not in PLANS:
         pytest.skip(f"no served plan is for vLLM {release}")
     return find_serve_plan(PLANS[release])
@@ -65,7 +64,6 @@ class Completions(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The port of a server, and what it is asked."""
     asked: list[dict[str, Any]] = []
     handler = type("Handler", (Completions,), {"asked": asked})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:

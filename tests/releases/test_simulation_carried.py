@@ -46,7 +46,6 @@ def stock(release: str) -> Any:
 
 @pytest.fixture
 def counting(stock: Any) -> Iterator[Any]:
-    """What the plugin makes of it for requests with min_tokens."""
     with applied("min-tokens"):
         yield stock
 

@@ -14,8 +14,6 @@ VOCABULARY = 64
 
 
 class Reads(TorchDispatchMode):
-    """Counts what asks a tensor for a number, which on a GPU waits for it."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,7 +59,6 @@ def metadata(query: list[int], exact: list[int]) -> Any:
 
 
 def attended(starts: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> Attention:
-    """What a causal kernel attends to, given these arguments."""
     seen: Attention = [[] for _ in range(int(starts[-1]))]
     for row, keys in enumerate(lengths.tolist()):
         first, end = starts[row : row + 2].tolist()

@@ -26,7 +26,6 @@ PLAN = Plan(
 
 
 def measured(speed: float) -> dict[str, Any]:
-    """What a turn's run of a load comes to, at so many steps a second."""
     run = {"seconds": 1.0, "tokens": 2 * speed, "steps": speed, "step_ms": 1000 / speed}
     run |= {"tokens_per_second": 2 * speed, "acceptance_length": 2.0}
     return {"n": 3, "runs": [run] * 3} | {

@@ -38,7 +38,6 @@ def token_at(prompt: tuple[int, ...], position: int) -> int:
 
 
 def whole(prompt: tuple[int, ...]) -> list[int]:
-    """What the stubbed model makes of a prompt, to the end or as far as there is room."""
     tokens: list[int] = []
     while len(prompt) + len(tokens) < LENGTH and STOP not in tokens:
         tokens.append(token_at(prompt, len(prompt) + len(tokens)))
@@ -62,8 +61,6 @@ class StubRunner:
 
 
 class StubStep:
-    """One step of a `StubRunner`, as `OpenStep`."""
-
     def __init__(self, runner: StubRunner) -> None:
         self._runner = runner
         self._results = torch.zeros(runner.rows, 3 + runner.drafts, dtype=torch.int64)
@@ -110,7 +107,6 @@ class Late:
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Batchers that are made inside call no model in a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batcher, "Runner", StubRunner)
         yield
@@ -278,7 +274,6 @@ class World:
         return [asked for asked in self.asked if any(reader.loop is loop for reader in asked.readers)]
 
     def misbehave(self, loop: FaultyLoop) -> None:
-        """What a step gets when it asks a loop to wake somebody."""
         if not self.in_step:
             return
         if self.closes_inside:

@@ -20,8 +20,6 @@ class Built:
 
 
 class Builder:
-    """What all have in common, and right."""
-
     need: ClassVar[Need] = Need.NONE
     fault: ClassVar[str | None] = None
     note: ClassVar[str | None] = None
@@ -242,8 +240,6 @@ class NoLengths(Builder):
 
 
 class BoundForTruth(Builder):
-    """A kernel would read the bound where it should read the length."""
-
     need, fault = Need.EXACT, "extra is"
 
     def extra(self, metadata: Any) -> Any:

@@ -128,8 +128,6 @@ def _late_prompts() -> Any:
 
 @dataclass(frozen=True)
 class Control:
-    """A wait that is taken away, and where delays must be for it to matter."""
-
     taken: Callable[[], list[tuple[Any, str, Any]]]
     steps: bool = False
     flags: bool = False

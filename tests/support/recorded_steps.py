@@ -22,8 +22,6 @@ class FreedError(AssertionError):
 
 
 class RecordedSteps:
-    """Takes the place of `StepGraphs`."""
-
     pool: Any = None
 
     def __init__(

@@ -28,7 +28,6 @@ PLAN = ServePlan(
 
 class Fakes:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let `servers` start them, with everything they write in `folder`."""
         self.folder = folder
         (folder / "events").touch()
         self.fail({})
@@ -46,7 +45,6 @@ class Fakes:
 
     @property
     def events(self) -> list[str]:
-        """What was started and asked for, in order: "start ARM" and "LOAD-PASS ARM"."""
         return (self.folder / "events").read_text().splitlines()
 
     @property

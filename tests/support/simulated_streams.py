@@ -141,8 +141,6 @@ class PutOffSteps(RecordedSteps):
 
 
 class Ring(PinnedRing):
-    """With events, as where buffers are pinned."""
-
     def fence(self) -> Any:
         event = SimulatedEvent()
         event.record(_device[0].current)

@@ -57,7 +57,6 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def model(kind: str) -> Any:
-    """A model in evaluation mode; the same one at each call."""
     torch.manual_seed(0)
     name, numbers = _KINDS[kind]
     made_of = getattr(transformers, name)

@@ -91,7 +91,6 @@ class Watched:
         self.process.wait()
 
     def _all_stacks(self) -> str:
-        """The Python stacks of all running processes of the command, each with its title."""
         files = {self._stacks / str(pid): Path(f"/proc/{pid}/cmdline") for pid in self.processes()}
         # A signal that no handler takes would end the process: only the owners of a file have the handler.
         for file in files:

@@ -211,7 +211,6 @@ class _Comparison:
                 self.console.print(f"{title}: {each.case}\n  stock:  {each.stock}\n  plugin: {each.plugin}")
 
     def _print_uncollected(self, first: dict[str, tuple[FileRecord, FileRecord]]) -> None:
-        """What could not be compared, or only in part: by file, with the reason."""
         for file, (stock, _) in first.items():
             reasons = [
                 f"not collected: {detail}" for outcome, detail in stock.cases.values() if outcome == "not collected"

@@ -101,7 +101,6 @@ def too_few(passed: Mapping[str, int], least: Mapping[str, int]) -> list[str]:
 
 
 def counted(file: str, stock: FileRecord, plugin: FileRecord) -> Counter[str]:
-    """How many cases passed, failed and were skipped in both arms, or could not be compared."""
     counts: Counter[str] = Counter()
     for case in dict.fromkeys((*stock.cases, *plugin.cases)):
         one, other = (record.cases.get(case, MISSING)[0] for record in (stock, plugin))

@@ -16,7 +16,6 @@ REGISTER = "from vllm_async_spec.vllm_plugin import register; register(); print(
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A copy of the package and its ledger, to be broken."""
     keep = shutil.ignore_patterns("__pycache__", "*.txt", "compat", "demo", "generation")
     shutil.copytree(ROOT / "vllm_async_spec", tmp_path / "vllm_async_spec", ignore=keep)
     shutil.copytree(ROOT / "patches", tmp_path / "patches")

@@ -30,7 +30,6 @@ def plugin(**environment: str) -> Plugin:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Plugin:
-    """The plugin of this process, which has asked vLLM for V2."""
     made = plugin(VLLM_ASYNC_SPEC_RUNNER="v2")
     monkeypatch.setenv(RUNNER, "v2")
     monkeypatch.setenv(VARIABLE, "1")

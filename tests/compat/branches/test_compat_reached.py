@@ -34,7 +34,6 @@ CASES = [*BATCHES, "one request"]
 
 
 def told_in(*sources: object) -> set[str]:
-    """`file:line` of the lines that end in `# told`."""
     found = set()
     for source in sources:
         lines, first = inspect.getsourcelines(source)  # type: ignore[arg-type]

@@ -96,7 +96,6 @@ class Wrapper:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A FlashInfer and a machine that decodes with XQA, which takes any shape here."""
     names = ["flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.env"]
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     for name, module in modules.items():

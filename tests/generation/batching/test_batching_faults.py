@@ -21,7 +21,6 @@ REASONS = ("eos", "length", "cancelled", "error")
 
 
 def make(seed: int) -> ContinuousBatcher:
-    """Some way of batching; with drafts, late, or ahead by several steps."""
     options: dict[str, Any] = {"steps_ahead": 1 + seed % 3, "synchronous": seed % 5 == 0}
     if seed % 2:
         options |= {"draft_model": drafter("llama", "noisy"), "draft_tokens": DRAFTS}
@@ -39,7 +38,6 @@ def make(seed: int) -> ContinuousBatcher:
 
 
 def play(operations: int, first: int = 0) -> Counter[str]:
-    """Rounds of a few hundred operations on one batcher each, until there were as many."""
     seen: Counter[str] = Counter()
     seed, done = first, 0
     with stubbed():

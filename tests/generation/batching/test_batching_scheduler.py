@@ -14,7 +14,6 @@ PAGE, BATCH, LENGTH, PAGES = 4, 4, 40, 24
 
 
 def whole(request: Request) -> list[int]:
-    """All the tokens that a request has to get."""
     tokens: list[int] = []
     while len(tokens) < request.max_new_tokens and STOP not in tokens:
         tokens.append(token_at(request.prompt, len(request.prompt) + len(tokens)))

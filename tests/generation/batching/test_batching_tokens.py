@@ -80,7 +80,6 @@ def test_sampling_depends_on_the_seed_and_not_on_the_company():
 
 
 def answers(*seeds: int | None, generator: int = 0) -> list[list[int]]:
-    """One prompt, sampled once with each seed, after `torch.manual_seed(generator)`."""
     torch.manual_seed(generator)
     with make() as batcher:
         found = [batcher.submit(PROMPTS[0], max_new_tokens=24, temperature=1.0, seed=seed) for seed in seeds]

@@ -70,7 +70,6 @@ class Gpu:
         self.launch(lambda: function(*plain_args, **plain_kwargs))
 
     def place(self, tensor: torch.Tensor) -> DeviceTensor:
-        """`tensor` itself as device memory; nobody else may hold it."""
         return DeviceTensor(tensor, self)
 
     def snapshot(self, values: Any) -> Any:

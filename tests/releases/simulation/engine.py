@@ -182,7 +182,6 @@ class Engine:
         self.steps[-1].device = self.gpu.snapshot(device)
 
     def add(self, name: str, prompt: list[int], count: int, stop: int, wishes: Wishes = PLAIN) -> None:
-        """A new request: up to `count` tokens, or to the token `stop`."""
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.request import Request
 

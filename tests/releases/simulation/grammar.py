@@ -65,7 +65,6 @@ def manager(config: Any) -> Any:
 
 @contextlib.contextmanager
 def masking(gpu: Gpu) -> Iterator[None]:
-    """Masks are applied on `gpu`, within, as xgrammar's kernel does it."""
     from vllm.v1.structured_output import utils
 
     def run(logits: torch.Tensor, bitmask: torch.Tensor, indices: torch.Tensor | None) -> None:

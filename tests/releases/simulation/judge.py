@@ -40,7 +40,6 @@ def mistakes(engine: Engine, schedule: Schedule, *, waited: bool = True) -> Iter
 
 
 def began(engine: Engine) -> Iterator[dict[str, int]]:
-    """For each step how many tokens of each of its requests were computed when it began."""
     carried: dict[str, int] = {}
     for step in engine.steps:
         at = {name: carried.get(name, step.scheduled["computed"][name]) for name in step.rows}
@@ -75,7 +74,6 @@ def _outputs(step: Step, name: str, at: int) -> int:
 
 
 def _advances(step: Step) -> Iterator[tuple[str, int]]:
-    """By how many tokens each request is further after the step."""
     for row, name in enumerate(step.rows):
         tokens, drafts = step.scheduled["tokens"][name], step.scheduled["drafts"].get(name, 0)
         accepted = int((step.sampled[row] >= 0).sum()) - 1

@@ -20,7 +20,6 @@ def interpreted(kernel: Any) -> Any:
 
 @contextlib.contextmanager
 def interpreting(gpu: Gpu) -> Iterator[None]:
-    """Queue every launch of a Triton kernel on `gpu`, within."""
     from triton.runtime.jit import JITFunction
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:

@@ -22,7 +22,6 @@ _PRIME = 1_000_003
 
 
 def _entries(tokens: Any, positions: Any) -> Any:
-    """What is kept of each token in the KV cache."""
     return np.where(positions == 0, 0, (tokens * 7919 + positions * 104_729 + 13) % 65_521)
 
 
@@ -63,8 +62,6 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A builder's metadata: the common metadata as it was when the builder was asked."""
-
     common: dict[str, Any]
     draft_index: int | None = None
 
@@ -74,8 +71,6 @@ _SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 
 
 class Builder:
-    """Stands for an attention backend of vLLM's own; keeps what it is given."""
-
     __module__ = "vllm.v1.attention.backends.simulated"
 
     supports_update_block_table = False
@@ -152,7 +147,6 @@ class Target(_Model):
     supports_mrope = True
 
     def get_mrope_input_positions(self, tokens: Sequence[int], features: Any) -> tuple[torch.Tensor, int]:
-        """M-RoPE's positions of a text: the same on three axes."""
         return torch.arange(len(tokens)).expand(3, -1).clone(), 0
 
     def __call__(self, input_ids: DeviceTensor, positions: DeviceTensor, **kwargs: Any) -> DeviceTensor:

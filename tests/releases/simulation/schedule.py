@@ -47,7 +47,6 @@ class Schedule:
 
 
 def random_schedule(seed: int, *, drained: bool = False) -> Schedule:
-    """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
     return _random_schedule(seed, 30, 12, drained)
 
 
@@ -131,7 +130,6 @@ def _wishful_schedule(seed: int, kinds: tuple[str, ...], drained: bool) -> Sched
 
 
 def _bad_words(choose: random.Random, prompt: list[int], count: int) -> Wishes:
-    """Words that the request would say, and after those what it would say instead."""
     wishes = Wishes()
     for _ in range(4):
         tokens = greedy(prompt, count, -1, LONGEST, wishes)

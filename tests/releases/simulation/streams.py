@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A queue of work, run in order."""
-
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.queue: deque[Callable[[], Any] | Event] = deque()
@@ -64,8 +62,6 @@ class Stream:
 
 
 class Event:
-    """A moment of a stream."""
-
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.stream: Stream | None = None

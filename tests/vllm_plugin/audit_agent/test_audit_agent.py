@@ -20,8 +20,6 @@ from vllm_async_spec.vllm_plugin.audit_agent.agent import Agent
 
 
 class Runner:
-    """As much of a model runner as is looked at."""
-
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 2)
         self.steps = 0

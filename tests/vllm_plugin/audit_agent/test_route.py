@@ -118,7 +118,6 @@ def asked(app: FastAPI, *pieces: bytes, **headers: str) -> Answer:
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory, and an analysis that is quick."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -64,7 +64,6 @@ class Drafter:
 
 
 def batch(rows: int, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """A batch whose requests have pages of their own and are somewhere in them, as vLLM would give it."""
     source = torch.Generator().manual_seed(seed)
 
     def draw(*size: int, below: int = VOCABULARY) -> torch.Tensor:

@@ -35,7 +35,6 @@ class Step3p5MTPProposer(EagleProposer):
 
 
 def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
-    """As much of a runner as is asked, of an engine whose drafter can be captured."""
     drafter = proposer(
         num_speculative_tokens=3,
         max_num_tokens=512,

@@ -130,7 +130,6 @@ def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """flashinfer's, which writes a file for each kernel; what it was asked to build."""
     built: list[tuple[Any, ...]] = []
 
     class Spec:
