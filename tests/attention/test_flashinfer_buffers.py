@@ -1,4 +1,4 @@
-"""The pinned buffers that FlashInfer's wrappers plan in, without a GPU: when one is waited for, and what it holds."""
+"""The pinned buffers that FlashInfer's wrappers plan in, without a GPU."""
 
 import pytest
 import torch

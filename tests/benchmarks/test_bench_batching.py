@@ -1,4 +1,4 @@
-"""The benchmark of continuous batching, on a CPU: what it measures, and when it refuses."""
+"""The benchmark of continuous batching, on a CPU."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""vLLM's defaults: which plans there are, what they leave to vLLM, and how long their arms take to start."""
+"""vLLM's defaults in plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of what else vLLM can do: what is asked for, what has to be seen, and how they are run and shown."""
+"""Cases of what else vLLM can do."""
 
 from __future__ import annotations
 

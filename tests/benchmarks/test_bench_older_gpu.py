@@ -1,4 +1,4 @@
-"""FlashInfer's choice of an older GPU's kernels: made where an arm asks for it, and told of what ran."""
+"""FlashInfer's choice of an older GPU's kernels."""
 
 from __future__ import annotations
 

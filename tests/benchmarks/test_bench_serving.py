@@ -1,4 +1,4 @@
-"""The parts of a served plan: its requests, the client's answers, the table, the figure, and caches."""
+"""The parts of a served plan."""
 
 from __future__ import annotations
 

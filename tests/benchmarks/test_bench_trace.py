@@ -1,4 +1,4 @@
-"""Timelines of the techniques: from made-up records of a GPU to blocks, and from these to a picture."""
+"""Timelines of the techniques."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""Where output goes: refused before work starts if it can't be written, and kept elsewhere if it fails at the end."""
+"""Where output goes."""
 
 import json
 import re

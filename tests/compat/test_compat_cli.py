@@ -1,4 +1,4 @@
-"""`vllm-async-spec compat`: what it prints and writes, its exit codes, and one sentence for each mistake."""
+"""`vllm-async-spec compat`."""
 
 import contextlib
 import importlib.util

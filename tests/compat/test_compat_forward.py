@@ -1,4 +1,4 @@
-"""Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
+"""Attention with what builders made."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The page of published runs in a real browser: looked at, filtered, pointed at, at both widths and in both schemes."""
+"""The page of published runs in a real browser."""
 
 from pathlib import Path
 

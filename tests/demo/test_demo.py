@@ -1,4 +1,4 @@
-"""The demo's verdict: what it compares, and that each thing that must not be is found."""
+"""The demo's verdict."""
 
 import importlib.util
 from dataclasses import replace

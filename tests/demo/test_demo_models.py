@@ -1,4 +1,4 @@
-"""The demo's own models: the same numbers as transformers, the same weights twice, and no half-written directories."""
+"""The demo's own models."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What the demo prints: at most 80 columns, progress in lines where there is no terminal, and what the page shows."""
+"""What the demo prints."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""The audit on a real vLLM: waits that were planted are found at their lines, and a clean server has none."""
+"""The audit on a real vLLM."""
 
 import json
 import os

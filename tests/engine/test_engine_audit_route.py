@@ -1,4 +1,4 @@
-"""The audit's route on real servers with keys, started in both ways: who is let in, and how it ends."""
+"""The audit's route on real servers with keys, started in both ways."""
 
 import http.client
 import json

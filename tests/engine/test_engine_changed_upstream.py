@@ -1,4 +1,4 @@
-"""A server whose vLLM has changed under three patches: it serves as stock vLLM would, and says what it refused."""
+"""A server whose vLLM has changed under three patches."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What an operator sees when something is wrong: one sentence, and stock vLLM's where the plugin has no part in it."""
+"""What an operator sees when something is wrong."""
 
 import re
 import subprocess

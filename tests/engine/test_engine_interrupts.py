@@ -1,4 +1,4 @@
-"""`audit --model` that is interrupted or whose engine fails: no process of vLLM's is left, and the cause is named."""
+"""`audit --model` that is interrupted or whose engine fails."""
 
 import signal
 import subprocess

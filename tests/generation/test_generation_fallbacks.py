@@ -1,4 +1,4 @@
-"""What neither asynchronous stopping nor interleaving can do: transformers' own loop with one warning, or an error."""
+"""What neither asynchronous stopping nor interleaving can do."""
 
 import contextlib
 import warnings

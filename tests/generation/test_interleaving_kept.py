@@ -1,4 +1,4 @@
-"""What interleaved generation keeps for a model: when it is used again, made anew and freed, and its memory."""
+"""What interleaved generation keeps for a model."""
 
 from typing import Any
 

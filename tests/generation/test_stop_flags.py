@@ -1,4 +1,4 @@
-"""Stop flags, the seam to the loop of transformers: what is known of them on the host, and what is computed later."""
+"""Stop flags, the seam to the loop of transformers."""
 
 import torch
 import transformers

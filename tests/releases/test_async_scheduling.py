@@ -1,4 +1,4 @@
-"""The patches of asynchronous scheduling on a real vLLM release: who decides, and what the user said."""
+"""The patches of asynchronous scheduling on a real vLLM release."""
 
 import importlib
 import pickle

@@ -1,4 +1,4 @@
-"""The audit's route on a real vLLM release: its own application, its own guard, and what starts its server."""
+"""The audit's route on a real vLLM release."""
 
 import asyncio
 import importlib

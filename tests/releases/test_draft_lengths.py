@@ -1,4 +1,4 @@
-"""Draft steps of the real proposers of 0.12 and 0.13: what they attend to, and how often they are accepted."""
+"""Draft steps of the real proposers of 0.12 and 0.13."""
 
 import importlib
 from collections.abc import Iterator

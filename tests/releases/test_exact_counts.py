@@ -1,4 +1,4 @@
-"""Steps of the optimistic runner that need exact counts: who needs them, and that each waits once and says why."""
+"""Steps of the optimistic runner that need exact counts."""
 
 import importlib
 import inspect

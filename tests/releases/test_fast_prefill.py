@@ -1,4 +1,4 @@
-"""Fast prefill of models that share KV caches: its offsets come from the host that made them, and are not raced for."""
+"""Fast prefill of models that share KV caches."""
 
 import importlib
 import inspect

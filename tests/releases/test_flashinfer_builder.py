@@ -1,4 +1,4 @@
-"""vLLM's FlashInfer builder with the plugin: what it plans from, and what its kernels would then mask by."""
+"""vLLM's FlashInfer builder with the plugin."""
 
 import dataclasses
 import types

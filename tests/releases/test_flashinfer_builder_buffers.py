@@ -1,4 +1,4 @@
-"""What vLLM's FlashInfer builder copies from with the plugin: no buffer is written while a copy may read it."""
+"""What vLLM's FlashInfer builder copies from with the plugin."""
 
 from typing import Any
 

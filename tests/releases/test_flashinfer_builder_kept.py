@@ -1,4 +1,4 @@
-"""Plans that vLLM's FlashInfer builder keeps with the plugin: how long one serves, and for which batches."""
+"""Plans that vLLM's FlashInfer builder keeps with the plugin."""
 
 import dataclasses
 from typing import Any

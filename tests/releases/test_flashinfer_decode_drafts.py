@@ -1,4 +1,4 @@
-"""Drafts below SM90, where vLLM 0.33 has decode wrappers verify them: who plans with the plugin, and from what."""
+"""Drafts below SM90, where vLLM 0.33 has decode wrappers verify them."""
 
 import importlib
 from typing import Any

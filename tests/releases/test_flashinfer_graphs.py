@@ -1,4 +1,4 @@
-"""CUDA graphs of vLLM's FlashInfer builder with the plugin: what is captured, with which wrapper, and its room."""
+"""CUDA graphs of vLLM's FlashInfer builder with the plugin."""
 
 import dataclasses
 import importlib

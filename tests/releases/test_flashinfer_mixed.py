@@ -1,4 +1,4 @@
-"""Drafts and prompts in one batch of vLLM's FlashInfer builder with the plugin: planned together, and when not."""
+"""Drafts and prompts in one batch of vLLM's FlashInfer builder with the plugin."""
 
 import dataclasses
 import types

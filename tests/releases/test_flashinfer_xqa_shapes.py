@@ -1,4 +1,4 @@
-"""XQA in vLLM's FlashInfer builder with the plugin: whether it decodes, what is compiled, and what it does not take."""
+"""XQA in vLLM's FlashInfer builder with the plugin."""
 
 import importlib
 import inspect

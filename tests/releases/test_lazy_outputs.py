@@ -1,4 +1,4 @@
-"""Outputs made by who asks for them, on a release's own executor: none is made before, and none by another thread."""
+"""Outputs made by who asks for them, on a release's own executor."""
 
 import threading
 from types import SimpleNamespace

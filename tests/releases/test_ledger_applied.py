@@ -1,4 +1,4 @@
-"""The ledger on a real vLLM release: which patches are applied, and whether their fingerprints are this source's."""
+"""The ledger on a real vLLM release."""
 
 import pytest
 from applied import ledger

@@ -1,4 +1,4 @@
-"""vLLM's builders of multi-head latent attention: decoding reads nothing, and drafts that are not decoded are exact."""
+"""vLLM's builders of multi-head latent attention."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Top-k alone on a real vLLM release: the same logits are masked, and the device is not asked for the largest k."""
+"""Top-k alone on a real vLLM release."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""vLLM's builders under chunked local attention: what they tell kernels to attend to, and what they read."""
+"""vLLM's builders under chunked local attention."""
 
 import importlib
 import random

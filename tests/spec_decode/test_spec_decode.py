@@ -1,4 +1,4 @@
-"""Bookkeeping of drafts on the device: progress carried over many steps, and buffers that no wait protects."""
+"""Bookkeeping of drafts on the device."""
 
 import random
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The runner that the user asks the plugin for: taken, or left to vLLM with one sentence."""
+"""The runner that the user asks the plugin for."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`status --url`: what a server's /metrics say, in words and as data."""
+"""`status --url`."""
 
 import http.server
 import json

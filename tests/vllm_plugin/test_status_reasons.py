@@ -1,4 +1,4 @@
-"""What `status` says about the scheduling of an engine on vLLM's CPU platform: who decides, why, and what helps."""
+"""What `status` says about the scheduling of an engine on vLLM's CPU platform."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""`ContinuousBatcher` and its callers: whatever one of them does, the requests of the others go on and are right."""
+"""`ContinuousBatcher` and its callers."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The key of a server that is audited: who gets it, and where it is not seen."""
+"""The key of a server that is audited."""
 
 import json
 import threading

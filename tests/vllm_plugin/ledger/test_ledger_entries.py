@@ -1,4 +1,4 @@
-"""The entries beside the ledger: that they fit the code and their README, and which releases and targets they name."""
+"""The entries beside the ledger."""
 
 import pytest
 

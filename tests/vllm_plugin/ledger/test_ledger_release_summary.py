@@ -1,4 +1,4 @@
-"""`patches verify --pip`: what a release means for the ledger, in about ten lines."""
+"""`patches verify --pip`."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The plugin's metrics: what several real processes count is what one of them shows."""
+"""The plugin's metrics."""
 
 import json
 import os
