@@ -222,23 +222,6 @@ def test_waits_of_the_middle_are_told_and_where_there_is_none_why(monkeypatch: p
     assert any(note == "the waits of asynchronous were not recorded: too short" for note in batching.notes(found))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "large"], "the model is 'large'; it must be one of tiny, 1b, 8b"),
-        (["--drafts", "2", "--arms", "synchronous"], "the drafts are 2 and the arms synchronous; drafts synchronous"),
-        (["--arms", "drafts asynchronous"], "the drafts are 0 and the arms drafts asynchronous; drafts synchronous"),
-        (["--arms", "mine"], "there is no arm 'mine'; there are synchronous, synchronous again, asynchronous"),
-        (["--attention", "FAST"], "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM"),
-    ],
-)
-def test_what_can_not_be_run_is_refused_in_one_sentence(options: list[str], message: str):
-    done = run(*SMALL, *options)
-    assert done.exit_code == 1
-    assert message in done.output
-    assert "Traceback" not in done.output
-
-
 def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made: list[generation.BatcherConfig] = []
 
