@@ -75,7 +75,6 @@ def test_whoever_writes_a_length_the_host_views_are_exact():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", writers("cpu"))
 def test_a_copy_that_is_kept_without_a_proof_is_seen(mode: str, write: str, monkeypatch: pytest.MonkeyPatch):
-    """The control: with copies kept as long as the version counter allows, what escapes it is returned."""
     monkeypatch.setattr(HostCopy, "_now", lambda self: 0 if self.source.is_inference() else self.source._version)
     with MODES[mode]():
         metadata = MIXED.metadata()

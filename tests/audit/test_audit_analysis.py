@@ -23,7 +23,6 @@ H2D_PINNED = "HtoD (Pinned -> Device)"
 
 @pytest.fixture
 def recording() -> Recording:
-    """A kernel that runs from 0 to 400 microseconds; steps at 0 and 1,000."""
     recording = Recording()
     recording.kernel(0, 400)
     return recording

@@ -231,8 +231,6 @@ def test_what_a_tensor_depends_on_may_be_waited_for_meanwhile(waits):
 
 def test_an_event_may_be_heard_while_the_audit_ends(waits, monkeypatch):
     class Ending:
-        """The audit at the first look, and none at any other."""
-
         def __init__(self) -> None:
             self.left = [waits]
 

@@ -87,8 +87,6 @@ def test_four_engines_of_an_8b_fit_on_an_h200_and_not_on_an_h100(
 
 
 class FakeLlm:
-    """A vLLM engine with so many steps in flight, whose blocks are in use."""
-
     def __init__(self, ahead: int) -> None:
         self.ahead, self.stepped = ahead, 0
         caching = types.SimpleNamespace(enable_prefix_caching=True)

@@ -280,7 +280,6 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
 def test_stock_without_drafts_is_soaked_before_the_subject_is(
     widest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It says how far it is from itself; that is what the subject is allowed, or too far to go on."""
     asked: list[tuple[str, float | None]] = []
 
     @contextmanager

@@ -155,7 +155,6 @@ def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list
 
 
 def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
-    """The site draws them when it is built."""
     docs = RESULTS.parents[1] / "docs"
     shown = set(re.findall(r"assets/results/([\w.-]+)\.svg", "".join(p.read_text() for p in docs.glob("*.md"))))
     assert len(shown) > 5

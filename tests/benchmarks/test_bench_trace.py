@@ -115,7 +115,6 @@ def test_waits_are_counted_by_what_they_held_up(tmp_path: Path):
 
 
 def test_a_step_that_is_over_before_the_host_asks_is_no_wait(tmp_path: Path):
-    """As of a tiny model on a slow host: the event has happened and is only asked, and the device is idle."""
     made = Recording()
     for step in range(-2, 8):
         at = step * STEP_US

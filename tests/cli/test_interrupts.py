@@ -41,7 +41,6 @@ def test_a_signal_ends_a_command_and_its_children(
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As under nohup."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parent.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGHUP); print('goes on')")
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"

@@ -154,7 +154,6 @@ def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path
 @pytest.mark.slow
 @needs_vllm
 def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
-    """As on a GPU: launches are recorded while it builds, and stop it from attending."""
     file = tmp_path / "found.json"
     done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
     assert done.returncode == 0, done.stderr + done.stdout

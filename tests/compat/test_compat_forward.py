@@ -287,7 +287,6 @@ def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right]
 
 
 def test_what_is_compiled_while_it_is_watched_is_compiled_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    """For one size, then for any, and no more; memory that a compiler only thinks of is left as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     without_cuda(monkeypatch)

@@ -170,8 +170,6 @@ def test_interrupted_training_goes_on_and_ends_with_the_same_weights(tmp_path: P
 
 @pytest.mark.parametrize("name", ["_batch", "_json_files"])
 def test_interrupted_training_or_saving_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    """In the middle of training, and with the weights already written."""
-
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

@@ -47,7 +47,6 @@ def found_failure(result: Path) -> str | None:
 
 
 def steps(found: Any, what: str) -> list[tuple[str, Any]]:
-    """The builds, or what was attended, with what an engine can tell: batch and result."""
     cases = [case for case in found["cases"] if not case["capture"]]
     return [(case["case"], each) for case in cases for each in case[what] if each["realistic"]]
 
@@ -201,7 +200,6 @@ def carried() -> bool:
 
 
 def different(told: Any, which: str) -> dict[int, int]:
-    """Requests that were given other tokens than undisturbed, and the place where they begin to differ."""
     pairs = enumerate(zip(told["undisturbed"], told[which], strict=False))
     return {number: same(one, other) for number, (one, other) in pairs if one != other}
 

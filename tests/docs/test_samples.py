@@ -25,7 +25,6 @@ print(json.dumps(printed))
 
 
 def samples(page: str) -> list[tuple[str, str | None]]:
-    """Each Python sample of a page, and the output that stands below it; None if none does."""
     found: list[tuple[str, str | None]] = []
     for language, text in FENCE.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")):
         if language == "python":

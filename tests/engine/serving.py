@@ -173,6 +173,5 @@ def _wait_until_ready(server: Server) -> None:
 
 
 def processes_with_plugin(log: str) -> set[str]:
-    """The names, as vLLM gives them, of its other processes in which the plugin says that it is on."""
     lines = re.finditer(r"\((\w+)[^()]* pid=(\d+)\) DEBUG .*vllm-async-spec \S+ is on in process \2: ", log)
     return {line[1] for line in lines}

@@ -173,7 +173,6 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
 
 @on_cpu
 def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path):
-    """Before they meet in a collective, where each would wait for the other."""
     options = {"tensor_parallel_size": 2, "enforce_eager": True}
     found = run(tmp_path, tiny, options, {"stock": STOCK | {DIFFER: "1"}, "plugin": {DIFFER: "1"}})
     assert served(found["stock"])["tokens"], "nothing meets in a collective on a CPU, so stock starts"

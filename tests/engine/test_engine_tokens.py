@@ -150,6 +150,5 @@ def test_vllm_refuses_logit_bias_with_drafts_in_every_mode(outcome: Outcome, mod
 
 @scenario("n-gram")
 def test_method_that_cannot_be_asynchronous_runs_synchronously_and_says_so(outcome: Outcome):
-    """That it is synchronous is what its process asserts."""
     said = re.findall(r"^.*ngram.*disabled.*$", outcome.logs[Mode.PLUGIN], re.MULTILINE)
     assert len(said) == 1, said

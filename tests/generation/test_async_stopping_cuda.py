@@ -155,7 +155,6 @@ def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padded: bool, do_sample: bool):
-    """The whole of a step: inputs, forward, token, flags. Stock's loop shows that a wait is refused."""
     model = tiny_models.model(kind).to("cuda")
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -212,6 +211,5 @@ def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: An
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_waits_where_transformers_compiles_the_step(compiled_model: Any, padded: bool, do_sample: bool):
-    """From the fourth step on, when what is recorded anew for another cache has been recorded."""
     check_no_step_waits(compiled_model, 8, padded=padded, do_sample=do_sample, cache_implementation="static")
     assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"

@@ -192,7 +192,6 @@ def test_a_cache_that_is_used_again_goes_on_where_it_was(kind: str):
 
 
 def test_a_generation_within_another_has_inputs_of_its_own():
-    """Of one model: both have the seam at once, and the outer one keeps it."""
     with attending("llama", "sdpa") as model:
         inner: list[Any] = []
         other = prompts("right", 3)

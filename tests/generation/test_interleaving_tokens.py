@@ -104,8 +104,6 @@ def test_a_window_that_passes_is_in_the_mask(recorded: None):
 
 
 def test_a_recorded_step_of_a_counting_layer_goes_wrong(recorded: None, monkeypatch: pytest.MonkeyPatch):
-    """What `full_static_cache` is for: a window's layer that counts on the host is frozen with the count."""
-
     def with_windows(model: Any, tokens: int) -> Any:
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
 

@@ -45,7 +45,6 @@ class Row:
 
 @st.composite
 def steps(draw: Any) -> list[Row]:
-    """Prefills, decodes and drafts; rows moved; rejections 0..K; lengths around a page's end; tokens taken back."""
     size = draw(st.integers(1, 9))
     places = draw(st.permutations(range(size + 3)))
     rows = []
@@ -189,7 +188,6 @@ def test_drafts_may_be_one_zero_for_all():
 
 
 def check_one_zero(how: Callable[..., None], device: str) -> None:
-    """What vLLM leaves where the drafter could not draft."""
     rows = [Row(4, 36, 1, 32, 2, 1, 3), Row(1, 9)]
     arguments = tensors(rows, (16,), 0, device)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(5, 3)

@@ -21,7 +21,6 @@ PAGE = 16
 
 
 def random_batch(seed: int, chunk: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query offsets and lengths: decodes, drafts, prefills, lengths around a chunk's and a page's end, padding last."""
     choose = random.Random(seed)
     query, lengths = [], []
     for row in range(batch):

@@ -49,7 +49,6 @@ def buffer(*shape: int, dtype: torch.dtype) -> Any:
 
 
 def make_input_batch() -> Any:
-    """What the seams read of an input batch; no request has anything that needs exact counts."""
     table = SimpleNamespace(
         block_table=buffer(ROWS, 16, dtype=torch.int32), block_size=16, slot_mapping=buffer(TOKENS, dtype=torch.int64)
     )
@@ -82,7 +81,6 @@ def made_by(module: str, **attributes: Any) -> Any:
 
 
 def settings() -> dict[str, Any]:
-    """The attributes that say what a runner is for: EAGLE, one GPU, FlashAttention."""
     return {
         "parallel_config": SimpleNamespace(
             pipeline_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False

@@ -115,7 +115,6 @@ def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:
 
 
 def wrappers(built: Any) -> list[fake_flashinfer.Wrapper]:
-    """Those that this batch was planned with, decodes first."""
     return [part.wrapper for part in (built.decode, built.prefill) if hasattr(part, "wrapper")]
 
 
@@ -125,7 +124,6 @@ def pages_planned(wrapper: fake_flashinfer.Wrapper) -> list[int]:
 
 
 def assert_before_empty(found: Iterable[list[int]], expected: list[int]) -> None:
-    """Whether the wrappers have these requests, and a graph nothing but empty ones behind them."""
     joined = [value for each in found for value in each]
     assert joined[: len(expected)] == expected
     assert not any(joined[len(expected) :])

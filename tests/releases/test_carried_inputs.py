@@ -88,6 +88,5 @@ def shifted(self: Carried, *args: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "fault"), [("tokens_of", stale), ("metadata", shifted)])
 def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch):
-    """Else the test above says nothing."""
     monkeypatch.setattr(Carried, name, fault)
     assert any(wrong(subject, random_schedule(seed)) for seed in SEEDS)

@@ -169,7 +169,6 @@ def _applied_in(outcome: Outcome, spec: PatchSpec) -> set[str]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str):
-    """Also where what it was in is gone, for which importlib raises."""
     moved = tuple(
         Target(f"vllm.no_such_package.deep.{t.module.rpartition('.')[2]}", t.qualname, t.fingerprints)
         for t in spec.targets

@@ -104,7 +104,6 @@ def device(loaded: VllmSource) -> Any:
 
 
 def checked(name: str, device: SimulatedDevice, *names: str, model: str | None = None) -> BackendResult:
-    """With the numbers of the first model that uses the builder, or of another."""
     return check_all(name, device, [case for case in CASES if case.name in (names or BATCHES)], model)
 
 

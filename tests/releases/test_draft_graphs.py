@@ -35,8 +35,6 @@ def subject(stock: Any, release: str) -> Iterator[Any]:
 
 
 def replaying(runner_class: Any) -> Any:
-    """A subclass that makes its drafter's replays when it drafts for the first time, and counts batches."""
-
     class Replaying(runner_class):  # type: ignore[misc]
         replayed = launched = 0
 
@@ -100,7 +98,6 @@ def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: 
 def test_inputs_that_are_not_the_batch_s_are_found(
     stock: Any, subject: Any, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Else the tests above say nothing."""
     monkeypatch.setattr(draft_graphs, "batch_sizes", lambda most: [most])
     fill = draft_graphs.DraftInputs.fill
 

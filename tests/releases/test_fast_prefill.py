@@ -63,7 +63,6 @@ def runner(query: list[int]) -> Any:
 
 
 def metadata(query: list[int], exact: list[int], drafts: list[int] | None, *, padding: int = 0) -> Any:
-    """What the V1 runner gives: its own methods make the indices of the tokens that are sampled from."""
     made = builders.common_metadata(query + [0] * padding, exact + [0] * padding)
     made.seq_lens_cpu = made.num_computed_tokens_cpu = None
     worker = runner(query)
@@ -106,7 +105,6 @@ def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: 
 
 
 def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any):
-    """What the patch is for: the values on the host are the device's, and no event stands between."""
     given = metadata(*BATCHES["drafts and a prefill"])
     probe = on_device(given, "logits_indices_padded")
     copies = []

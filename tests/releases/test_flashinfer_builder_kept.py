@@ -139,7 +139,6 @@ def test_a_plan_that_was_written_over_serves_no_more(builder: Any, interruption:
 
 
 def test_a_plan_that_is_not_kept_has_too_few_chunks_for_later_steps(builder: Any, monkeypatch: pytest.MonkeyPatch):
-    """As the chunks behind the first step's lengths were written over."""
     monkeypatch.setattr(flashinfer_graphs, "keep_plan", lambda *arguments: None)
     builder.build(0, drafts([33, 17, 50]))
     (wrapper,) = wrappers(builder.build(0, drafts([80, 17, 50])))

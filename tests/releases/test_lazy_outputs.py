@@ -40,7 +40,6 @@ def patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_stock_makes_outputs_in_a_thread(module, monkeypatch):
-    """Else the next test says nothing of the patch."""
     executor = make_executor(module, monkeypatch)
     made = sample(module, executor, threading.get_ident, single_value=True).result(timeout=60)
     assert made != threading.get_ident()

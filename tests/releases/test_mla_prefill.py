@@ -159,7 +159,6 @@ def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: S
 
 
 def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State):
-    """What the patch is for: with two drafts and one rejected, the kernels are told of as many keys too many."""
     if patched is not State.APPLIED:
         pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
     if builder.query_len_support.name == "VARLEN":

@@ -30,7 +30,6 @@ def _patched(mount: Callable[[FastAPI], None]) -> Iterator[None]:
 
 @pytest.fixture(params=["one API server", "several API servers"])
 def page(request: pytest.FixtureRequest, mount, monkeypatch, tmp_path) -> Callable[[], str]:
-    """The text of /metrics."""
     if request.param == "several API servers":
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 

@@ -123,7 +123,6 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
 def test_what_needs_no_exact_counts_is_right_without_them(
     subject: Any, stock: Any, wish: str, seed: int, drained: bool
 ):
-    """Grammars, whose masks vLLM makes when it has seen the tokens of the step before, and log-probabilities."""
     assert wrong_or_miscounted(subject, stock, wishful_schedule(seed, (wish,), drained=drained)) == []
 
 

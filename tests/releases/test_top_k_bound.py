@@ -86,7 +86,6 @@ def test_the_same_logits_are_masked_and_nothing_is_asked_for(sampler, top_k):
 
 @pytest.mark.usefixtures("patched")
 def test_a_batch_that_is_as_it_was_keeps_its_largest_k(sampler):
-    """Another engine of the process makes its metadata in between, with a smaller one."""
     first = make_batch(40)
     other = make_batch(2)
     assert sample(sampler, first)[0].isfinite().sum() == 40

@@ -49,7 +49,6 @@ def builder(stock: Any, request: pytest.FixtureRequest) -> Any:
 
 
 def metadata(query: list[int], exact: list[int]) -> Any:
-    """What a runner gives: exact lengths on the device, and on the host a bound where there is one, else nothing."""
     made = builders.common_metadata(query, exact, block_size=PAGE)
     made.seq_lens_cpu = made.num_computed_tokens_cpu = None
     if hasattr(made, "seq_lens_cpu_upper_bound"):
@@ -130,7 +129,6 @@ def test_one_token_each_needs_one_row_each(builder: Any):
 
 
 def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch):
-    """What the patch is for: the probe, or the policy, sees it as soon as vLLM's own function is asked."""
     given = metadata(*BATCHES["drafts"])
     monkeypatch.setattr(layer_module(), "make_local_attention_virtual_batches", stock)
     with on_device(given) as reads:

@@ -36,7 +36,6 @@ def measured(speed: float) -> dict[str, Any]:
 def document(
     speeds: Mapping[str, Sequence[float]], plan: Plan = PLAN, facts: Mapping[str, Any] = FACTS
 ) -> dict[str, Any]:
-    """The result of `plan` with the speed of each arm in each pass, the same for all loads."""
     turns = [
         {
             "pass": number,

@@ -21,7 +21,6 @@ class FileRecord:
 
     @property
     def broke_off(self) -> bool:
-        """Whether its process was killed or crashed, so that cases may be missing."""
         return not self.ended.startswith("exit ") or len(self.plugin) < 2
 
 

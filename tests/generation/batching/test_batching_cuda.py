@@ -143,7 +143,6 @@ def test_the_tokens_are_the_synchronous_ones_under_random_delays(
 
 
 def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -> tuple[list[list[int]], float]:
-    """Tokens, greedily, with a draft model that is the model with noise on its weights; and how many a step gave."""
     model, attention = subject
     generator = torch.Generator("cuda").manual_seed(1)
     drafter = copy.deepcopy(model)
@@ -232,7 +231,6 @@ class UnfencedLanes(DelayedLanes):
 
 @pytest.mark.parametrize("fence", ["copied_in", "computed", "copied_out"])
 def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tuple[Any, str]):
-    """The control of the test above: it would see each of them missing."""
     if subject[1] != "TORCH_REFERENCE":
         pytest.skip("a kernel given lengths that don't fit its plan may read anywhere")
     # All of one length, so that what is read too early is always of a step of the same sizes.
@@ -247,7 +245,6 @@ def test_graphs_change_no_token(subject: tuple[Any, str]):
 
 
 def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]):
-    """Under random delays too: the operator that attends is captured with the rest."""
     expected = tokens(subject, synchronous=True, torch_compile=True)
     found = tokens(subject, torch_compile=True, open_streams=lambda device, slots: DelayedLanes(device, slots, seed=0))
     assert found == expected
@@ -302,7 +299,6 @@ def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str])
 
 @contextlib.contextmanager
 def failing_prompt(model: Any, call: int) -> Iterator[None]:
-    """Let the model's call of this number ask for too much memory, after it has begun; graphs call nothing."""
     calls = itertools.count(1)
 
     def ask(*_: Any) -> None:

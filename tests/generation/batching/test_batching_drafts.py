@@ -116,7 +116,6 @@ def test_the_tokens_are_those_without_drafts(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_end_amid_accepted_tokens_is_the_end(kind: str, late: bool):
-    """An end of sequence at each place, and `max_new_tokens` of each number, where all four of a step are accepted."""
     options: dict[str, Any] = {"draft_model": drafter(kind, "the same"), "draft_tokens": 3}
     options |= {"open_streams": LateStreams().open, "steps_ahead": 2} if late else {}
     whole = {tuple(prompt): generated(kind, prompt, 20, ()) for prompt in PROMPTS[:4]}

@@ -60,7 +60,6 @@ def test_two_hundred_thousand_operations_lose_nothing_and_give_nothing_twice():
 
 
 def test_with_a_model_too():
-    """Nothing stubbed, so the tokens are those of `generate`."""
     expected = {prompt: generated("llama", list(prompt), LENGTH - len(prompt), [STOP]) for prompt in PROMPTS}
     seen: Counter[str] = Counter()
     for seed in range(4):
@@ -111,7 +110,6 @@ release = Scheduler._release_if_left
     ids=["a loop's error ends the batcher", "a loop's error ends nothing", "twice", "lost", "pages are kept"],
 )
 def test_each_fault_of_the_batcher_s_own_is_seen(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch):
-    """The controls of the tests above."""
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((AssertionError, OSError, RuntimeError)):
         play(10_000)

@@ -75,7 +75,6 @@ def test_for_a_known_release_nothing_is_left_to_do(source: Path):
 
 @pytest.fixture
 def downloads(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Path]]]:
-    """What was asked of pip and where it was put; the source stands for every release."""
     asked: list[tuple[str, Path]] = []
 
     def fetch(version: str, cache: Path) -> Path:

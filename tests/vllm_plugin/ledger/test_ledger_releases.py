@@ -65,7 +65,6 @@ def without_fingerprints(specs: Iterable[PatchSpec]) -> dict[str, list[str]]:
 
 
 def test_each_entry_has_fingerprints_of_each_known_release_in_its_ranges():
-    """Needs no index: what pip finds is compared above."""
     assert without_fingerprints(load_ledger()) == {}
 
 

@@ -72,7 +72,6 @@ def directory():
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., list[object]]:
-    """Runs the lines as the main process of a server; what it gives to `print` as JSON is returned."""
     (tmp_path / "temporary").mkdir()
 
     def run(lines: str, **variables: str) -> list[object]:

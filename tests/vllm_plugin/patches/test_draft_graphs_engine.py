@@ -61,7 +61,6 @@ PLAIN = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 @pytest.mark.parametrize("options", [PLAIN, {}], ids=["plain", "compiled by vLLM"])
 def test_replayed_drafts_are_those_that_are_launched(gpu_models: Any, options: dict[str, Any]):
-    """In one engine, batch by batch, with rows that are filled up as requests end."""
     vllm: Any = importlib.import_module("vllm")
     if not find_patch("draft-graphs").covers(vllm.__version__):
         pytest.skip(f"the patch draft-graphs is not for vLLM {vllm.__version__}")

@@ -70,7 +70,6 @@ def test_nothing_speaks_against_a_plain_engine():
 
 
 def test_a_drafter_that_knows_no_trees_is_captured():
-    """As from 0.22 on."""
     runner = make_runner()
     del runner.drafter.tree_choices
     assert draft_graphs.refused(runner) is None
@@ -365,7 +364,6 @@ def captured_drafter() -> tuple[draft_graphs.Drafter, dict[str, Any]]:
     ],
 )
 def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], answer: str):
-    """Images are among the inputs, or the scheduler wants fewer drafts, say."""
     drafting, given = captured_drafter()
     assert drafting.propose(**given | changes) == answer
     assert drafting._drafter.num_speculative_tokens == (3 if answer != "launched" else 1)
@@ -373,7 +371,6 @@ def test_batches_that_a_graph_is_not_for_are_launched(changes: dict[str, Any], a
 
 @pytest.mark.parametrize("name", ["target_hidden_states", "block_table_tensor"])
 def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCaptureFixture):
-    """A target may return hidden states of another width than its configuration names."""
     drafting, given = captured_drafter()
     assert drafting.propose(**given) == "replayed 2"
     wide = torch.zeros(8, 7)
