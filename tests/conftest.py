@@ -49,10 +49,7 @@ def signals_arrive() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def default_devices_work() -> None:
-    """PyTorch keeps the functions that take a default device from its first use on, which may fall into a test.
-
-    If that test has replaced `torch.empty`, no later test's default device would reach `torch.empty`.
-    """
+    """PyTorch keeps `torch.empty` from the first use of a default device; a test may have replaced it by then."""
     with torch.device("cpu"):
         torch.empty(0)
 

@@ -91,7 +91,6 @@ def test_status_says_that_the_user_decided(statuses):
 
 @needs_vllm
 def test_status_of_a_release_with_a_changed_target_is_unhealthy(statuses):
-    """The patch is refused, status says so and exits 1."""
     done = statuses["changed release"]
     assert done.returncode == 1, done.stderr
     assert "0.99.0 (unknown to vllm-async-spec" in done.stdout

@@ -7,8 +7,8 @@ import pytest
 from vllm_async_spec.engine_log import last_error, names_no_cause
 
 LOGS = Path(__file__).parent / "support" / "engine_logs"
-"""Those of 0.32.0-kv-cache and 0.32.0-killed-in-a-step were recorded, and shortened; the others are written as the
-releases' sources print."""
+"""Most without frames of tracebacks. 0.32.0-kv-cache and 0.32.0-killed-in-a-step were recorded, the others written as
+the releases' sources print."""
 CAUSES = {
     "0.18.1-kv-cache": "ValueError: To serve at least one request with the models's max seq len (32768), ",
     "0.18.1-out-of-memory-in-a-step": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
@@ -25,13 +25,13 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("log", CAUSES)
-def test_the_cause_is_found_in_the_lines_of_whichever_process_failed(log: str) -> None:
+def test_the_cause_is_found_in_the_lines_of_whichever_process_failed(log: str):
     found = last_error(LOGS / f"{log}.log")
     assert found.startswith(CAUSES[log])
     assert "\n" not in found
 
 
-def test_every_log_is_tried() -> None:
+def test_every_log_is_tried():
     assert {path.stem for path in LOGS.glob("*.log")} == CAUSES.keys()
 
 
@@ -42,7 +42,7 @@ def test_every_log_is_tried() -> None:
         "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.",
     ],
 )
-def test_an_error_that_refers_to_another_is_none(error: str) -> None:
+def test_an_error_that_refers_to_another_is_none(error: str):
     assert names_no_cause(error)
     assert not names_no_cause("ValueError: No available memory for the cache blocks.")
 
@@ -61,7 +61,7 @@ def test_an_error_that_refers_to_another_is_none(error: str) -> None:
         ("ValueError: " + "x" * 5000, "ValueError: " + "x" * 588),
     ],
 )
-def test_a_short_log_is_read_too(tmp_path: Path, text: str, cause: str) -> None:
+def test_a_short_log_is_read_too(tmp_path: Path, text: str, cause: str):
     log = tmp_path / "log"
     log.write_text(text)
     assert last_error(log) == cause

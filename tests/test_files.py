@@ -69,7 +69,7 @@ def removals(path: Path) -> Iterator[str]:
                 yield called
 
 
-def test_each_removal_is_known_to_be_harmless() -> None:
+def test_each_removal_is_known_to_be_harmless():
     sources = [*(ROOT / "vllm_async_spec").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     sources += [*ROOT.glob("*.py"), *(ROOT / "docs").rglob("*.py")]
     found = {str(path.relative_to(ROOT)): sorted(removals(path)) for path in sources}
@@ -77,7 +77,7 @@ def test_each_removal_is_known_to_be_harmless() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path) -> None:
+def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path):
     checkout, home = tmp_path / "checkout", tmp_path / "home"
     written(checkout / "Makefile", (ROOT / "Makefile").read_text())
     for name in ("README.md", "dist/mine.whl"):
@@ -107,7 +107,7 @@ def test_make_clean_removes_nothing_outside_the_checkout(tmp_path: Path) -> None
 @pytest.mark.parametrize("options", [["--fresh"], []])
 def test_a_benchmark_throws_nothing_away_that_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, options: list[str]
-) -> None:
+):
     monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: False)
     path = written(tmp_path / "package.json", content)
     before = listing(tmp_path)
@@ -120,9 +120,7 @@ def test_a_benchmark_throws_nothing_away_that_is_no_result(
     assert listing(tmp_path) == before
 
 
-def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     turn = {"pass": 0, "arm": "stock", "error": "made up"}
     before = json.dumps(read_json(RESULTS / "overhead-1b.json"))
     path = written(tmp_path / "mine.json", before)
@@ -141,8 +139,7 @@ def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(
 )
 def test_the_demo_keeps_its_models_where_only_this_user_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], folder: str
-) -> None:
-    """Not in the temporary directory, where another user could put a model of the same name first."""
+):
     asked: list[Path] = []
 
     def prepare_models(folder: Path, **_: Any) -> None:

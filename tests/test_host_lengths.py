@@ -68,14 +68,13 @@ def compare(device: str) -> None:
                         assert_exact(part)
 
 
-def test_whoever_writes_a_length_the_host_views_are_exact() -> None:
+def test_whoever_writes_a_length_the_host_views_are_exact():
     compare_on_a_gpu_or_interpreted(compare)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", writers("cpu"))
-def test_a_copy_that_is_kept_without_a_proof_is_seen(mode: str, write: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with copies kept as long as the version counter allows, what escapes it is returned."""
+def test_a_copy_that_is_kept_without_a_proof_is_seen(mode: str, write: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(HostCopy, "_now", lambda self: 0 if self.source.is_inference() else self.source._version)
     with MODES[mode]():
         metadata = MIXED.metadata()
@@ -119,7 +118,7 @@ def test_no_sequence_of_operations_gives_a_stale_length(mode: str, batch: Batch,
             assert_exact(metadata)
 
 
-def test_with_an_epoch_a_length_is_copied_once_and_given_ones_never() -> None:
+def test_with_an_epoch_a_length_is_copied_once_and_given_ones_never():
     reset_sync_report()
     metadata = MIXED.metadata().replace(epoch=Epoch())
     assert metadata.num_computed_tokens_cpu.tolist() == MIXED.computed

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,6 @@ VLLM_PARTS = {"vllm_plugin", "audit", "compat", "demo"}
 
 
 def imports(path: Path) -> set[str]:
-    """What it imports, inside functions too: modules, and each name of a module."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,7 +56,6 @@ def module_of(path: Path) -> str:
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules of which each imports the next and the last the first; empty where there are none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -91,7 +90,7 @@ def test_each_part_has_a_row_in_the_layout():
     assert [part for part in RANK.keys() - {"_version"} if not re.search(rf"^\| `{part}(\.py|/)` \|", text, re.M)] == []
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others():
     """Inside functions neither: an import that must wait for another hides a circle."""
     files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     # A package beside one of its own modules is where the name was found, not another step.
@@ -110,7 +109,7 @@ def is_only_the_way(name: str, path: Path) -> bool:
     return bool(direct) and all((package / f"{each}.py").exists() or (package / each).is_dir() for each in direct)
 
 
-def test_a_circle_is_seen() -> None:
+def test_a_circle_is_seen():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) in (list("abca"), list("bcab"), list("cabc"))
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -122,6 +121,11 @@ def test_the_rule_sees_an_upward_import(tmp_path: Path):
     assert RANK["cli"] > RANK["metadata"]
 
 
+def printed(code: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 def test_importing_the_package_imports_pytorch_only():
     code = """
 import json, sys, torch
@@ -130,8 +134,7 @@ import vllm_async_spec, vllm_async_spec.attention, vllm_async_spec.vllm_plugin
 new = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
 print(json.dumps([sorted(new), torch.cuda.is_initialized()]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [["vllm_async_spec"], False]
+    assert printed(code) == [["vllm_async_spec"], False]
 
 
 def test_importing_the_package_imports_not_even_pytorch():
@@ -143,8 +146,7 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 heavy = sorted(new & {"torch", "numpy", "vllm", "prometheus_client"})
 print(json.dumps([heavy, "Epoch" in dir(vllm_async_spec)]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [[], True]
+    assert printed(code) == [[], True]
 
 
 @pytest.mark.parametrize("module", ["vllm_async_spec", "vllm_async_spec.sync_policy"])

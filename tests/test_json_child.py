@@ -43,7 +43,7 @@ def started(folder: Path, script: str, **limits: Any) -> AbstractContextManager[
     return start([sys.executable, "-c", script], log=folder / "new" / "log", env=env, fail=RuntimeError, **limits)
 
 
-def test_commands_are_answered_and_prints_go_to_the_log(tmp_path: Path) -> None:
+def test_commands_are_answered_and_prints_go_to_the_log(tmp_path: Path):
     with started(tmp_path, SERVE) as child:
         child.wait_until_ready()
         assert child.ask("add", a=1, b=2) == {"sum": 3}
@@ -56,14 +56,14 @@ def test_commands_are_answered_and_prints_go_to_the_log(tmp_path: Path) -> None:
     ("command", "arguments", "why"),
     [("add", {"a": 1, "b": "2"}, r"TypeError: unsupported operand .*"), ("secret", {}, "KeyError: 'secret'")],
 )
-def test_a_command_that_fails_is_one_sentence(tmp_path: Path, command: str, arguments: Any, why: str) -> None:
+def test_a_command_that_fails_is_one_sentence(tmp_path: Path, command: str, arguments: Any, why: str):
     with started(tmp_path, SERVE) as child:
         child.wait_until_ready()
         with pytest.raises(RuntimeError, match=rf"^{why} \(log: .*log\)$"):
             child.ask(command, **arguments)
 
 
-def test_an_answer_that_is_late_ends_the_child(tmp_path: Path) -> None:
+def test_an_answer_that_is_late_ends_the_child(tmp_path: Path):
     with started(tmp_path, SERVE, answer_s=0.3) as child:
         child.wait_until_ready()
         with pytest.raises(RuntimeError, match=r"^the process gave no answer for 0 s \(log: "):
@@ -71,7 +71,7 @@ def test_an_answer_that_is_late_ends_the_child(tmp_path: Path) -> None:
     assert child.process.returncode == -9
 
 
-def test_a_child_that_is_late_to_be_ready_is_ended(tmp_path: Path) -> None:
+def test_a_child_that_is_late_to_be_ready_is_ended(tmp_path: Path):
     with (
         started(tmp_path, "import time; time.sleep(60)", ready_s=0.2, answer_s=50) as child,
         pytest.raises(RuntimeError, match=r"^the process gave no answer for 0 s"),
@@ -79,7 +79,7 @@ def test_a_child_that_is_late_to_be_ready_is_ended(tmp_path: Path) -> None:
         child.wait_until_ready()
 
 
-def test_answers_that_nobody_asked_for_come_in_their_order_and_the_error_last(tmp_path: Path) -> None:
+def test_answers_that_nobody_asked_for_come_in_their_order_and_the_error_last(tmp_path: Path):
     with started(tmp_path, STAGES) as child:
         assert [child.answer()["stage"], child.answer()["stage"]] == ["one", "two"]
         with pytest.raises(RuntimeError, match=r"^ValueError: no third \(log: "):
@@ -87,7 +87,7 @@ def test_answers_that_nobody_asked_for_come_in_their_order_and_the_error_last(tm
     assert "Traceback" in (tmp_path / "new" / "log").read_text()
 
 
-def test_a_child_that_does_not_end_is_killed_in_time(tmp_path: Path) -> None:
+def test_a_child_that_does_not_end_is_killed_in_time(tmp_path: Path):
     before = time.monotonic()
     with started(tmp_path, "import time; time.sleep(60)", end_s=0.2) as child:
         pass

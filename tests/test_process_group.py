@@ -39,7 +39,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 @pytest.mark.parametrize("kind", ["json_child", "call"])
-def test_no_process_outlives_an_ended_parent(number: signal.Signals, kind: str, tmp_path: Path) -> None:
+def test_no_process_outlives_an_ended_parent(number: signal.Signals, kind: str, tmp_path: Path):
     (tmp_path / "caller.py").write_text(CALLER)
     parent = {
         "json_child": lambda: begin("-c", PARENT, CHILD, str(tmp_path / "log")),
@@ -52,7 +52,7 @@ def test_no_process_outlives_an_ended_parent(number: signal.Signals, kind: str, 
     assert left(children) == []
 
 
-def test_a_child_that_ends_takes_what_it_started_along(tmp_path: Path) -> None:
+def test_a_child_that_ends_takes_what_it_started_along(tmp_path: Path):
     code = f"{GRANDCHILD} print('{{\"pid\": ' + str(g.pid) + '}}', flush=True)"
     with start([sys.executable, "-c", code], log=tmp_path / "log", env=os.environ, fail=RuntimeError) as child:
         started = child.answer()["pid"]
@@ -60,7 +60,7 @@ def test_a_child_that_ends_takes_what_it_started_along(tmp_path: Path) -> None:
     assert left([started], 0.1) == []
 
 
-def test_what_ignores_sigterm_is_killed() -> None:
+def test_what_ignores_sigterm_is_killed():
     process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     process.stdout.readline()
@@ -68,7 +68,7 @@ def test_what_ignores_sigterm_is_killed() -> None:
     assert process.wait() == -signal.SIGKILL
 
 
-def test_a_group_of_the_callers_is_never_ended() -> None:
+def test_a_group_of_the_callers_is_never_ended():
     process = begin("-c", f"{BARE}\nfrom vllm_async_spec.process_group import end_with_parent; end_with_parent()")
     assert (process.communicate(timeout=60), process.returncode) == (("", ""), 0)
     reading, writing = os.pipe()
@@ -89,7 +89,7 @@ end_with_parent()
     )
 
 
-def test_a_call_in_a_new_process_gives_its_result_or_its_error(tmp_path: Path) -> None:
+def test_a_call_in_a_new_process_gives_its_result_or_its_error(tmp_path: Path):
     (tmp_path / "caller.py").write_text(CALLER)
     told, errors = begin(str(tmp_path / "caller.py"), "tell").communicate(timeout=60)
     assert told.splitlines() == [

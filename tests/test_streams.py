@@ -13,8 +13,6 @@ from vllm_async_spec.streams import captured, counted_wait, refuse_waits
 
 
 class Late:
-    """An arrival that is there once it was waited for."""
-
     def __init__(self, there: bool) -> None:
         self.there, self.waits = there, 0
 

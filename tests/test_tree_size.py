@@ -17,7 +17,6 @@ LIMIT = 4 << 20
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, int]:
-    """Bytes of each file in git, as in the working tree."""
     git = shutil.which("git")
     if git is None:
         pytest.skip("git is not installed, so nobody says which files are in it")

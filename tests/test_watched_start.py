@@ -28,14 +28,13 @@ if __name__ == "__main__":
 
 
 def script(folder: Path, rank: str, ranks: int = 2, method: str = "spawn") -> list[str | Path]:
-    """A program that starts `ranks` processes, each of which runs the line `rank`."""
     file = folder / "ranks.py"
     file.write_text(textwrap.dedent(RANKS).format(rank=rank, ranks=ranks, method=method), encoding="utf-8")
     return [sys.executable, file]
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_a_start_that_hangs_fails_with_the_stacks_of_all_ranks(tmp_path: Path, method: str) -> None:
+def test_a_start_that_hangs_fails_with_the_stacks_of_all_ranks(tmp_path: Path, method: str):
     command = script(tmp_path, "barrier.wait()", method=method)  # a third party never comes
     with watched(command, tmp_path / "start.log") as start:
         start.wait_until(lambda: start.text().count("rank started") == 2)
@@ -50,13 +49,13 @@ def test_a_start_that_hangs_fails_with_the_stacks_of_all_ranks(tmp_path: Path, m
     assert left(start.processes()) == []
 
 
-def test_a_start_that_ends_gives_its_exit_code(tmp_path: Path) -> None:
+def test_a_start_that_ends_gives_its_exit_code(tmp_path: Path):
     with watched(script(tmp_path, "sys.exit(3)", ranks=1), tmp_path / "start.log") as start:
         assert start.wait() == 3
     assert "rank started" in start.text()
 
 
-def test_a_bar_that_moves_is_progress_and_a_line_of_a_waiting_process_is_not() -> None:
+def test_a_bar_that_moves_is_progress_and_a_line_of_a_waiting_process_is_not():
     log = "capturing: 0/19"
     assert progress(log + "\rcapturing: 1/19") > progress(log)
     for line in WAITING:
@@ -64,7 +63,7 @@ def test_a_bar_that_moves_is_progress_and_a_line_of_a_waiting_process_is_not() -
 
 
 @pytest.mark.parametrize(("name", "compiles"), [("ninja", True), ("other", False)])
-def test_a_compiler_that_runs_is_progress(tmp_path: Path, name: str, compiles: bool) -> None:
+def test_a_compiler_that_runs_is_progress(tmp_path: Path, name: str, compiles: bool):
     program = tmp_path / name
     program.symlink_to("/bin/sleep")
     with watched([program, "600"], tmp_path / "start.log") as start:

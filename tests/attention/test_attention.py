@@ -123,7 +123,6 @@ def test_bad_options_are_named(options: dict[str, int], message: str):
 
 
 def installed_kernels() -> list[str]:
-    """FlashAttention builds that can run here, as `module:function`."""
     found = []
     for name in ("vllm.vllm_flash_attn", "flash_attn"):
         try:

@@ -1,7 +1,4 @@
-"""FlashInfer's wrappers planned from an upper bound: on a GPU against the oracle, and wrong without each remedy.
-
-That vLLM's builder hands them the right things is in tests/releases/test_flashinfer_builder.py, which needs no GPU.
-"""
+"""FlashInfer's wrappers planned from an upper bound, on a GPU against the oracle; each remedy is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ PAGE, HEADS, KV_HEADS, HEAD_SIZE = 16, 32, 8, 128
 
 
 @pytest.mark.parametrize("named", [{"_backend": "cudnn"}, {"_backend": "fa2", "_cudnn_auto": True}])
-def test_a_plan_of_an_unknown_kind_is_refused(named: dict[str, Any]) -> None:
+def test_a_plan_of_an_unknown_kind_is_refused(named: dict[str, Any]):
     Wrapper = type("Wrapper", (), named)
 
     with pytest.raises(PlanError, match="a plan of Wrapper with backend 'cudnn' can't be corrected on the device"):
@@ -67,7 +64,6 @@ class Case:
         self.query_start = pad(torch.tensor(self.query_lens), (1, 0)).cumsum(0).int()
 
     def later(self, query_lens: list[int], exact: list[int], bound: list[int]) -> Case:
-        """The same tensors with other lengths."""
         case = copy.copy(self)
         case.query_lens, case.exact, case.bound = query_lens, exact, bound
         case.measure()
@@ -86,7 +82,6 @@ class Case:
         return paged_attention(self.query, self.keys, self.values, arguments, sliding_window=window)
 
     def plan(self, wrapper: Any, lengths: list[int], **options: Any) -> None:
-        """Plan `wrapper` as vLLM does, from host lengths."""
         pages = [-(-length // PAGE) for length in lengths]
         indptr = pad(torch.tensor(pages), (1, 0)).cumsum(0).int().pin_memory()
         last = torch.tensor([(length - 1) % PAGE + 1 if length else 0 for length in lengths]).int().pin_memory()
@@ -132,7 +127,6 @@ def chunk_size(wrapper: Any) -> int:
 
 
 def random_case(seed: int, kind: str) -> Case:
-    """Decodes, drafts, prefills with and without context, long ones, and page boundaries."""
     choose = random.Random(seed)
     query_lens, exact, bound = [], [], []
     for _ in range(choose.choice([1, 2, 5, 33])):
@@ -150,7 +144,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
-def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str) -> None:
+def test_planned_from_the_bound_equals_the_oracle_and_the_exact_plan(kind: str):
     wrapper, exact_wrapper = make_wrapper(kind), make_wrapper(kind)
     same = 0
     for seed in range(60):
@@ -188,7 +182,7 @@ EDGES = [
 @pytest.mark.parametrize("lengths", EDGES)
 def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
     kind: str, lengths: tuple[list[int], list[int], list[int]]
-) -> None:
+):
     if kind == "decode" and set(lengths[0]) != {1}:
         pytest.skip("the wrapper for decodes takes one token of each request")
     case, wrapper = Case(*lengths), make_wrapper(kind)
@@ -199,7 +193,7 @@ def test_ends_of_pages_and_requests_without_tokens_equal_the_oracle(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
-def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> None:
+def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str):
     case = Case([1] * 3 if kind == "decode" else [4] * 3, [100, 33, 50], [103, 36, 53])
     wrapper = make_wrapper(kind)
     case.plan(wrapper, case.bound)
@@ -208,7 +202,7 @@ def test_without_the_correction_the_bound_is_what_kernels_mask_by(kind: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [-1, 300])
-def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkeypatch: pytest.MonkeyPatch):
     """Ten chunks of four pages exactly; eleven by the bound."""
     case = Case([4, 2, 70, 4], [640, 64, 129, 4], [643, 67, 129, 8], window)
     wrapper, exact_wrapper = make_wrapper("fa2"), make_wrapper("fa2")
@@ -226,7 +220,7 @@ def test_chunks_that_differ_from_the_plans_are_counted_again(window: int, monkey
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8, 16, 20])
 @pytest.mark.parametrize("tokens", [2, 4, 5, 9])
 @pytest.mark.parametrize("requests", [1, 2, 7, 32, 256])
-def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: int, tokens: int, group: int) -> None:
+def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: int, tokens: int, group: int):
     def rows(planned: int) -> int:
         """Of a piece of work, by FlashInfer's rule."""
         largest = (requests * tokens - planned + 1) * group
@@ -242,8 +236,7 @@ def test_no_fewer_and_no_more_empty_requests_than_narrow_pieces_need(requests: i
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa2 with empty requests", "fa3"])
 @pytest.mark.parametrize("requests", [1, 3, 4, 32])
-def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
-    """Captured with the shortest requests, replayed with long ones, and with a row that only pads the batch."""
+def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
     tokens, most = 4, 5000
     lengths = [tokens] * requests
     case = Case(lengths, lengths, lengths, room=most)
@@ -272,8 +265,8 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fa2", "fa3"])
 @pytest.mark.parametrize(("requests", "kept"), [(1, True), (3, True), (32, True), (1, False), (3, False)])
-def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool) -> None:
-    """Planned once for 700 tokens more than there are. Pages are others in each step; rows change places."""
+def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requests: int, kept: bool):
+    """Planned once for 700 tokens more than there are; pages and rows change in each step."""
     tokens, ahead = 4, 700
     exact = [tokens + 13 * row % 900 for row in range(requests)]
     case = Case([tokens] * requests, exact, [length + ahead for length in exact], room=2000)
@@ -302,7 +295,7 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
 @pytest.mark.gpu
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (4, 4), (32, 4), (128, 4), (256, 2)])
-def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool) -> None:
+def test_a_plan_for_a_graph_has_the_room_that_is_counted_for_it(requests: int, tokens: int, empty: bool):
     case = Case([tokens] * requests, [tokens] * requests, [tokens] * requests)
     planned = planned_requests(requests, tokens, HEADS // KV_HEADS) if empty else requests
     room = split_bytes(planned, requests * tokens, HEADS, KV_HEADS, HEAD_SIZE, torch.device("cuda"))
@@ -342,7 +335,7 @@ def race(kind: str, fenced: bool) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fenced", [True, False])
 @pytest.mark.parametrize("kind", ["decode", "fa2", "fa3"])
-def test_a_plan_made_before_the_last_one_was_copied_needs_another_buffer(kind: str, fenced: bool) -> None:
+def test_a_plan_made_before_the_last_one_was_copied_needs_another_buffer(kind: str, fenced: bool):
     """In a process of its own: a kernel with another's plan may read addresses that are not there."""
     code = f"import test_flashinfer; raise SystemExit(0 if test_flashinfer.race({kind!r}, {fenced}) else 3)"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])

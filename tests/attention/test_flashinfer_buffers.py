@@ -1,4 +1,4 @@
-"""The pinned buffers that FlashInfer's wrappers plan in, without a GPU: when one is waited for, and what it holds."""
+"""The pinned buffers that FlashInfer's wrappers plan in, without a GPU."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.attention.flashinfer import PlanBuffers, PlanError
 
 
-def test_a_plan_more_than_there_are_buffers_waits_for_the_oldest_copy_and_is_counted() -> None:
+def test_a_plan_more_than_there_are_buffers_waits_for_the_oldest_copy_and_is_counted():
     class Copy:
         ran = False
 
@@ -32,7 +32,7 @@ def test_a_plan_more_than_there_are_buffers_waits_for_the_oldest_copy_and_is_cou
     assert wrapper._pin_memory_int_workspace_buffer.data_ptr() == first
 
 
-def test_a_wrapper_that_plans_more_than_a_buffer_holds_is_refused() -> None:
+def test_a_wrapper_that_plans_more_than_a_buffer_holds_is_refused():
     class Wrapper:
         _pin_memory_int_workspace_buffer = torch.zeros(17, dtype=torch.uint8)
 

@@ -44,7 +44,7 @@ def planned(tokens: int, names: dict[str, int]) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("name", ["_q_len_per_req", "_max_q_len"])
-def test_the_chunks_of_several_query_tokens_are_counted_by_exact_lengths(name: str) -> None:
+def test_the_chunks_of_several_query_tokens_are_counted_by_exact_lengths(name: str):
     wrapper = planned(4, {name: 4})
     write_exact_lengths(wrapper, torch.tensor(EXACT, dtype=torch.int32), PAGE)
     assert wrapper.merge.diff().tolist() == [4] * 4 + [1] * 4
@@ -52,7 +52,7 @@ def test_the_chunks_of_several_query_tokens_are_counted_by_exact_lengths(name: s
 
 
 @pytest.mark.parametrize("names", [{}, {"_q_len_per_req": 1}, {"_q_len_per_req": None}])
-def test_those_of_single_tokens_stay_as_planned(names: dict[str, int]) -> None:
+def test_those_of_single_tokens_stay_as_planned(names: dict[str, int]):
     wrapper = planned(1, names)
     write_exact_lengths(wrapper, torch.tensor(EXACT, dtype=torch.int32), PAGE)
     assert wrapper.merge.diff().tolist() == [4, 2]

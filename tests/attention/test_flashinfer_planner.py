@@ -48,7 +48,6 @@ class Graph:
         return split_bytes(self.planned, self.requests * self.tokens, *self.heads, HEAD_SIZE, torch.device("cpu"))
 
     def handed(self, lengths: list[int]) -> Any:
-        """A wrapper that was to plan for live requests of these lengths."""
         live = len(lengths)
         starts = torch.arange(self.requests + 1, dtype=torch.int32).clamp(max=live) * self.tokens
         pages = torch.tensor([-(-length // PAGE) for length in lengths] + [0] * (self.requests - live))
@@ -66,8 +65,6 @@ class Graph:
 
 
 class Handed:
-    """A wrapper that keeps what it is to plan."""
-
     _backend = "fa2"
 
     def __init__(self, paged_kv_last_page_len_buf: torch.Tensor) -> None:
@@ -143,7 +140,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 @given(graph=graphs(), data=st.data())
 def test_pieces_of_work_are_no_larger_than_a_request_and_every_plan_has_one_form(
     planner: Planner, graph: Graph, data: st.DataObject
-) -> None:
+):
     rows = graph.tokens * graph.heads[0] // graph.heads[1]
     captured = graph.plan(planner, [graph.tokens] * graph.requests)
     assert captured.tile == (16 if rows <= 16 else 64 if rows <= 64 else 128)
@@ -159,7 +156,7 @@ def test_pieces_of_work_are_no_larger_than_a_request_and_every_plan_has_one_form
 
 @settings(max_examples=60)
 @given(graph=graphs(), empty=st.booleans())
-def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Graph, empty: bool) -> None:
+def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Graph, empty: bool):
     chosen = graph if empty else Graph(graph.requests, graph.tokens, graph.heads, graph.requests)
     lengths = [5000] * graph.requests
     chosen.plan(planner, lengths)
@@ -172,7 +169,7 @@ def test_the_room_that_is_counted_is_what_it_takes(planner: Planner, graph: Grap
         chosen.plan(planner, lengths, missing=surplus + 16)
 
 
-def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Planner) -> None:
+def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Planner):
     assert Graph(32, 4, (32, 8), 32).plan(planner, [100] * 32).tile == 128
     assert Graph(32, 4, (32, 8), 125).plan(planner, [100] * 32).tile == 16
     assert Graph(32, 4, (32, 8), 124).plan(planner, [100] * 32).tile == 64
@@ -180,13 +177,8 @@ def test_without_empty_requests_pieces_are_as_large_as_one_could_be(planner: Pla
 
 @settings(max_examples=60)
 @given(graph=graphs(), data=st.data())
-def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(
-    planner: Planner, graph: Graph, data: st.DataObject
-) -> None:
-    """The kernel counts a request's chunks by its exact length, wherever partial results lie and are merged.
-
-    So it is in each step that one plan serves.
-    """
+def test_the_exact_lengths_chunks_are_those_that_the_kernel_counts(planner: Planner, graph: Graph, data: st.DataObject):
+    """The kernel counts chunks by exact lengths, in each step that one plan serves."""
     bound = data.draw(st.lists(st.integers(graph.tokens, 9000), min_size=1, max_size=graph.requests))
     plan, wrapper = graph.plan(planner, bound), graph.handed(bound)
     wrapper._window_left, wrapper._max_q_len = -1, graph.tokens

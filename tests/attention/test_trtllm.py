@@ -109,7 +109,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_the_arguments_mean_what_the_oracle_computes(kind: str, data: st.DataObject) -> None:
+def test_the_arguments_mean_what_the_oracle_computes(kind: str, data: st.DataObject):
     query_tokens = data.draw(st.sampled_from([1, 2, 4, 33]), label="query_tokens")
     window = data.draw(st.sampled_from([None, 1, 7, 100]), label="window")
     layout = data.draw(st.sampled_from(["HND", "NHD"]), label="kv_layout")
@@ -183,7 +183,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_decodes_are_first_and_of_the_width_that_the_kernel_has(name: str) -> None:
+def test_decodes_are_first_and_of_the_width_that_the_kernel_has(name: str):
     for shape, expected in zip(KINDS.values(), SPLITS[name], strict=True):
         case = make_case(BATCHES[name])
         arguments = TrtllmAdapter(shape).arguments(case.metadata)
@@ -199,7 +199,7 @@ def test_decodes_are_first_and_of_the_width_that_the_kernel_has(name: str) -> No
         close(run(arguments, case)[: live(BATCHES[name])], case.oracle()[: live(BATCHES[name])])
 
 
-def test_single_tokens_around_an_empty_row_are_ragged_and_two_wide() -> None:
+def test_single_tokens_around_an_empty_row_are_ragged_and_two_wide():
     """XQA's ragged form begins at a width of 2, also where no drafts are configured."""
     case = make_case(Batch((1, 0, 1), (20, 0, 31)))
     arguments = TrtllmAdapter(replace(SM90, query_tokens=1)).arguments(case.metadata)
@@ -220,8 +220,7 @@ def tensors(arguments: TrtllmArguments) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHES)
-def test_no_argument_is_a_tensor_of_the_host(name: str, kind: str) -> None:
-    """What the adapter needs of the host's values, the compatibility suite's own tests find."""
+def test_no_argument_is_a_tensor_of_the_host(name: str, kind: str):
     metadata = make_case(BATCHES[name], slack=3).metadata
     bound = metadata.seq_lens_cpu_upper_bound
     assert bound is not None
@@ -230,7 +229,7 @@ def test_no_argument_is_a_tensor_of_the_host(name: str, kind: str) -> None:
         assert tensor.untyped_storage().data_ptr() not in hosts, what
 
 
-def test_a_ragged_batch_is_refused_where_xqa_is_reached_through_the_uniform_function() -> None:
+def test_a_ragged_batch_is_refused_where_xqa_is_reached_through_the_uniform_function():
     decode = TrtllmAdapter(SM90).arguments(make_case(BATCHES["ragged"]).metadata).decode
     assert decode is not None
     with pytest.raises(ValueError, match=r"the batch is ragged; .* use the arguments of xqa_batch_decode\(\)"):
@@ -241,14 +240,14 @@ def test_a_ragged_batch_is_refused_where_xqa_is_reached_through_the_uniform_func
         decode.xqa_batch_decode()
 
 
-def test_a_batch_that_is_not_causal_is_refused() -> None:
+def test_a_batch_that_is_not_causal_is_refused():
     metadata = make_case(BATCHES["drafts"]).metadata.replace(causal=False)
     with pytest.raises(ValueError, match=r"the batch is not causal; .* use FLASH_ATTN"):
         TrtllmAdapter(SM100).arguments(metadata)
 
 
 @pytest.mark.parametrize("name", ["block_table_tensor", "seq_lens"])
-def test_a_tensor_with_gaps_is_refused(name: str) -> None:
+def test_a_tensor_with_gaps_is_refused(name: str):
     metadata = make_case(BATCHES["long"]).metadata
     whole = getattr(metadata, name)
     gaps = torch.stack([whole, whole], dim=-1)[..., 0]
@@ -257,7 +256,7 @@ def test_a_tensor_with_gaps_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 16, 31, 32, 33, 64, 70])
-def test_masks_are_those_that_the_kernel_reads(width: int) -> None:
+def test_masks_are_those_that_the_kernel_reads(width: int):
     """Bit j % 16 of word j // 16, and rows of whole 32 bits: `applyMaskFromInput` in csrc/xqa/mha.cu."""
     masks = causal_draft_masks(torch.arange(width), width)
     assert masks.dtype == torch.uint16
@@ -267,7 +266,7 @@ def test_masks_are_those_that_the_kernel_reads(width: int) -> None:
         assert bits == [int(j <= row) for j in range(len(bits))]
 
 
-def test_a_uniform_mask_keeps_its_address() -> None:
+def test_a_uniform_mask_keeps_its_address():
     """What a CUDA graph has captured must not be freed or filled with something else."""
     adapter = TrtllmAdapter(SM90)
 
@@ -284,7 +283,7 @@ def test_a_uniform_mask_keeps_its_address() -> None:
     assert torch.equal(first, large[:3])
 
 
-def test_scales_stay_where_they_are() -> None:
+def test_scales_stay_where_they_are():
     assert bmm_scales(0.5) == {"bmm1_scale": 0.5, "bmm2_scale": 1.0}
     assert bmm_scales(0.5, query=2.0, key=3.0, value=4.0) == {"bmm1_scale": 3.0, "bmm2_scale": 4.0}
     on_device = torch.tensor([3.0], device="meta")  # reading it would raise
@@ -306,13 +305,13 @@ def test_scales_stay_where_they_are() -> None:
         ({"query": torch.ones(1, dtype=torch.bfloat16)}, r"query is torch.bfloat16 of shape \(1,\)"),
     ],
 )
-def test_a_scale_that_no_kernel_reads_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_scale_that_no_kernel_reads_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         bmm_scales(0.5, **options)
 
 
 @pytest.mark.parametrize("kind", ["trtllm-gen", "xqa"])
-def test_fp8_scales_mean_what_the_oracle_computes_with_the_stored_values(kind: str) -> None:
+def test_fp8_scales_mean_what_the_oracle_computes_with_the_stored_values(kind: str):
     case = make_case(BATCHES["drafts"])
     decode = TrtllmAdapter(KINDS[kind]).arguments(case.metadata).decode
     assert decode is not None
@@ -329,11 +328,11 @@ def test_fp8_scales_mean_what_the_oracle_computes_with_the_stored_values(kind: s
     close(got, scaled.oracle())
 
 
-def test_it_is_named_as_in_vllm() -> None:
+def test_it_is_named_as_in_vllm():
     assert TrtllmAdapter(SM100).name == "FLASHINFER_TRTLLM"
 
 
-def test_the_contract_has_the_parameters_of_the_installed_flashinfer() -> None:
+def test_the_contract_has_the_parameters_of_the_installed_flashinfer():
     pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
     from flashinfer import decode, prefill
 

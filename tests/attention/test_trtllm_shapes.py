@@ -37,7 +37,7 @@ TAKEN = [
 ]
 
 
-def test_shapes_that_kernels_take() -> None:
+def test_shapes_that_kernels_take():
     for shape in TAKEN:
         assert TrtllmAdapter(shape).shape is shape
 
@@ -96,9 +96,7 @@ def test_shapes_that_kernels_take() -> None:
         ),
     ],
 )
-def test_a_shape_that_no_kernel_takes_is_refused_by_name(
-    shape: TrtllmShape, changes: dict[str, Any], message: str
-) -> None:
+def test_a_shape_that_no_kernel_takes_is_refused_by_name(shape: TrtllmShape, changes: dict[str, Any], message: str):
     with pytest.raises(UnsupportedShapeError, match=message):
         replace(shape, **changes)
 
@@ -106,12 +104,12 @@ def test_a_shape_that_no_kernel_takes_is_refused_by_name(
 @pytest.mark.parametrize(
     ("capability", "kernel"), [((9, 0), "xqa"), ((10, 0), "trtllm-gen"), ((10, 3), "trtllm-gen"), ((12, 1), "xqa")]
 )
-def test_which_kernel_decodes(capability: tuple[int, int], kernel: str) -> None:
+def test_which_kernel_decodes(capability: tuple[int, int], kernel: str):
     assert decode_kernel(capability) == kernel
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 7), (11, 0)])
-def test_a_machine_with_neither_kernel_is_told(capability: tuple[int, int]) -> None:
+def test_a_machine_with_neither_kernel_is_told(capability: tuple[int, int]):
     name = f"{capability[0]}.{capability[1]}"
     with pytest.raises(UnsupportedShapeError, match=f"compute capability {name} has neither .* FLASH_ATTN"):
         decode_kernel(capability)
@@ -120,7 +118,7 @@ def test_a_machine_with_neither_kernel_is_told(capability: tuple[int, int]) -> N
 @pytest.mark.parametrize("new", [True, False])
 def test_what_flashinfer_has_is_asked_of_its_signature_and_its_sources(
     new: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     names = ["flashinfer", "flashinfer.decode", "flashinfer.jit", "flashinfer.jit.env"]
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     for name, module in modules.items():

@@ -23,7 +23,6 @@ H2D_PINNED = "HtoD (Pinned -> Device)"
 
 @pytest.fixture
 def recording() -> Recording:
-    """A kernel that runs from 0 to 400 microseconds; steps at 0 and 1,000."""
     recording = Recording()
     recording.kernel(0, 400)
     return recording
@@ -93,19 +92,17 @@ def test_a_copy_of_pinned_memory_that_nobody_waits_for_is_no_wait(recording, tmp
     assert causes(recording, tmp_path) == []
 
 
-def test_a_wait_with_work_left_on_the_device_is_overlapped(recording, tmp_path):
-    recording.kernel(401, 300, launched=120)
+@pytest.mark.parametrize(
+    ("start", "launched", "place"),
+    [(401, 120, Place.OVERLAPPED), (500, 420, Place.CRITICAL)],
+    ids=["work is left", "work is launched after the wait"],
+)
+def test_a_wait_is_overlapped_by_work_that_is_left_on_the_device(recording, tmp_path, start, launched, place):
+    recording.kernel(start, 300, launched=launched)
     recording.runtime("cudaEventSynchronize", 150, 255)
     recording.call("event", 149, 406, line=35)
     cause = only(recording, tmp_path)
-    assert (cause.kind, cause.place) == (WaitKind.EVENT, Place.OVERLAPPED)
-
-
-def test_work_that_is_launched_after_the_wait_does_not_excuse_it(recording, tmp_path):
-    recording.kernel(500, 300, launched=420)
-    recording.runtime("cudaEventSynchronize", 150, 255)
-    recording.call("event", 149, 406, line=35)
-    assert only(recording, tmp_path).place is Place.CRITICAL
+    assert (cause.kind, cause.place) == (WaitKind.EVENT, place)
 
 
 def test_an_event_that_has_happened_holds_nothing_up(recording, tmp_path):

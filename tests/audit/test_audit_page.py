@@ -1,4 +1,4 @@
-"""The page of an audit in a real browser: looked at, clicked through, at both widths and in both colour schemes."""
+"""The page of an audit in a real browser."""
 
 from pathlib import Path
 

@@ -202,8 +202,6 @@ def test_another_thread_is_followed_too(waits):
 
 
 def test_two_threads_may_wait_for_the_same_copies(waits, monkeypatch):
-    """As the worker and the thread that fetches outputs do: each comes while the other is at it."""
-
     class Copy:
         def untyped_storage(self) -> types.SimpleNamespace:
             other = threading.Thread(target=waits.waited, args=(waits.recorded(),))
@@ -233,8 +231,6 @@ def test_what_a_tensor_depends_on_may_be_waited_for_meanwhile(waits):
 
 def test_an_event_may_be_heard_while_the_audit_ends(waits, monkeypatch):
     class Ending:
-        """The audit at the first look, and none at any other."""
-
         def __init__(self) -> None:
             self.left = [waits]
 

@@ -74,9 +74,6 @@ class Page(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-# The data
-
-
 @settings(max_examples=50)
 @given(st.from_type(Report).map(lambda report: replace(report, schema=SCHEMA)))
 def test_json_keeps_a_report(report: Report):
@@ -155,9 +152,6 @@ def test_what_is_no_report_is_refused_in_one_sentence(data: Any, message: str):
     assert "\n" not in str(refused.value)
 
 
-# The figures
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0"), (0.004, "<0.01"), (0.005, "0.01"), (3.1, "3.10"), (-0.2, "-0.20")]
 )
@@ -191,9 +185,6 @@ def test_a_wait_that_moved_off_the_critical_path_is_another_cause():
 def test_waits_of_a_cpu_are_not_compared_with_those_of_a_gpu():
     assert compared_figures(audit_reports.simulated(), audit_reports.waiting()) == ()
     assert len(compared_figures(audit_reports.waiting(), audit_reports.flowing())) == 6
-
-
-# The terminal
 
 
 @each_report
@@ -279,9 +270,6 @@ def test_the_terminal_takes_source_for_text():
     assert "rows[/red] = x[0]" in text
 
 
-# The page
-
-
 @each_report
 def test_the_page_says_everything_without_its_script(report: Report, before: Report | None):
     page = Page(render_html(report, before))
@@ -325,7 +313,6 @@ def test_the_page_needs_nothing_else(report: Report, before: Report | None):
 
 
 def poisoned(value: Any) -> Any:
-    """The same plain data with every free text hostile."""
     if isinstance(value, dict):
         return {key: poisoned(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ def track_names(made: dict[str, Any]) -> dict[tuple[int, int], str]:
     }
 
 
-def test_every_event_has_the_fields_of_the_format() -> None:
+def test_every_event_has_the_fields_of_the_format():
     made = trace(FLOWING, WAITING)
     assert made["displayTimeUnit"] == "ms"
     for event in made["traceEvents"]:
@@ -51,7 +51,7 @@ def test_every_event_has_the_fields_of_the_format() -> None:
         assert (event["pid"], event["tid"]) in track_names(made)
 
 
-def test_every_block_of_the_timeline_is_a_span_of_its_track() -> None:
+def test_every_block_of_the_timeline_is_a_span_of_its_track():
     made, timeline = trace(), WAITING.timeline
     assert timeline is not None
     names = track_names(made)
@@ -63,13 +63,13 @@ def test_every_block_of_the_timeline_is_a_span_of_its_track() -> None:
     assert sorted(drawn) == sorted(wanted)
 
 
-def test_a_wait_has_its_line_and_says_whether_it_is_critical() -> None:
+def test_a_wait_has_its_line_and_says_whether_it_is_critical():
     waits = {span["name"]: span["args"] for span in spans(trace()) if span["cat"] == "wait"}
     assert waits["critical wait: copy to host"] == {"where": str(audit_reports.PLAN)}
     assert waits["wait: pageable copy"] == {"where": str(audit_reports.INDPTR)}
 
 
-def test_spans_of_a_host_thread_nest_as_perfetto_needs() -> None:
+def test_spans_of_a_host_thread_nest_as_perfetto_needs():
     made = trace()
     for track in track_names(made):
         open_until: list[float] = []
@@ -81,7 +81,7 @@ def test_spans_of_a_host_thread_nest_as_perfetto_needs() -> None:
             open_until.append(span["ts"] + span["dur"])
 
 
-def test_before_and_after_are_two_processes() -> None:
+def test_before_and_after_are_two_processes():
     made = trace(FLOWING, WAITING)
     processes = {
         event["pid"]: event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"
@@ -98,11 +98,11 @@ def test_before_and_after_are_two_processes() -> None:
         (replace(WAITING, timeline=None), replace(FLOWING, timeline=None)),
     ],
 )
-def test_a_report_without_times_has_no_trace(report: Report, before: Report | None) -> None:
+def test_a_report_without_times_has_no_trace(report: Report, before: Report | None):
     assert chrome_trace(report, before) is None
 
 
-def test_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vllm_async_spec.audit.launch.audit_server", lambda *arguments, **more: WAITING)
     file = tmp_path / "trace.json"
     done = CliRunner().invoke(app, ["audit", "--url", "http://x", "--trace", str(file)])
@@ -111,7 +111,7 @@ def test_a_trace_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("how", ["--model", "--url"])
-def test_an_audit_on_a_cpu_says_that_it_has_no_times(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_audit_on_a_cpu_says_that_it_has_no_times(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("vllm_async_spec.audit.launch.audit_server", lambda *_, **more: audit_reports.simulated())
     file = tmp_path / "trace.json"

@@ -1,4 +1,6 @@
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,23 +70,20 @@ def test_an_audit_of_a_cpu_engine_reports_each_read(what: str):
 @pytest.mark.parametrize("way", ALSO)
 def test_other_ways_to_read(way: str, inference: bool):
     what, read = ALSO[way]
+    assert counted(read, inference) == {what: 1}
+
+
+def counted(read: Callable[[torch.Tensor], Any], inference: bool) -> dict[str, int]:
     probe = CpuProbe()
     with torch.inference_mode(inference), probe as reads:
         read(probe.forward(forward).argsort())
-    assert dict(reads.now) == {what: 1}
+    return dict(reads.now)
 
 
 def missed() -> list[str]:
     """Ways to read that are not counted."""
-    found = []
     ways = READS | {way: read for way, (_, read) in ALSO.items()}
-    for way, read in ways.items():
-        for inference in (False, True):
-            probe = CpuProbe()
-            with torch.inference_mode(inference), probe as reads:
-                read(probe.forward(forward).argsort())
-            found += [way] * (not reads.now)
-    return found
+    return [way for way, read in ways.items() for inference in (False, True) if not counted(read, inference)]
 
 
 @pytest.mark.parametrize("table", ["_OPERATORS", "_READS"])
@@ -99,10 +98,7 @@ def test_each_of_what_reads_is_needed(table: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("what", FREE)
 def test_what_reads_nothing(what: str, inference: bool):
-    probe = CpuProbe()
-    with torch.inference_mode(inference), probe as reads:
-        FREE[what](probe.forward(forward).argsort())
-    assert reads.now.total() == 0
+    assert counted(FREE[what], inference) == {}
 
 
 def test_a_read_of_what_the_step_before_computed_is_late():

@@ -64,7 +64,6 @@ def after_every_token(model: TinyLlama) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def target_after_every_token(share: float) -> tuple[TinyLlama, Tensor, Tensor]:
-    """The target, what it says, and its last hidden state."""
     model = target(share)
     return model, *after_every_token(model)
 

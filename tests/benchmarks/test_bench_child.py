@@ -1,4 +1,4 @@
-"""The process of an engine: what it is given, and the one sentence that it leaves when it dies."""
+"""The process of an engine."""
 
 import subprocess
 from pathlib import Path

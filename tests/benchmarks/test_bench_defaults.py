@@ -1,4 +1,4 @@
-"""vLLM's defaults: which plans there are, what they leave to vLLM, and how long their arms take to start."""
+"""vLLM's defaults in plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHOSEN = {"attention_backend", "enable_prefix_caching", "max_num_seqs"}
 
 
 @pytest.mark.parametrize("name", [*PLANS, *SERVE_PLANS])
-def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwise(name: str) -> None:
+def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwise(name: str):
     plan = find_plan(name) if name in PLANS else find_serve_plan(name)
     for arm in plan.arms:
         if arm.needs_gpu:
@@ -31,7 +31,7 @@ def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwis
                 assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
 
 
-def test_every_row_that_is_published_has_its_plans() -> None:
+def test_every_row_that_is_published_has_its_plans():
     found = set()
     for name in PLANS:
         if name.startswith("defaults-"):
@@ -60,7 +60,7 @@ def test_every_row_that_is_published_has_its_plans() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name.startswith("defaults-8b")])
-def test_a_cache_holds_what_its_loads_run_at_once(name: str) -> None:
+def test_a_cache_holds_what_its_loads_run_at_once(name: str):
     plan = find_plan(name)
     token = 33 * 2 * 2 * 8 * 128  # bytes: layers and the drafter's, keys and values, bfloat16, KV heads, their size
     needed = max(load.running * (load.longest + 16 + plan.arms[0].draft_tokens) for load in plan.loads)
@@ -70,7 +70,7 @@ def test_a_cache_holds_what_its_loads_run_at_once(name: str) -> None:
 @pytest.mark.parametrize(("gigabytes", "fits"), [(80, False), (141, True)])
 def test_four_engines_of_an_8b_fit_on_an_h200_and_not_on_an_h100(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, gigabytes: int, fits: bool
-) -> None:
+):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
     monkeypatch.setattr(runner, "gpu_bytes", lambda: gigabytes * 1e9)
@@ -87,8 +87,6 @@ def test_four_engines_of_an_8b_fit_on_an_h200_and_not_on_an_h100(
 
 
 class FakeLlm:
-    """A vLLM engine with so many steps in flight, whose blocks are in use."""
-
     def __init__(self, ahead: int) -> None:
         self.ahead, self.stepped = ahead, 0
         caching = types.SimpleNamespace(enable_prefix_caching=True)
@@ -103,7 +101,7 @@ class FakeLlm:
         return self.ahead <= 0
 
 
-def test_the_prefix_cache_is_empty_before_each_run() -> None:
+def test_the_prefix_cache_is_empty_before_each_run():
     llm = FakeLlm(ahead=1)
     assert empty_prefix_cache(llm)
     assert llm.stepped == 1
@@ -116,7 +114,7 @@ def test_the_prefix_cache_is_empty_before_each_run() -> None:
     engine._forget_prompts()
 
 
-def test_starts_are_told_by_caches_and_compared_where_they_are_warm() -> None:
+def test_starts_are_told_by_caches_and_compared_where_they_are_warm():
     served = {
         "served": 1,
         "plan": {"reference": "stock", "arms": [{"name": "stock"}, {"name": "plugin"}, {"name": "not run"}]},

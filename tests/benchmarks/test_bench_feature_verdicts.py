@@ -1,4 +1,4 @@
-"""Verdicts on the feature cases: a near tie is forgiven, and a wrong token, wait or refusal is not."""
+"""Verdicts on the feature cases."""
 
 import json
 from pathlib import Path

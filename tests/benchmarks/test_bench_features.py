@@ -1,4 +1,4 @@
-"""Cases of what else vLLM can do: what is asked for, what has to be seen, and how they are run and shown."""
+"""Cases of what else vLLM can do."""
 
 from __future__ import annotations
 
@@ -262,28 +262,6 @@ def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: P
     assert rows["mtp"][3] == "**not served**: no device"
     assert rows["logit-bias"][3].startswith("vLLM refuses it: “logit_bias")
     assert rows["mrope"][3] == "not run"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("no-such",), "benchmarks: there is no feature 'no-such'; there are eagle, eagle3, "),
-        (("eagle", "--control", "luck"), "benchmarks: --control is 'luck'; it must be one of positions, exact"),
-        (
-            ("eagle", "--control", "exact", "--cpu"),
-            "benchmarks: --control exact breaks the runner of 0.14.0 to 0.18.1 on",
-        ),
-        (
-            ("eagle", "--control", "exact", "--release", "0.18.1", "--plugin", "stock"),
-            "benchmarks: --control exact breaks the plugin, and --plugin is stock; leave out one of the two",
-        ),
-        (("eagle", "--release", "0.18.1"), "benchmarks: no environment has vLLM 0.18.1; give --env 0.18.1=FILE"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
-    result = CliRunner().invoke(app, ["features", *arguments])
-    assert result.exit_code == (2 if "no environment" in sentence else 1)
-    assert result.stderr.startswith(sentence)
 
 
 def test_cases_for_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):

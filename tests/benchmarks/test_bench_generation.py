@@ -1,4 +1,4 @@
-"""The benchmark of generate, on a model of a few layers and no GPU: what it compares, and what it refuses."""
+"""The benchmark of generate, on a model of a few layers and no GPU."""
 
 from types import SimpleNamespace
 from typing import Any

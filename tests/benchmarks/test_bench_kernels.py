@@ -1,4 +1,4 @@
-"""Kernels that verify drafts: where they can be measured, and what follows from it."""
+"""Kernels that verify drafts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""FlashInfer's choice of an older GPU's kernels: made where an arm asks for it, and told of what ran."""
+"""FlashInfer's choice of an older GPU's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from benchmarks.soak.soaks import SOAKS
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
-    """Stand-ins for FlashInfer's two modules of wrappers, which choose FlashAttention 3."""
     found = []
     for name in ("flashinfer", "flashinfer.prefill", "flashinfer.decode"):
         module = ModuleType(name)

@@ -21,7 +21,6 @@ PLANNED = [find_serve_plan(name) for name in SERVE_PLANS if find_serve_plan(name
 
 @functools.cache
 def source(release: str | None, folder: str) -> str:
-    """The Python of a folder, or one file, of a release."""
     path = ROOT / ".cache" / "releases" / str(release) / "vllm" / folder
     if not path.exists():
         pytest.skip(f"{path} is not there; `make test-releases` fetches it")
@@ -29,7 +28,6 @@ def source(release: str | None, folder: str) -> str:
 
 
 def takes(release: str | None, argument: str) -> bool:
-    """Whether a release's engine or server has this argument."""
     field = argument.removeprefix("--").removeprefix("no-").replace("-", "_")
     folders = ("engine/arg_utils.py", "entrypoints")
     return any(re.search(rf"^    {field}\s*:", source(release, folder), re.MULTILINE) for folder in folders)
@@ -40,7 +38,7 @@ def options(arguments: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("plan", PLANNED, ids=lambda plan: plan.name)
-def test_a_server_and_a_client_take_the_arguments_of_their_plan(plan: ServePlan, tmp_path: Path) -> None:
+def test_a_server_and_a_client_take_the_arguments_of_their_plan(plan: ServePlan, tmp_path: Path):
     for arm in plan.arms:
         asked = options(server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000))
         assert [each for each in asked if not takes(arm.release, each)] == []
@@ -55,6 +53,6 @@ ARMS = {(arm.release, *arm.engine): arm for name in PLANS for arm in find_plan(n
 
 
 @pytest.mark.parametrize("arm", ARMS.values(), ids=lambda arm: f"{arm.release}-{arm.name}-{arm.shape}")
-def test_an_engine_takes_the_arguments_of_its_arm(arm: Arm) -> None:
+def test_an_engine_takes_the_arguments_of_its_arm(arm: Arm):
     assert find_shape(arm.shape)
     assert [name for name in arm.engine if not takes(arm.release, name)] == []

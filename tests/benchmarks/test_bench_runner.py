@@ -26,8 +26,6 @@ from benchmarks.summary import summarise
 
 
 class Engines:
-    """Stands in for `child.start`: remembers what was started and asked, and fails where it is told to."""
-
     def __init__(self) -> None:
         self.started: list[str] = []
         self.asked: list[tuple[str, str]] = []
@@ -72,6 +70,18 @@ def run(
 ) -> tuple[bool, ResultFile]:
     result = ResultFile(folder / "result.json", plan)
     return Runner(plan, result, command="a command", envs=envs or {}, cache=folder).run(**options), result
+
+
+def run_broken_off(engines: Engines, folder: Path, monkeypatch: pytest.MonkeyPatch, *, started: int) -> None:
+    def start(*args: Any, **kwargs: Any) -> Any:
+        if len(engines.started) == started:
+            raise KeyboardInterrupt
+        return engines.start(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
 
 
 def test_turns_are_balanced():
@@ -123,22 +133,11 @@ def test_a_kept_engine_that_fails_is_not_started_for_each_turn(engines, tmp_path
 
 
 def test_a_run_that_was_broken_off_goes_on_where_it_was(engines, tmp_path, monkeypatch):
-    whole = Engines.start
-
-    def broken_off(self: Engines, arm: Arm, *rest: Any, **more: Any) -> Any:
-        if len(self.started) == 5:
-            raise KeyboardInterrupt
-        return whole(self, arm, *rest, **more)
-
-    monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
+    run_broken_off(engines, tmp_path, monkeypatch, started=5)
     before = read_json(tmp_path / "result.json")["turns"]
     assert len(before) == 5
     # Single runs are kept where they are the spread: of the arm that has one turn.
     assert {turn["arm"] for turn in before for load in turn["loads"].values() if "runs" in load} == {"plugin"}
-
-    monkeypatch.setattr(child, "start", engines.start)
     _, result = run(tmp_path)
     # The pass that was cut off is measured again as a whole: its turns would be compared with those of another run.
     order = [arm.name for _, arm in PLAN.order()]
@@ -189,17 +188,7 @@ def test_an_engine_that_the_budget_cuts_off_has_not_failed(engines, tmp_path, mo
 
 
 def test_a_turn_whose_pass_lost_its_reference_is_measured_again(engines, tmp_path, monkeypatch):
-    whole = Engines.start
-
-    def broken_off(self: Engines, arm: Arm, *rest: Any, **more: Any) -> Any:
-        if len(self.started) == 2:
-            raise KeyboardInterrupt
-        return whole(self, arm, *rest, **more)
-
-    monkeypatch.setattr(child, "start", lambda *args, **kwargs: broken_off(engines, *args, **kwargs))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    monkeypatch.setattr(child, "start", engines.start)
+    run_broken_off(engines, tmp_path, monkeypatch, started=2)
     run(tmp_path)
     assert engines.started[:5] == ["plugin", "noop", "plugin", "noop", "stock"]
 

@@ -1,4 +1,4 @@
-"""The parts of a served plan: its requests, the client's answers, the table, the figure, and caches."""
+"""The parts of a served plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lengths_are_those_of_the_trace(tmp_path: Path) -> None:
+def test_lengths_are_those_of_the_trace(tmp_path: Path):
     prompts, outputs = zip(*trace(), strict=True)
     assert statistics.median(prompts) == pytest.approx(1020, rel=0.02)
     assert statistics.median(outputs) == pytest.approx(129, rel=0.05)
@@ -63,7 +63,7 @@ def test_lengths_are_those_of_the_trace(tmp_path: Path) -> None:
     assert max(prompts) + max(outputs) < SERVE_8B.arms[0].engine["max_model_len"]
 
 
-def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) -> None:
+def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path):
     first, again, second = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     load = PLAN.loads[0]
     for path, number in ((first, 0), (again, 0), (second, 1)):
@@ -72,7 +72,7 @@ def test_each_pass_has_prompts_of_its_own_the_same_for_all_arms(tmp_path: Path) 
     assert not {row["prompt"] for row in rows(first)} & {row["prompt"] for row in rows(second)}
 
 
-def test_prompts_share_long_prefixes(tmp_path: Path) -> None:
+def test_prompts_share_long_prefixes(tmp_path: Path):
     path = tmp_path / "requests.jsonl"
     load = ServeLoad("prefixes", concurrency=32, each_second=1.0, prefixes=2)
     write_requests(path, load, 0, SERVE_8B, 128_256, seconds=1.0)
@@ -81,7 +81,7 @@ def test_prompts_share_long_prefixes(tmp_path: Path) -> None:
     assert all(len(row["prompt"].split()) > 1024 for row in rows(path))
 
 
-def test_a_prompt_has_as_many_tokens_as_it_should(tmp_path: Path) -> None:
+def test_a_prompt_has_as_many_tokens_as_it_should(tmp_path: Path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path, 1024))
@@ -90,7 +90,7 @@ def test_a_prompt_has_as_many_tokens_as_it_should(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == "5 17 1023 2 2"
 
 
-def test_a_digest_has_percentiles_rates_and_a_hash_for_each_request() -> None:
+def test_a_digest_has_percentiles_rates_and_a_hash_for_each_request():
     raw = raw_result(3, 1.0) | {"generated_texts": ["1 2", "1 3", "1 2"]}
     found = digest(raw)
     assert found["tpot"] == {"p50": 3, "p90": 5.4, "p99": pytest.approx(5.94)}
@@ -107,13 +107,13 @@ def test_a_digest_has_percentiles_rates_and_a_hash_for_each_request() -> None:
         ({"completed": 1}, "the result of vLLM's client has no 'duration'; it is of another release"),
     ],
 )
-def test_a_result_that_says_nothing_is_refused(raw: dict[str, Any], sentence: str) -> None:
+def test_a_result_that_says_nothing_is_refused(raw: dict[str, Any], sentence: str):
     with pytest.raises(ClientError) as refused:
         digest(raw)
     assert str(refused.value) == sentence
 
 
-def test_lines_of_json_are_read_without_pandas(tmp_path: Path) -> None:
+def test_lines_of_json_are_read_without_pandas(tmp_path: Path):
     path = tmp_path / "requests.jsonl"
     write_sample(path, 5, 1024, 16)
     found = _Rows(path_or_buf=str(path), lines=True)
@@ -121,7 +121,7 @@ def test_lines_of_json_are_read_without_pandas(tmp_path: Path) -> None:
     assert [row.to_dict() for _, row in found.iterrows()] == rows(path)
 
 
-def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch):
     async def nothing(_: object) -> dict[str, Any]:
         return {"completed": 0, "errors": ["Traceback\nValueError: no"]}
 
@@ -131,7 +131,7 @@ def test_a_client_that_refuses_a_load_stays(monkeypatch: pytest.MonkeyPatch) -> 
     assert client.measure([]) == {"error": "no request was completed: ValueError: no"}
 
 
-def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tmp_path: Path) -> None:
+def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tmp_path: Path):
     arm = next(arm for arm in SERVE_8B.arms if arm.name == "plugin")
     options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
     named = {option for option in options if option.startswith("--")}
@@ -141,14 +141,14 @@ def test_a_server_has_vllms_defaults_and_a_head_that_leaves_sampling_a_choice(tm
     assert json.loads(options[options.index("--speculative-config") + 1])["method"] == "eagle"
 
 
-def test_flags_are_turned_on_and_off(tmp_path: Path) -> None:
+def test_flags_are_turned_on_and_off(tmp_path: Path):
     arm = Arm("an arm", "tiny", engine={"enforce_eager": True, "async_scheduling": False, "runner": None})
     options = server_arguments(arm, models=tmp_path, tokenizer=tmp_path, port=18000)
     assert {"--enforce-eager", "--no-async-scheduling"} <= {*options}
     assert not any("runner" in option for option in options)
 
 
-def test_a_server_has_processes_of_its_own_and_the_callers_cache() -> None:
+def test_a_server_has_processes_of_its_own_and_the_callers_cache():
     arm = Arm("an arm", "tiny", plugin=Plugin.NOOP, runner="V1")
     found = server_environment(arm, {"VLLM_CACHE_ROOT": "/cache", "VLLM_ATTENTION_BACKEND": "X", "HOME": "/home"})
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in found
@@ -157,7 +157,7 @@ def test_a_server_has_processes_of_its_own_and_the_callers_cache() -> None:
     assert (found["VLLM_CACHE_ROOT"], found["VLLM_ASYNC_SPEC"], found["VLLM_SERVER_DEV_MODE"]) == ("/cache", "off", "1")
 
 
-def test_a_head_scale_changes_no_order_of_logits() -> None:
+def test_a_head_scale_changes_no_order_of_logits():
     import torch
 
     heads = []
@@ -169,9 +169,7 @@ def test_a_head_scale_changes_no_order_of_logits() -> None:
     torch.testing.assert_close(heads[1], 0.25 * heads[0])
 
 
-def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     stock, noop, plugin, other = (arm.to_dict() for arm in SERVE_8B.arms)
     assert caches.state(stock) == "cold"
@@ -196,9 +194,7 @@ def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(
         ({}, 2, "SimpleNamespace"),
     ],
 )
-def test_all_reduces_are_named(
-    communicators: dict[str, Any], ranks: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduces_are_named(communicators: dict[str, Any], ranks: int, words: str, monkeypatch: pytest.MonkeyPatch):
     state: Any = ModuleType("vllm.distributed.parallel_state")
     state.get_tp_group = lambda: SimpleNamespace(device_communicator=SimpleNamespace(**communicators))
     for name in ("vllm", "vllm.distributed"):
@@ -207,12 +203,12 @@ def test_all_reduces_are_named(
     assert facts.all_reduce(ranks) == words
 
 
-def test_an_odd_number_of_turns_is_refused() -> None:
+def test_an_odd_number_of_turns_is_refused():
     with pytest.raises(PlanError, match="3 turns can't be balanced"):
         ServePlan("a plan", "", (), (), turns=3)
 
 
-def test_an_unknown_plan_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_plan_is_refused_with_those_that_there_are():
     with pytest.raises(PlanError, match="there is no served plan 'x'; there are serve-tiny, serve-8b, "):
         find_serve_plan("x")
     assert [find_serve_plan(name).name for name in SERVE_PLANS] == [*SERVE_PLANS]
@@ -226,7 +222,6 @@ ARMS = (*PLAN.arms, Arm("FLASH_ATTN", "tiny"))
 
 
 def written(path: Path, speeds: dict[str, float], plan: ServePlan = PLAN) -> ServeFile:
-    """A result in which each arm has the same speed in all loads and passes."""
     file = ServeFile(path, plan)
     file.begin("a command")
     for arm in plan.arms:
@@ -242,7 +237,7 @@ def written(path: Path, speeds: dict[str, float], plan: ServePlan = PLAN) -> Ser
     return file
 
 
-def test_the_table_has_percentiles_spreads_and_ratios(tmp_path: Path) -> None:
+def test_the_table_has_percentiles_spreads_and_ratios(tmp_path: Path):
     file = written(tmp_path / "result.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
     found = serve_grid(file.document)
     cells = dict(zip(found.head, found.rows[2], strict=True))
@@ -266,7 +261,7 @@ def test_the_table_has_percentiles_spreads_and_ratios(tmp_path: Path) -> None:
     ]
 
 
-def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path) -> None:
+def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path):
     file = written(tmp_path / "result.json", {"stock": 1.0, "noop": 1.5, "plugin": 2.0})
     cells = dict(zip((found := serve_grid(file.document)).head, found.rows[2], strict=True))
     assert cells["speed by TPOT p50, stock = 1"] == "-"
@@ -274,7 +269,7 @@ def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path) -> Non
     assert note.startswith("Ratios omitted for rate-2, rate-4, closed-4: the noop arm, ")
 
 
-def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
+def test_a_document_with_another_figure_is_stale(tmp_path: Path):
     written(tmp_path / "serve-tiny.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
     page = tmp_path / "page.md"
     page.write_text("<!-- results: serve-tiny -->\n\n<!-- end of results -->\n")
@@ -285,7 +280,7 @@ def test_a_document_with_another_figure_is_stale(tmp_path: Path) -> None:
     assert page in tables.rewrite([page], tmp_path)
 
 
-def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> None:
+def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path):
     plan = dataclasses.replace(PLAN, name="serve-8b", arms=tuple(dataclasses.replace(arm, shape="8b") for arm in ARMS))
     speeds = {"stock": 1.0, "noop": 1.0, "plugin": 2.0, "FLASH_ATTN": 1.6}
     written(tmp_path / "serve-8b.json", speeds, plan)
@@ -308,7 +303,7 @@ def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path) -> No
     assert [*against_grid(noisy.document, "plugin", "FLASH_ATTN").rows[0]] == ["rate-2", "-", "-", "-", "2"]
 
 
-def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
+def test_show_and_plot_take_a_served_result(tmp_path: Path):
     path = tmp_path / "served.json"
     written(path, {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
     shown = CliRunner().invoke(app, ["show", str(path)])
@@ -325,7 +320,7 @@ def test_show_and_plot_take_a_served_result(tmp_path: Path) -> None:
     assert not {*served_files(RESULTS)} & {*result_files(RESULTS)}
 
 
-def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path) -> None:
+def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path):
     file = ServeFile(tmp_path / "served.json", PLAN)
     file.begin("a command")
     file.failed(Step(PLAN.arms[0]), "the port is taken")
@@ -334,7 +329,7 @@ def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path) -> 
     assert "tokens/s" not in shown.stdout
 
 
-def test_a_table_of_engines_names_what_vllm_resolved() -> None:
+def test_a_table_of_engines_names_what_vllm_resolved():
     assert facts.captions({"old": {"vllm": "0.32.0"}}) == []
     assert facts.captions({"a": FACTS, "b": FACTS | {"graphs": "NONE"}})[1].startswith("b: vLLM 0.32.0, runner V2, ")
     found = document({arm: [1.0, 1.1] for arm in ("stock", "noop", "plugin")}, facts=FACTS)

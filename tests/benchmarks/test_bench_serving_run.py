@@ -30,7 +30,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(tmp_path, monkeypatch)
 
 
-def test_arms_take_turns_within_each_load(fakes: Fakes) -> None:
+def test_arms_take_turns_within_each_load(fakes: Fakes):
     done, result, _ = fakes.run()
     assert done
     whole = [
@@ -49,21 +49,21 @@ def test_arms_take_turns_within_each_load(fakes: Fakes) -> None:
     assert row["ratios"]["TPOT p99"]["value"] == pytest.approx(2)
 
 
-def test_without_room_for_all_servers_each_pass_of_an_arm_has_one(fakes: Fakes) -> None:
+def test_without_room_for_all_servers_each_pass_of_an_arm_has_one(fakes: Fakes):
     done, _, _ = fakes.run(dataclasses.replace(PLAN, keep=False))
     assert done
     started = [event.removeprefix("start ") for event in fakes.events if event.startswith("start")]
     assert started == ["stock", "noop", "plugin", "noop", "stock"]  # the plugin's passes follow each other
 
 
-def test_four_passes_are_two_pairs_over_all_loads() -> None:
+def test_four_passes_are_two_pairs_over_all_loads():
     found = [step for step in steps(dataclasses.replace(PLAN, turns=4)) if step.load]
     assert {step.number for step in found[: len(found) // 2]} == {0, 1}
     places = {name: sum(place for place, step in enumerate(found) if step.arm.name == name) for name in FORWARDS}
     assert len(set(places.values())) == 1  # so that a steady drift meets all arms alike
 
 
-def test_cold_caches_are_warmed_by_one_server_before_the_others_start(fakes: Fakes) -> None:
+def test_cold_caches_are_warmed_by_one_server_before_the_others_start(fakes: Fakes):
     _, result, _ = fakes.run()
     assert fakes.events[0] == "start stock"
     assert {start["arm"]: (start["caches"], start["beside"]) for start in starts(result.document)} == {
@@ -76,7 +76,7 @@ def test_cold_caches_are_warmed_by_one_server_before_the_others_start(fakes: Fak
     assert [(start["caches"], start["beside"]) for start in starts(result.document)] == [("warm", 3)] * 3
 
 
-def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fakes) -> None:
+def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fakes):
     fakes.fail({"rate-4-0 noop": "interrupt"})
     with pytest.raises(KeyboardInterrupt):
         fakes.run()
@@ -98,7 +98,7 @@ def test_a_run_that_is_interrupted_keeps_its_steps_and_goes_on_there(fakes: Fake
     assert counts == {("rate-2", 2), ("rate-4", 2), ("rate-4", 3), ("closed-4", 2)}
 
 
-def test_an_arm_that_comes_later_is_compared_with_runs_of_its_own_session(fakes: Fakes) -> None:
+def test_an_arm_that_comes_later_is_compared_with_runs_of_its_own_session(fakes: Fakes):
     fakes.run(only="stock,noop", loads="rate-2")
     document = read_served(fakes.folder / "result.json")
     for each in document["measured"]:  # as if that host had been ten times as slow
@@ -115,7 +115,7 @@ def test_an_arm_that_comes_later_is_compared_with_runs_of_its_own_session(fakes:
     assert rows["plugin"]["ratios"]["TPOT p50"]["value"] == pytest.approx(2)
 
 
-def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     held, start = [], servers.Processes.start
 
     def started(processes: servers.Processes, *arguments: Any, **options: Any) -> dict[str, str]:
@@ -134,7 +134,7 @@ def test_servers_end_with_the_run(fakes: Fakes, monkeypatch: pytest.MonkeyPatch)
             os.kill(pid, 0)
 
 
-def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run.ServeRunner, "_expected", lambda self, step: 1e6 if step.load is PLAN.loads[1] else 0)
     done, result, lines = fakes.run(budget=1000)
     assert not done
@@ -143,7 +143,7 @@ def test_no_step_begins_that_would_end_after_the_budget(fakes: Fakes, monkeypatc
 
 
 @pytest.mark.parametrize("at", ["rate-2-1 noop", "rate-2-1 stock"])
-def test_an_arm_whose_pass_lost_its_reference_is_measured_again(fakes: Fakes, at: str) -> None:
+def test_an_arm_whose_pass_lost_its_reference_is_measured_again(fakes: Fakes, at: str):
     fakes.fail({at: "interrupt"})
     with pytest.raises(KeyboardInterrupt):
         fakes.run(loads="rate-2")
@@ -153,7 +153,7 @@ def test_an_arm_whose_pass_lost_its_reference_is_measured_again(fakes: Fakes, at
     assert fakes.loads[earlier:] == [f"rate-2-1 {arm}" for arm in BACKWARDS]
 
 
-def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "_DRAIN_S", 0.0)
     monkeypatch.setattr(servers, "_START_S", 0.05)
     fakes.fail({"start stock": "slow"})
@@ -164,7 +164,7 @@ def test_a_server_that_the_budget_cuts_off_has_not_failed(fakes: Fakes, monkeypa
     assert result.document["failures"] == []
 
 
-def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: Fakes) -> None:
+def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: Fakes):
     fakes.fail({"rate-4-1 plugin": "kill"})
     done, result, lines = fakes.run()
     assert not done
@@ -184,7 +184,7 @@ def test_a_server_that_dies_leaves_the_others_and_its_own_earlier_steps(fakes: F
     assert result.document["failures"] == []
 
 
-def test_a_port_that_is_taken_is_one_sentence_with_the_logs_path(fakes: Fakes) -> None:
+def test_a_port_that_is_taken_is_one_sentence_with_the_logs_path(fakes: Fakes):
     fakes.fail({"start noop": "port"})
     done, result, _ = fakes.run()
     assert not done
@@ -197,7 +197,7 @@ def test_a_port_that_is_taken_is_one_sentence_with_the_logs_path(fakes: Fakes) -
     assert {run["arm"] for run in result.document["measured"]} == {"stock", "plugin"}
 
 
-def test_a_server_that_is_not_what_the_arm_declares_is_not_measured(fakes: Fakes) -> None:
+def test_a_server_that_is_not_what_the_arm_declares_is_not_measured(fakes: Fakes):
     fakes.fail({"start stock": "state"})
     _, result, _ = fakes.run()
     errors = {failure["arm"]: failure["error"] for failure in result.document["failures"]}
@@ -206,7 +206,7 @@ def test_a_server_that_is_not_what_the_arm_declares_is_not_measured(fakes: Fakes
     assert {run["arm"] for run in result.document["measured"]} == {"noop", "plugin"}
 
 
-def test_a_client_that_hangs_is_replaced(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_hangs_is_replaced(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "_SLOWER", 0.0)
     monkeypatch.setattr(run, "_SPARE_S", 2.0)
     fakes.fail({"rate-2-0 noop": "hang"})
@@ -219,7 +219,7 @@ def test_a_client_that_hangs_is_replaced(fakes: Fakes, monkeypatch: pytest.Monke
     assert len(result.document["measured"]) == len(PLAN.loads) * 6 - 1
 
 
-def test_a_load_with_failed_requests_counts_as_failed(fakes: Fakes) -> None:
+def test_a_load_with_failed_requests_counts_as_failed(fakes: Fakes):
     fakes.fail({"rate-2-0 noop": "fail"})
     _, result, _ = fakes.run()
     (failure,) = result.document["failures"]
@@ -230,7 +230,7 @@ def test_a_load_with_failed_requests_counts_as_failed(fakes: Fakes) -> None:
     assert fakes.loads.count("rate-2-0 noop") == 2
 
 
-def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes: Fakes) -> None:
+def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes: Fakes):
     fakes.fail({"greedy plugin": "tokens", "seeded noop": "tokens", "seeded plugin": "tokens"})
     _, result, _ = fakes.run()
     assert unlike(result.document, "plugin") == {"greedy": 3, "seeded": 3}
@@ -239,7 +239,7 @@ def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes
     assert faults(result.document) == ["plugin: 3 greedy requests have other tokens than stock's"]
 
 
-def test_machines_are_side_by_side_and_never_compared(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_are_side_by_side_and_never_compared(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     fakes.run(loads="rate-2")
     monkeypatch.setenv("SERVED_DEVICE", "another device")
     _, result, _ = fakes.run()
@@ -260,7 +260,6 @@ AUDITED = dataclasses.replace(PLAN, audited=("closed-4",))
 
 @pytest.fixture
 def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was asked of the audit, which is made up."""
     asked: list[dict[str, Any]] = []
 
     def audit(url: str, **options: Any) -> dict[str, Any]:
@@ -272,7 +271,7 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list[dict[str, Any]]) -> None:
+def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list[dict[str, Any]]):
     done, _, lines = fakes.run(AUDITED, budget=50)
     assert not done  # a server and its audit would take longer
     assert lines[-1] == "steps left: 2; run the same command again for them"
@@ -296,7 +295,7 @@ def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list
     assert len(audits) == 2
 
 
-def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     def audit(*_: Any, **__: Any) -> None:
         raise AuditError("the engine answered nothing")
 
@@ -316,12 +315,12 @@ def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeyp
         ({"loads": "rate-3"}, "plan 'made-up' has no load 'rate-3'; --loads takes rate-2, rate-4, closed-4"),
     ],
 )
-def test_an_unknown_arm_or_load_is_refused(fakes: Fakes, options: dict[str, str], sentence: str) -> None:
+def test_an_unknown_arm_or_load_is_refused(fakes: Fakes, options: dict[str, str], sentence: str):
     with pytest.raises(PlanError, match=re.escape(sentence)):
         fakes.run(**options)
 
 
-def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(run.ServeRunner, "run", lambda self, **_: not asked.append(self._plan.audited))
     for option in ("--audit", "--no-audit"):
@@ -330,7 +329,7 @@ def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypa
     assert asked == [("closed-8",), ()]
 
 
-def test_another_plans_file_is_refused(tmp_path: Path) -> None:
+def test_another_plans_file_is_refused(tmp_path: Path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"served": 1, "plan": {"name": "another"}}))
     with pytest.raises(PlanError, match="is the result of another plan"):
@@ -340,7 +339,7 @@ def test_another_plans_file_is_refused(tmp_path: Path) -> None:
         ServeFile(path, PLAN)
 
 
-def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: False)
     done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
     assert done.exit_code == 2
@@ -350,7 +349,7 @@ def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: py
     )
 
 
-def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
     monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
     monkeypatch.setattr("benchmarks.serving.run.gpu_bytes", lambda: 80e9)

@@ -169,35 +169,6 @@ def test_a_soak_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.Mon
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("no-such",), "benchmarks: there is no soak 'no-such'; there are tiny, "),
-        (("tiny", "--control", "luck"), "benchmarks: --control is 'luck'; it must be one of lengths, fence, short"),
-        (("tiny", "--control", "exact"), "benchmarks: --control is 'exact'; it must be one of lengths, fence, short"),
-        (
-            ("0.32.0-V2-FLASHINFER", "--control", "positions"),
-            "benchmarks: --control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
-            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
-        ),
-        (
-            ("0.18.1-V1-FLASH_ATTN", "--control", "fence"),
-            "benchmarks: --control fence breaks the plugin's plans for FlashInfer, which soak "
-            "0.18.1-V1-FLASH_ATTN does not use; give one of 0.26.0-V1-FLASHINFER, ",
-        ),
-        (
-            ("0.18.1-V1-FLASH_ATTN", "--control", "positions", "--plugin", "stock"),
-            "benchmarks: --control positions breaks the plugin, and --plugin is stock; leave out one of the two",
-        ),
-        (("0.26.0-V1-FLASHINFER",), "benchmarks: no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str):
-    result = CliRunner().invoke(app, ["soak", *arguments])
-    assert result.exit_code == (2 if "no environment" in sentence else 1)
-    assert result.stderr.startswith(sentence)
-
-
 def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
@@ -272,7 +243,6 @@ def test_legs_of_a_soak_are_one_verdict():
 
 
 def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two legs are over, the third ends in an error: the file has the two, and the command fails."""
     asked: list[dict[str, Any]] = []
 
     class Engine:
@@ -310,7 +280,6 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
 def test_stock_without_drafts_is_soaked_before_the_subject_is(
     widest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It says how far it is from itself; that is what the subject is allowed, or too far to go on."""
     asked: list[tuple[str, float | None]] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Results in an archive: read as if they were files, and replaced by files beside it."""
+"""Results in an archive."""
 
 import json
 import lzma

@@ -155,31 +155,11 @@ def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list
 
 
 def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
-    """The site draws them when it is built."""
     docs = RESULTS.parents[1] / "docs"
     shown = set(re.findall(r"assets/results/([\w.-]+)\.svg", "".join(p.read_text() for p in docs.glob("*.md"))))
     assert len(shown) > 5
     assert shown <= {path.stem for path in [*result_files(), *served_files(), *trace_files()]}
     assert not (docs / "assets" / "results").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["run", "nothing"], "there is no plan 'nothing'"),
-        (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
-        (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
-        (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
-        (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
-        (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
-        (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
-    ],
-)
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1
-    assert sentence in done.output
-    assert "Traceback" not in done.output
 
 
 def test_a_result_of_another_schema_is_refused(tmp_path: Path):

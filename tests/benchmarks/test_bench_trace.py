@@ -1,4 +1,4 @@
-"""Timelines of the techniques: from made-up records of a GPU to blocks, and from these to a picture."""
+"""Timelines of the techniques."""
 
 import contextlib
 import itertools
@@ -79,7 +79,7 @@ def found(tmp_path: Path) -> dict[str, Any]:
     return tracing.reduced(ABOUT, middles, steps=2)
 
 
-def test_the_steps_in_the_middle_become_blocks(found: dict[str, Any]) -> None:
+def test_the_steps_in_the_middle_become_blocks(found: dict[str, Any]):
     arm = found["arms"]["synchronous"]
     assert (arm["us"], arm["steps_us"], arm["recorded_steps"], arm["step_us"]) == (200, [0, 100], 6, 100)
     host, stream = arm["rows"]
@@ -94,7 +94,7 @@ def test_the_steps_in_the_middle_become_blocks(found: dict[str, Any]) -> None:
     assert (arm["critical_waits"], arm["overlapped_waits"]) == (1, 0)
 
 
-def test_a_wait_while_the_device_works_is_another_one_and_other_threads_are_left_out(found: dict[str, Any]) -> None:
+def test_a_wait_while_the_device_works_is_another_one_and_other_threads_are_left_out(found: dict[str, Any]):
     arm = found["arms"]["asynchronous"]
     host, stream, other = arm["rows"]
     assert host["blocks"]["overlapped"] == [[30, 40], [130, 40]]
@@ -106,7 +106,7 @@ def test_a_wait_while_the_device_works_is_another_one_and_other_threads_are_left
     assert other == {"name": "stream 20", "blocks": {"kernels": [[62, 2], [162, 2]]}}
 
 
-def test_waits_are_counted_by_what_they_held_up(tmp_path: Path) -> None:
+def test_waits_are_counted_by_what_they_held_up(tmp_path: Path):
     made = middle(asynchronous(), tmp_path, "two")
     assert made.waits_a_step(Place.CRITICAL) == 0
     assert made.waits_a_step(Place.OVERLAPPED) == 1
@@ -114,8 +114,7 @@ def test_waits_are_counted_by_what_they_held_up(tmp_path: Path) -> None:
     assert made.busy() == pytest.approx(0.755)  # 73.5 µs of kernels in one stream, 2 in the other
 
 
-def test_a_step_that_is_over_before_the_host_asks_is_no_wait(tmp_path: Path) -> None:
-    """As of a tiny model on a slow host: the event has happened and is only asked, and the device is idle."""
+def test_a_step_that_is_over_before_the_host_asks_is_no_wait(tmp_path: Path):
     made = Recording()
     for step in range(-2, 8):
         at = step * STEP_US
@@ -130,12 +129,12 @@ def test_a_step_that_is_over_before_the_host_asks_is_no_wait(tmp_path: Path) -> 
     assert found.busy() == pytest.approx(0.2)
 
 
-def test_joined_stretches_keep_the_longest_end() -> None:
+def test_joined_stretches_keep_the_longest_end():
     assert list(tracing.joined([(0, 10), (2, 4), (11, 12), (20, 21)], 2)) == [(0, 12), (20, 21)]
     assert list(tracing.joined([], 2)) == []
 
 
-def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     middles = {"synchronous": middle(synchronous(), tmp_path, "one")}
     assert tracing.reduced(ABOUT, middles, 5)["join_us"] == 1
     monkeypatch.setattr(tracing, "LARGEST", 700)
@@ -147,7 +146,7 @@ def test_a_file_is_never_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])
-def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any], tmp_path: Path) -> None:
+def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any], tmp_path: Path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'vllm-async-spec[bench]'")
     (tmp_path / "made-up.json").write_text(tracing.as_text(found))
     pictures = []
@@ -162,7 +161,7 @@ def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any]
         assert all(f"<!-- {each}" in text for each in said)
 
 
-def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> None:
+def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path):
     (tmp_path / "trace-stopping.json").write_text(tracing.as_text(found))
     (tmp_path / "other.json").write_text(json.dumps({"schema": 1}))
     assert trace_files(tmp_path) == [tmp_path / "trace-stopping.json"]
@@ -184,7 +183,7 @@ def test_traces_are_told_from_results(found: dict[str, Any], tmp_path: Path) -> 
 )
 def test_what_can_not_be_recorded_is_refused_in_one_sentence(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(app, ["trace", *options, "--out", str(tmp_path / "found.json")])
     assert done.exit_code == (2 if "needs a GPU" in message else 1)
@@ -197,10 +196,8 @@ def test_what_can_not_be_recorded_is_refused_in_one_sentence(
     ("technique", "drafts", "steps"),
     [("stopping", 0, 48), ("static", 0, 48), ("interleaving", 0, 47), ("batching", 0, 48), ("batching", 3, 48)],
 )
-def test_each_step_of_both_arms_is_noted(
-    technique: str, drafts: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU, where no arm is ahead of another and there is no trace. With drafts there are about as many steps."""
+def test_each_step_of_both_arms_is_noted(technique: str, drafts: int, steps: int, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU, where no arm is ahead of another. With drafts there are about as many steps."""
     monkeypatch.setattr(tracing, "_NEW_TOKENS", 48)
     new_tokens = math.ceil(48 * expected_length(SHARE, drafts))
     assert (new_tokens > 48) == bool(drafts)
@@ -219,7 +216,7 @@ def test_each_step_of_both_arms_is_noted(
             assert recorded.main == threading.get_ident()
 
 
-def test_arms_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch):
     made = {"synchronous": lambda on_step: [[1, 2]], "asynchronous": lambda on_step: [[1, 3]]}
     monkeypatch.setattr(tracing, "_make_batching", lambda *_, **__: made)
     with (
@@ -229,7 +226,7 @@ def test_arms_that_differ_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> N
         tracing.make_runs("batching", stack, size="tiny", batch=2, device="cpu", drafts=0)
 
 
-def test_a_run_that_is_too_short_has_no_middle() -> None:
+def test_a_run_that_is_too_short_has_no_middle():
     def run(on_step: Any) -> None:
         for _ in range(15):
             on_step()
@@ -241,7 +238,7 @@ def test_a_run_that_is_too_short_has_no_middle() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is hooked in on a CPU is not on a machine with a GPU")
-def test_a_run_that_fails_leaves_nothing_hooked_in() -> None:
+def test_a_run_that_fails_leaves_nothing_hooked_in():
     runs = itertools.count(1)
 
     def run(on_step: Any) -> None:
@@ -257,7 +254,7 @@ def test_a_run_that_fails_leaves_nothing_hooked_in() -> None:
     assert AuditedCpuEvent.waits is None
 
 
-def test_a_method_is_as_it_was() -> None:
+def test_a_method_is_as_it_was():
     class Loop:
         def step(self, by: int) -> int:
             return by + 1
@@ -276,7 +273,7 @@ def test_a_method_is_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("technique", "drafts"), [("stopping", 0), ("static", 0), ("interleaving", 0), ("batching", 0), ("batching", 3)]
 )
-def test_a_gpu_is_recorded(technique: str, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_recorded(technique: str, drafts: int, monkeypatch: pytest.MonkeyPatch):
     """Batches keep the device longer than the host; else a tiny model's step may be over before it is asked for."""
     make_batches_late(monkeypatch)
     found = tracing.record(technique, size="tiny", drafts=drafts)

@@ -41,7 +41,6 @@ def run(
     budget: float = float("inf"),
     retry: bool = False,
 ) -> tuple[bool, dict[str, Any], list[str]]:
-    """Whether nothing is left, what the file holds, and what was said."""
     said: list[str] = []
     result = WaitsResult(folder, GROUP, plugin)
     how = How(plugin, 2.0, 32, together, {}, folder, "a command")

@@ -87,8 +87,6 @@ def made(driver: Any, *, lacks_tokenizer: bool = False) -> tuple[WaitsEngine, li
 
 
 class Timed:
-    """A driver that times nothing, or fails."""
-
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.loads: list[str] = []

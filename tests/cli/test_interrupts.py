@@ -28,7 +28,7 @@ app()
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_ends_a_command_and_its_children(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parent.py").write_text(PARENT)
     command = begin("-c", COMMAND, "work", CHILD, "log")
@@ -40,8 +40,7 @@ def test_a_signal_ends_a_command_and_its_children(
     assert left(children) == []
 
 
-def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under nohup."""
+def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "parent.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGHUP); print('goes on')")
     ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
@@ -51,7 +50,7 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("module", ["vllm_async_spec.cli", "benchmarks.cli"])
-def test_both_programs_end_so(module: str) -> None:
+def test_both_programs_end_so(module: str):
     from importlib import import_module
 
     from vllm_async_spec.cli.interrupts import InterruptibleGroup

@@ -1,4 +1,4 @@
-"""What to use instead: every fault that the suite finds has advice, and waits have the audit's."""
+"""What to use instead."""
 
 import compat_planted as planted
 import pytest

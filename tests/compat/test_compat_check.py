@@ -10,7 +10,7 @@ from typing import Any
 import compat_planted as planted
 import pytest
 import torch
-from compat_checked import NAMED, checked, subject
+from compat_checked import NAMED, checked, line_of, subject
 from compat_cuda import PassesForCuda, without_cuda
 from trtllm_shapes import OLD, SM90, SM100
 
@@ -24,11 +24,6 @@ from vllm_async_spec.compat.compare import Judgement
 from vllm_async_spec.compat.device import CudaDevice
 from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import HostDevice, SimulatedDevice
-
-
-def line_of(kind: type) -> str:
-    lines, first = inspect.getsourcelines(kind)
-    return f"compat_planted.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
 
 
 @pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
@@ -268,8 +263,6 @@ def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, mo
 
 
 def test_a_flashinfer_wrapper_is_what_its_plan_was_given():
-    """And not the plan, which is as long as it happens to be and differs with the bound."""
-
     def wrapper(lengths: list[int]) -> Any:
         counts = torch.tensor([-(-length // 16) for length in lengths], dtype=torch.int32)
         return SimpleNamespace(

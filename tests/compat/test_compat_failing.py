@@ -1,14 +1,12 @@
 """What fails in an engine is a fault everywhere, and what a declaration excludes is listed with that declaration."""
 
-import inspect
 import json
 import xml.etree.ElementTree as ET
 from io import StringIO
 
 import compat_failing as planted
 import pytest
-import torch
-from compat_checked import NAMED, checked
+from compat_checked import NAMED, checked, line_of, report
 from rich.console import Console
 
 from vllm_async_spec.compat.cases import CASES, Case
@@ -20,15 +18,6 @@ from vllm_async_spec.compat.report import Report, read_runs
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
-
-
-def line_of(kind: type) -> str:
-    lines, first = inspect.getsourcelines(kind)
-    return f"compat_failing.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
-
-
-def report(*found: BackendResult) -> Report:
-    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), found)
 
 
 def printed(of: Report) -> str:

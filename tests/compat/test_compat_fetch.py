@@ -15,7 +15,7 @@ TAGS = ("manylinux_2_24", "manylinux_2_28", "manylinux_2_31", "manylinux_2_35", 
 """Of 0.21; of 0.22 on; of 0.12 to 0.19; of 0.20; of no release so far."""
 
 
-def test_pip_is_asked_for_the_tag_of_every_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_is_asked_for_the_tag_of_every_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[list[str]] = []
 
     def run(command: list[str], **options: object) -> None:
@@ -29,13 +29,13 @@ def test_pip_is_asked_for_the_tag_of_every_release(tmp_path: Path, monkeypatch: 
     assert {f"--platform={tag}_x86_64" for tag in TAGS} <= set(asked[0])
 
 
-def test_the_makefile_has_the_same_releases() -> None:
+def test_the_makefile_has_the_same_releases():
     lists = dict(re.findall(r"^(RELEASES|COMPAT) \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert lists == {"RELEASES": " ".join(fetch.TESTED), "COMPAT": " ".join(fetch.RELEASES)}
 
 
 @pytest.mark.parametrize("version", ["0.11.2", "newest", "../0.21.0", "0.21.0/../..", ""])
-def test_what_is_no_release_is_refused_by_name(version: str, tmp_path: Path) -> None:
+def test_what_is_no_release_is_refused_by_name(version: str, tmp_path: Path):
     with pytest.raises(fetch.FetchError, match=re.escape(f"{version!r} is not a vLLM release since 0.12.0; name one")):
         fetch.fetch_release(version, tmp_path)
 
@@ -45,7 +45,6 @@ Answer = Callable[[list[str]], subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], None]:
-    """Sets what stands for pip: a function of the command."""
     monkeypatch.setattr(fetch, "_pip", lambda: ["pip"])
 
     def answer(function: Answer) -> None:
@@ -58,7 +57,7 @@ def done(code: int = 0, out: str = "", err: str = "") -> subprocess.CompletedPro
     return subprocess.CompletedProcess([], code, out, err)
 
 
-def test_the_latest_is_the_newest_that_pip_lists(tmp_path: Path, pip: Callable[[Answer], None]) -> None:
+def test_the_latest_is_the_newest_that_pip_lists(tmp_path: Path, pip: Callable[[Answer], None]):
     asked: list[list[str]] = []
 
     def answer(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -91,9 +90,7 @@ def late(command: list[str]) -> subprocess.CompletedProcess[str]:
         (lambda command: done(out="nothing of the kind"), "it lists none"),
     ],
 )
-def test_without_an_index_one_sentence_says_so(
-    answer: Answer, why: str, tmp_path: Path, pip: Callable[[Answer], None]
-) -> None:
+def test_without_an_index_one_sentence_says_so(answer: Answer, why: str, tmp_path: Path, pip: Callable[[Answer], None]):
     pip(answer)
     with pytest.raises(fetch.FetchError, match=f"^pip can't list the releases of vLLM: {why}"):
         fetch.fetch_release(fetch.LATEST, tmp_path)

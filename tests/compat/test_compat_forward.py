@@ -1,6 +1,5 @@
-"""Attention with what builders made: right backends are found right, faults are named, and reasons are given."""
+"""Attention with what builders made."""
 
-import importlib.util
 import inspect
 import json
 import os
@@ -13,7 +12,8 @@ from typing import Any
 import compat_attention as planted
 import pytest
 import torch
-from command_line import COMMAND
+from compat_checked import NAMED, line_of, report
+from compat_command import installed, needs_vllm
 from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results
@@ -23,14 +23,12 @@ from vllm_async_spec.compat.device import CudaDevice, Device
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
 from vllm_async_spec.compat.render import junit, markdown
-from vllm_async_spec.compat.report import Report, Run
+from vllm_async_spec.compat.report import Run
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
 
-NAMED = {case.name: case for case in CASES}
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def subject(kind: type[planted.Right], device: Device) -> Subject:
@@ -41,15 +39,6 @@ def attended(kind: type[planted.Right], *names: str, device: Device | None = Non
     device = device or SimulatedDevice()
     tried, cases = subject(kind, device), [NAMED[name] for name in names or NAMED]
     return attend(tried, device, check(tried, device, cases=cases), cases=cases, **how)
-
-
-def line_of(kind: type) -> str:
-    lines, first = inspect.getsourcelines(kind)
-    return f"compat_attention.py:{first + next(at for at, line in enumerate(lines) if '# here' in line)}"
-
-
-def report(*found: BackendResult) -> Report:
-    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-21", "compat", (), found)
 
 
 @pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
@@ -196,7 +185,6 @@ def test_a_result_of_before_there_was_attention_says_that_it_was_not_run():
 
 @pytest.mark.parametrize("name", STEPS)
 def test_chunked_attention_of_the_reference_is_that_of_one_long_mask(name: str):
-    """Written out for each token, with 16 tokens to a chunk and one head."""
     case, device, chunk = NAMED[name], SimulatedDevice(), 16
     batch = Batch.of(case, device)
     query, keys, values = (
@@ -225,15 +213,9 @@ def test_requests_that_share_a_prefix_have_the_same_keys_there():
     assert len({each[16] for each in content}) == len(content)
 
 
-def installed(*arguments: str) -> Any:
-    """In a process of its own, since vLLM stays what it is imported as."""
-    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)
-
-
 @pytest.mark.slow
 @needs_vllm
 def test_the_cpu_backend_of_the_installed_vllm_attends_right(tmp_path: Path):
-    """With its own kernels, its own way to write keys, and the KV cache as the release lays it out."""
     done = installed("--backend", "CPU_ATTN", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
     assert "1 of 1 builders run without a wait" in done.stdout
@@ -277,7 +259,7 @@ for case in found.cases:
 @needs_vllm
 @pytest.mark.parametrize("way", ["stock", "plugin"])
 def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_vllm(way: str):
-    """The finding, attended: with the bound, requests with drafts see slots of rejected ones; the plugin mends it."""
+    """With the bound, requests with drafts see slots of rejected ones; the plugin mends it."""
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off" if way == "stock" else "strict"}
     done = subprocess.run([sys.executable, "-c", MLA], capture_output=True, text=True, env=environment)
     if "there is no " in done.stderr:
@@ -293,7 +275,6 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     "kind", [planted.Right, planted.LongestForAll, planted.Warns, planted.Compiles], ids=lambda kind: kind.__name__
 )
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
-    """Warmed up, and then watched for what PyTorch warns of."""
     without_cuda(monkeypatch)
     for part in (planted.Compiles.builder, planted.Compiles.impl):
         monkeypatch.setattr(part, "tune", planted.Tunes())
@@ -306,7 +287,6 @@ def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right]
 
 
 def test_what_is_compiled_while_it_is_watched_is_compiled_as_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    """For one size, then for any, and no more; memory that a compiler only thinks of is left as it is."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     without_cuda(monkeypatch)

@@ -2,11 +2,9 @@
 
 import compat_fields as planted
 import pytest
-import torch
-from compat_checked import checked
+from compat_checked import checked, report
 
 from vllm_async_spec.compat import check as checking
-from vllm_async_spec.compat.report import Report
 
 BATCHES = ("decode", "spec K + 1", "mixed", "long")
 
@@ -32,9 +30,8 @@ def test_what_a_builder_keeps_is_found(kind: type[planted.AllRight], fault: str,
     assert next(iter(found.faults)) == "spec K + 1", "its first batch is right"
     (said,) = found.faults["spec K + 1"]
     assert said.startswith(fault)
-    report = Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), (found,))
-    assert report.exit_code == 1
-    assert report.published.line == "async-spec: none, keeps other batches"
+    assert report(found).exit_code == 1
+    assert report(found).published.line == "async-spec: none, keeps other batches"
     monkeypatch.setattr(checking, "in_turn", lambda subject, cases, results, snapshots, device: tuple(results))
     assert checked(kind, *BATCHES).passed, "nothing else finds it"
 

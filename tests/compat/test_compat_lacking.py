@@ -54,7 +54,6 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, str]]:
-    """What was said of each module of a vLLM that has only these."""
     source = tmp_path_factory.mktemp("source")
     (source / "vllm-9.9.0.dist-info").mkdir()
     (source / "vllm-9.9.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.0\n")
@@ -70,14 +69,14 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_what_is_missing_is_named(told: dict[str, tuple[str | None, str]], name: str) -> None:
+def test_what_is_missing_is_named(told: dict[str, tuple[str | None, str]], name: str):
     sentence, failure = told[f"vllm.{name}"]
     assert sentence is not None
     assert sentence.startswith(SENTENCES[name])
     assert failure == sentence, "the suite says the same"
 
 
-def test_other_errors_are_no_want_of_a_stub(told: dict[str, tuple[str | None, str]]) -> None:
+def test_other_errors_are_no_want_of_a_stub(told: dict[str, tuple[str | None, str]]):
     assert told["vllm.mistake"][0] is None
     assert "KeyError" in told["vllm.mistake"][1]
     assert "vllm.optional" not in told
@@ -85,13 +84,11 @@ def test_other_errors_are_no_want_of_a_stub(told: dict[str, tuple[str | None, st
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_stub_of_what_the_release_no_longer_has_is_refused(
-    told: dict[str, tuple[str | None, str]], name: str
-) -> None:
+def test_a_stub_of_what_the_release_no_longer_has_is_refused(told: dict[str, tuple[str | None, str]], name: str):
     assert f"VllmSourceError: vLLM 9.9.0 no longer has what the stub of vllm.{name}:" in told[f"vllm.{name}"][1]
 
 
-def test_without_a_loaded_release_nothing_is_said() -> None:
+def test_without_a_loaded_release_nothing_is_said():
     assert lacking(ModuleNotFoundError("No module named 'x'", name="x")) is None
 
 
@@ -99,5 +96,5 @@ def test_without_a_loaded_release_nothing_is_said() -> None:
     ("missing", "absent"),
     [("a", True), ("a.b", True), ("a.b.c", True), ("a.b.c.d", False), ("a.bc", False), (None, False)],
 )
-def test_a_module_is_absent_if_it_or_what_is_around_it_is_missing(missing: str | None, absent: bool) -> None:
+def test_a_module_is_absent_if_it_or_what_is_around_it_is_missing(missing: str | None, absent: bool):
     assert is_absent(ModuleNotFoundError("gone", name=missing), "a.b.c") is absent

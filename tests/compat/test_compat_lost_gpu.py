@@ -1,4 +1,4 @@
-"""A GPU that a builder or its kernels have lost: who is told, and who is still tried."""
+"""A GPU that a builder or its kernels have lost."""
 
 import json
 import subprocess

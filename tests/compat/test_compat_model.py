@@ -2,16 +2,13 @@
 
 import compat_fields as planted
 import pytest
-import torch
-from compat_checked import NAMED, checked
+from compat_checked import NAMED, checked, report
 
 from vllm_async_spec.compat import check as checking
 from vllm_async_spec.compat.cases import CASES, Call
 from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.model import FIELDS
-from vllm_async_spec.compat.report import Report
-from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.third_party import third_party_subject
 
@@ -21,10 +18,6 @@ PLANTED = (
     *((name, -1) for name in ("seq_lens", "query_start_loc", "max_query_len", "max_seq_len", "num_actual_tokens")),
     *((name, offset) for name in ("block_table", "slot_mapping") for offset in (1, -1)),
 )
-
-
-def report(found: BackendResult) -> Report:
-    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), (found,))
 
 
 @pytest.mark.parametrize("kind", [planted.AllRight, planted.CutAndBounded], ids=lambda kind: kind.__name__)

@@ -1,4 +1,4 @@
-"""The page of published runs in a real browser: looked at, filtered, pointed at, at both widths and in both schemes."""
+"""The page of published runs in a real browser."""
 
 from pathlib import Path
 
@@ -54,7 +54,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """As the site makes it."""
     runs = read_archive(Path(__file__).parents[2] / "docs" / "compat")
     path = tmp_path_factory.mktemp("page") / "compatibility.html"
     path.write_text(documents(runs)["assets/compatibility.html"], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is published of runs: read from full results, never more than they say, and what the documentation has of it."""
+"""What is published of runs."""
 
 import json
 import lzma

@@ -1,6 +1,5 @@
 """The pytest plugin: in a backend's own repository, and as the suite itself."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from compat_command import needs_vllm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "backend"
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -99,7 +98,6 @@ def test_one_of_vllms_own_is_tried_as_on_a_gpu(tmp_path: Path):
 
 
 def test_the_example_is_a_package(tmp_path: Path):
-    """Of the backend alone, with its entry point; its tests stay in its repository."""
     pytest.importorskip("setuptools.build_meta", reason="setuptools is not installed")
     package = shutil.copytree(EXAMPLE, tmp_path / "package", ignore=shutil.ignore_patterns("__pycache__", ".*"))
     code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

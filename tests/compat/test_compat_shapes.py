@@ -9,7 +9,7 @@ from typing import Any
 import compat_planted as planted
 import pytest
 import torch
-from compat_checked import NAMED, subject
+from compat_checked import NAMED, report, subject
 
 from vllm_async_spec.compat import builder_inputs
 from vllm_async_spec.compat.backends import BACKENDS
@@ -25,7 +25,6 @@ from vllm_async_spec.compat.model_shapes import (
     models_named,
     why_not_for,
 )
-from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
@@ -118,8 +117,6 @@ def test_a_wait_that_only_long_prompts_reach_is_found():
 
 
 class ManyHeads(planted.Builder):
-    """Waits if the model has many heads, and only in one batch."""
-
     def __init__(self, device: torch.device, heads: int) -> None:
         super().__init__(device)
         self.heads = heads
@@ -140,10 +137,6 @@ def with_models(*names: str) -> BackendResult:
         found = part if found is None else found.joined(part)
     assert found is not None
     return found
-
-
-def report(result: BackendResult) -> Report:
-    return Report("0", None, "2", "cpu", None, "2026-01-01", "compat", (), (result,))
 
 
 def test_a_wait_with_the_heads_of_one_model_only_is_found_and_the_model_named():

@@ -12,8 +12,7 @@ from typing import Any
 
 import compat_planted as planted
 import pytest
-import torch
-from compat_checked import checked
+from compat_checked import checked, report
 from compat_command import SUPPORT, compat, in_support
 
 from vllm_async_spec.compat import keep
@@ -105,7 +104,7 @@ def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, mon
     def so_far() -> Report:
         made.append(1)
         found = (checked(planted.Clean, "decode"),)
-        return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), found)
+        return report(*found)
 
     monkeypatch.setattr(keep, "_SECONDS", float("inf"))
     kept = KeptResults(path, pytest.fail)
@@ -124,14 +123,14 @@ def test_a_file_is_written_as_a_whole_and_not_for_each_batch(tmp_path: Path, mon
 @pytest.mark.parametrize("where", ["a pipe", "a removed directory"])
 def test_results_that_can_not_be_kept_in_the_file_are_kept_elsewhere(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / "pipe" if where == "a pipe" else tmp_path / "gone" / "found.json"
     if where == "a pipe":
         os.mkfifo(path)
     said: list[str] = []
     kept = KeptResults(path, said.append)
-    kept(lambda: Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), []))
+    kept(report)
     left = kept.stop()
     assert left is not None
     assert left[1].name == "compat.json"

@@ -1,4 +1,4 @@
-"""The demo's verdict: what it compares, and that each thing that must not be is found."""
+"""The demo's verdict."""
 
 import importlib.util
 from dataclasses import replace
@@ -26,7 +26,6 @@ def test_first_difference(tokens, found):
 
 
 def results(**changes: object) -> tuple[Result, ...]:
-    """What the four ways give when all is well, with `changes` to the last."""
     good = [
         Result(way.name, way.plugin if way.async_scheduling is None else way.async_scheduling, "V1", 1.0, (1.0, 1.0),
                0.0, 2.5 if way.speculative else None, 0.0, 0.0, None)

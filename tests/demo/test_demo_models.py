@@ -1,4 +1,4 @@
-"""The demo's own models: the same numbers as transformers, the same weights twice, and no half-written directories."""
+"""The demo's own models."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_MAX_THREADS", 1)
 
 
-def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="transformers is what the logits are compared with")
     model = TinyLlama(TINY)
     model.initialise(torch.Generator().manual_seed(1))
@@ -45,7 +45,7 @@ def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
     assert set(reference.state_dict()) == set(model.state_dict())
 
 
-def test_transformers_loads_the_tokenizer_and_lays_out_a_chat(tmp_path: Path) -> None:
+def test_transformers_loads_the_tokenizer_and_lays_out_a_chat(tmp_path: Path):
     transformers = pytest.importorskip("transformers", reason="the tokenizer is loaded with transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(prepare(tmp_path).target)
     assert isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
@@ -63,14 +63,14 @@ def test_transformers_loads_the_tokenizer_and_lays_out_a_chat(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "text", ["", "two  spaces\n\ttab\r\n", "gr\u00fc\u00df dich, \u4e16\u754c \U0001f9d1\u200d\U0001f373", "\x00\x7f"]
 )
-def test_tokenizer_round_trips_one_token_per_byte(text: str) -> None:
+def test_tokenizer_round_trips_one_token_per_byte(text: str):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text).ids
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
 
 
-def test_every_byte_has_the_same_id_wherever_it_stands() -> None:
+def test_every_byte_has_the_same_id_wherever_it_stands():
     tokenizer = byte_tokenizer()
     ids_of: dict[int, set[int]] = {}
     for text in [chr(point) for point in range(0x80, 0x800)] + [chr(point) * 2 for point in range(0x80)]:
@@ -81,7 +81,7 @@ def test_every_byte_has_the_same_id_wherever_it_stands() -> None:
     assert max(set.union(*ids_of.values())) < EOS_ID
 
 
-def test_training_reads_the_ids_that_the_saved_tokenizer_gives(tmp_path: Path) -> None:
+def test_training_reads_the_ids_that_the_saved_tokenizer_gives(tmp_path: Path):
     from tokenizers import Tokenizer
 
     saved = Tokenizer.from_file(str(prepare(tmp_path).draft / "tokenizer.json"))
@@ -90,7 +90,7 @@ def test_training_reads_the_ids_that_the_saved_tokenizer_gives(tmp_path: Path) -
     assert tokens.count(EOS_ID) == 2
 
 
-def test_training_is_deterministic_and_the_seed_matters() -> None:
+def test_training_is_deterministic_and_the_seed_matters():
     tokens = corpus_tokens("A cook, a train and a clock.", byte_tokenizer())
     first, again = demo.train(TINY, tokens, BRIEF), demo.train(TINY, tokens, BRIEF)
     other = demo.train(TINY, tokens, replace(BRIEF, seed=1))
@@ -99,14 +99,14 @@ def test_training_is_deterministic_and_the_seed_matters() -> None:
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_training_learns() -> None:
+def test_training_learns():
     tokens = corpus_tokens("The train waits. " * 4, byte_tokenizer())
     model = demo.train(TINY, tokens, Training(steps=60, batch=4, context=32))
     greedy = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None]).argmax(-1)[0]
     assert (greedy == tokens[1:]).float().mean() > 0.8
 
 
-def test_caller_keeps_its_random_state_threads_and_grad_mode(tmp_path: Path) -> None:
+def test_caller_keeps_its_random_state_threads_and_grad_mode(tmp_path: Path):
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     with torch.inference_mode():
         prepare(tmp_path)
@@ -115,7 +115,7 @@ def test_caller_keeps_its_random_state_threads_and_grad_mode(tmp_path: Path) -> 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_cache_is_reused_until_a_setting_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_reused_until_a_setting_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = prepare(tmp_path)
     changed = prepare(tmp_path, replace(BRIEF, steps=2))
     assert {first.target, first.draft}.isdisjoint({changed.target, changed.draft})
@@ -134,8 +134,6 @@ def test_cache_is_reused_until_a_setting_changes(tmp_path: Path, monkeypatch: py
 
 
 class InterruptAfter:
-    """`_batch`, until Ctrl-C comes in its place."""
-
     def __init__(self, calls: int) -> None:
         self._batch = demo._batch
         self._left = calls
@@ -151,9 +149,7 @@ def models_in(folder: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_interrupted_training_goes_on_and_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     training = replace(BRIEF, steps=9)
     expected = prepare(tmp_path / "at once", training)
     monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
@@ -173,11 +169,7 @@ def test_interrupted_training_goes_on_and_ends_with_the_same_weights(
 
 
 @pytest.mark.parametrize("name", ["_batch", "_json_files"])
-def test_interrupted_training_or_saving_leaves_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """In the middle of training, and with the weights already written."""
-
+def test_interrupted_training_or_saving_leaves_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -188,7 +180,7 @@ def test_interrupted_training_or_saving_leaves_no_model(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(demo, "_CHECKPOINT_EVERY_S", 0.0)
     save, calls = torch.save, []
 
@@ -207,7 +199,7 @@ def test_an_interrupted_checkpoint_keeps_the_one_before(tmp_path: Path, monkeypa
     assert torch.load(kept, weights_only=True)["steps"] == 1
 
 
-def test_a_checkpoint_of_something_else_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_of_something_else_is_named(tmp_path: Path):
     name = prepare(tmp_path / "whole").target.name
     for content in (b"", b"something else"):
         (tmp_path / f".{name}.checkpoint").write_bytes(content)
@@ -215,7 +207,7 @@ def test_a_checkpoint_of_something_else_is_named(tmp_path: Path) -> None:
             prepare(tmp_path)
 
 
-def test_second_of_two_processes_keeps_the_first_directory(tmp_path: Path) -> None:
+def test_second_of_two_processes_keeps_the_first_directory(tmp_path: Path):
     model = TinyLlama(TINY)
     demo.save(model, byte_tokenizer(), tmp_path / "model")
     before = (tmp_path / "model" / "model.safetensors").stat()
@@ -226,7 +218,7 @@ def test_second_of_two_processes_keeps_the_first_directory(tmp_path: Path) -> No
     assert json.loads((tmp_path / "model" / "config.json").read_text())["head_dim"] == TINY.head_dim
 
 
-def test_corpus_and_prompts_are_what_the_demo_promises() -> None:
+def test_corpus_and_prompts_are_what_the_demo_promises():
     corpus = demo.CORPUS.read_text(encoding="utf-8")
     assert corpus.isascii()
     assert 12_000 <= len(corpus) <= 16_000

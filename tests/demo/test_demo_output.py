@@ -1,4 +1,4 @@
-"""What the demo prints: at most 80 columns, progress in lines where there is no terminal, and what the page shows."""
+"""What the demo prints."""
 
 import io
 import re
@@ -81,7 +81,6 @@ ROW = re.compile(
 
 
 def test_the_page_shows_what_the_demo_prints_now():
-    """Printed again from its own numbers, the text on the page is the same."""
     (shown,) = re.findall(r"^```text\n(vLLM .*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     results = []
     for place, row in enumerate(ROW.finditer(shown)):
@@ -93,9 +92,6 @@ def test_the_page_shows_what_the_demo_prints_now():
     rounds, run = int(counted[1]), int(counted[2])
     found = comparison(1.0, results=tuple(results), rounds=rounds, warm_up=run - rounds, steady="±" in shown)
     assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in printed(found).splitlines()]
-
-
-# --- progress ----------------------------------------------------------------------------------------------------
 
 
 def test_a_line_when_a_task_begins_and_every_few_seconds():
@@ -127,8 +123,6 @@ def test_a_line_when_a_task_begins_and_every_few_seconds():
 
 
 class Watched(io.StringIO):
-    """A file that tells when something is written."""
-
     def __init__(self) -> None:
         super().__init__()
         self.written = threading.Event()

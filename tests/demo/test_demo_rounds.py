@@ -42,8 +42,6 @@ def test_a_slow_machine_is_not_asked_for_more_rounds_than_needed():
 
 
 class Engine:
-    """Answers as `DemoEngine` does; its rounds take the seconds given, and the last of these from then on."""
-
     def __init__(self, way: Way, seconds: Sequence[float], turns: list[str]) -> None:
         self._way = way
         self._seconds = [*seconds]

@@ -1,4 +1,4 @@
-"""The CI workflow of the example backend: it parses, its commands exist, and it names what the example has."""
+"""The CI workflow of the example backend."""
 
 import importlib.util
 import re

@@ -31,7 +31,6 @@ def expressions() -> Iterator[str]:
 
 
 def plugins_metrics() -> dict[str, set[str]]:
-    """The labels of each sample that the plugin exports, by the sample's name."""
     found = Snapshot(engines=[Engine(True, "vLLM", "V2", "FLASH_ATTN")], refused={"patch": "why"})
     found.patches["patch"] = State.REFUSED
     found.fallbacks["min_tokens"] = 1
@@ -41,18 +40,17 @@ def plugins_metrics() -> dict[str, set[str]]:
 
 
 def sources_of_vllm() -> list[Path]:
-    """The directories of the vLLM packages here: the installed one, and releases that were fetched."""
     installed = importlib.util.find_spec("vllm")
     found = [Path(installed.origin).parent] if installed is not None and installed.origin else []
     return found + sorted((ROOT / ".cache" / "releases").glob("*/vllm"))
 
 
-def test_each_metric_of_the_plugin_exists_and_is_shown() -> None:
+def test_each_metric_of_the_plugin_exists_and_is_shown():
     asked = {name for text in expressions() for name in METRIC.findall(text) if name.startswith(OWN)}
     assert asked == plugins_metrics().keys()
 
 
-def test_each_metric_of_vllm_exists_in_every_release_here() -> None:
+def test_each_metric_of_vllm_exists_in_every_release_here():
     asked = {SUFFIX.sub("", name) for text in expressions() for name in METRIC.findall(text)}
     asked = {name for name in asked if not name.startswith(OWN)}
     if not (sources := sources_of_vllm()):
@@ -66,7 +64,7 @@ def _has_metrics(path: Path) -> bool:
     return "metrics" in path.parts or path.name == "metrics.py"
 
 
-def test_each_label_that_a_query_groups_by_is_a_label_of_the_metric() -> None:
+def test_each_label_that_a_query_groups_by_is_a_label_of_the_metric():
     known = plugins_metrics()
     for text in expressions():
         names = METRIC.findall(text)
@@ -77,7 +75,7 @@ def test_each_label_that_a_query_groups_by_is_a_label_of_the_metric() -> None:
 
 
 @pytest.mark.parametrize("expression", list(expressions()))
-def test_each_query_is_balanced(expression: str) -> None:
+def test_each_query_is_balanced(expression: str):
     depth: list[str] = []
     for letter in re.sub(r'"[^"]*"', "", expression):
         if letter in "([{":
@@ -88,7 +86,7 @@ def test_each_query_is_balanced(expression: str) -> None:
 
 
 @pytest.mark.parametrize("title", PANELS)
-def test_each_panel_has_what_grafana_needs(title: str) -> None:
+def test_each_panel_has_what_grafana_needs(title: str):
     panel = PANELS[title]
     assert panel["type"] in KINDS
     assert panel["description"]
@@ -99,7 +97,7 @@ def test_each_panel_has_what_grafana_needs(title: str) -> None:
     assert 0 <= place["x"] < place["x"] + place["w"] <= 24
 
 
-def test_panels_have_their_own_ids_and_places() -> None:
+def test_panels_have_their_own_ids_and_places():
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(PANELS) == len(DASHBOARD["panels"])
     for one, other in itertools.combinations((panel["gridPos"] for panel in DASHBOARD["panels"]), 2):
         beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]

@@ -1,8 +1,4 @@
-"""What docs/findings.md says of stock vLLM, on a GPU with vLLM: `pytest tests/docs/test_findings_commands.py -m gpu`.
-
-A test passes where stock vLLM is wrong. Where one fails, the finding is refuted for that release, or upstream has
-mended it.
-"""
+"""What docs/findings.md says of stock vLLM, on a GPU (`-m gpu`): a test passes where stock vLLM is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import COMMAND
-from findings import BOUND, EXACT, context_parallel_lengths
+from findings import check_context_parallel_lengths
 from findings_engine import DRAFTS, found, sliding
 
 from vllm_async_spec.vllm_plugin.ledger import find_patch
@@ -33,7 +29,6 @@ BUSY = 200_000_000
 
 
 def compat(backend: str, tmp_path: Path) -> Any:
-    """What the suite finds of one of stock vLLM's builders on this GPU, in a process of its own."""
     result = tmp_path / "found.json"
     command = [*COMMAND, "compat", "--device", "cuda", "--backend", backend, "--json", str(result)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"VLLM_ASYNC_SPEC": "off"})
@@ -45,7 +40,6 @@ def compat(backend: str, tmp_path: Path) -> Any:
 
 
 def found_failure(result: Path) -> str | None:
-    """Why nothing could be tried, as the suite says it."""
     if not result.is_file():
         return None
     (found,) = json.loads(result.read_text())["backends"]
@@ -53,7 +47,6 @@ def found_failure(result: Path) -> str | None:
 
 
 def steps(found: Any, what: str) -> list[tuple[str, Any]]:
-    """The builds, or what was attended, with what an engine can tell: batch and result."""
     cases = [case for case in found["cases"] if not case["capture"]]
     return [(case["case"], each) for case in cases for each in case[what] if each["realistic"]]
 
@@ -90,12 +83,7 @@ def test_context_parallel_kernels_are_told_of_rejected_drafts():
     runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     if "optimistic_seq_lens_cpu" not in Path(runner.__file__).read_text():
         pytest.skip("the runner of this release waits for the accepted counts, and takes exact lengths")
-    given, right = context_parallel_lengths(torch.device("cuda"), host=BOUND)
-    assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
-    given, right = context_parallel_lengths(torch.device("cuda"), host=EXACT)
-    assert given == right
-    given, right = context_parallel_lengths(torch.device("cuda"), host=BOUND, mended=True)
-    assert given == right
+    check_context_parallel_lengths("cuda")
 
 
 def test_fast_prefill_reads_offsets_before_their_copy_arrives(monkeypatch: pytest.MonkeyPatch):
@@ -194,7 +182,6 @@ def test_min_tokens_is_lifted_early(gpu_models: Any):
     environment = os.environ | {"VLLM_ASYNC_SPEC": "off", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
     def too_early(way: str) -> int:
-        """How many requests were given a token that ends them among the first, which it must not be."""
         command = [sys.executable, "-c", MIN_TOKENS, str(gpu_models.target), str(gpu_models.draft), way]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         line = next((line for line in done.stdout.splitlines() if line.startswith("EARLY ")), None)
@@ -213,13 +200,11 @@ def carried() -> bool:
 
 
 def different(told: Any, which: str) -> dict[int, int]:
-    """Requests that were given other tokens than undisturbed, and the place where they begin to differ."""
     pairs = enumerate(zip(told["undisturbed"], told[which], strict=False))
     return {number: same(one, other) for number, (one, other) in pairs if one != other}
 
 
 def same(one: list[int], other: list[int]) -> int:
-    """How many tokens two requests begin with that are the same."""
     differ = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 
@@ -259,7 +244,7 @@ def test_rejections_are_taken_off_twice_after_a_pause(gpu_models: Any):
 
 @pytest.mark.parametrize("way", ["async", "sync"])
 def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(gpu_models: Any, way: str):
-    """A device that is a fifth of a second behind gets the lengths of prompts with the draft steps' additions."""
+    """A device that is a fifth of a second late gets lengths with the draft steps' additions."""
     metadata: Any = importlib.import_module("vllm.v1.attention.backends.utils").CommonAttentionMetadata
     if "_num_computed_tokens_cpu" not in metadata.__dataclass_fields__:
         pytest.skip("this release is not concerned: its draft steps write into nothing that the runner sends")
@@ -270,7 +255,7 @@ def test_draft_steps_write_lengths_that_the_device_has_yet_to_copy(gpu_models: A
 
 
 def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(gpu_models: Any, tmp_path: Path):
-    """Blocks are freed by lengths in which drafts in flight count. It is the scheduler's, and asks nothing of a GPU."""
+    """Blocks are freed by lengths in which drafts in flight count."""
     allocate: Any = importlib.import_module("vllm.v1.core.kv_cache_manager").KVCacheManager.allocate_slots
     if "num_in_flight_tokens" in allocate.__code__.co_names:
         pytest.skip("this release is not concerned: its scheduler frees blocks by the tokens that it has processed")

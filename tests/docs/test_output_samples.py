@@ -20,7 +20,6 @@ PLACEHOLDER = re.compile(r"%(?:\.\d+)?[sdf]")
 
 
 def sample(page: str, first: str) -> list[str]:
-    """The lines of the first sample of a page whose first line begins so."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     found = [each.splitlines() for each in re.findall(r"^```text\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
     return next(lines for lines in found if lines[0].strip().startswith(first))
@@ -39,14 +38,14 @@ def logged() -> Iterator[re.Pattern[str]]:
     ("page", "first"),
     [("settings", "vllm-async-spec 0.1.0 is on"), ("flashinfer", "vllm-async-spec: FlashInfer decodes with XQA")],
 )
-def test_each_line_of_a_log_is_one_that_the_plugin_writes(page: str, first: str) -> None:
+def test_each_line_of_a_log_is_one_that_the_plugin_writes(page: str, first: str):
     known = list(logged())
     for line in sample(page, first):
         said = line[line.index("vllm-async-spec") :]
         assert any(each.fullmatch(said) for each in known), said
 
 
-def test_each_metric_is_exported_with_these_labels() -> None:
+def test_each_metric_is_exported_with_these_labels():
     found = Snapshot(engines=[Engine(True, "vLLM", "V2", "FLASH_ATTN")])
     found.patches["patch"] = State.APPLIED
     found.fallbacks["min_tokens"] = 1
@@ -61,7 +60,7 @@ def test_each_metric_is_exported_with_these_labels() -> None:
     assert all(exported.get(each.name) == set(each.labels) for each in shown)
 
 
-def test_the_cause_of_a_wait_is_the_line_that_waits() -> None:
+def test_the_cause_of_a_wait_is_the_line_that_waits():
     causes = re.findall(r"(\w+) at (\S+\.py):(\d+) ", "\n".join(metrics()))
     assert causes
     for read, file, line in causes:
@@ -72,7 +71,7 @@ def metrics() -> list[str]:
     return sample("metrics", "vllm:async_spec_host_waits_total")
 
 
-def test_the_samples_count_the_same_patches() -> None:
+def test_the_samples_count_the_same_patches():
     """The sample of `status` is compared with what `status` prints in tests/test_cli.py."""
     status = COUNTS.search("\n".join(sample("index", "vllm-async-spec")))
     log = COUNTS.search("\n".join(sample("settings", "vllm-async-spec 0.1.0 is on")))
@@ -82,7 +81,7 @@ def test_the_samples_count_the_same_patches() -> None:
     assert status.groups() == log.groups() == tuple(exported)
 
 
-def test_the_comparison_of_a_release_shows_the_ledgers_fingerprints() -> None:
+def test_the_comparison_of_a_release_shows_the_ledgers_fingerprints():
     title, *lines = sample("patches", "vLLM 0.33.0")
     release = title.split()[-1]
     specs = {spec.name: spec for spec in load_ledger()}

@@ -25,7 +25,6 @@ print(json.dumps(printed))
 
 
 def samples(page: str) -> list[tuple[str, str | None]]:
-    """Each Python sample of a page, and the output that stands below it; None if none does."""
     found: list[tuple[str, str | None]] = []
     for language, text in FENCE.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")):
         if language == "python":
@@ -36,7 +35,6 @@ def samples(page: str) -> list[tuple[str, str | None]]:
 
 
 def check(page: str, chosen: list[tuple[str, str | None]]) -> None:
-    """Run the samples; each must print what stands below it, and nothing if nothing does."""
     assert any(expected for _, expected in chosen)
     document = json.dumps([page, [text for text, _ in chosen]])
     done = subprocess.run([sys.executable, "-c", RUN], input=document, capture_output=True, text=True, cwd=ROOT)

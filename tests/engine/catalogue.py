@@ -18,8 +18,6 @@ Run = Callable[["LLM"], "Sequence[RequestOutput]"]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine differs from the usual one."""
-
     draft_tokens: int = 3
     options: dict[str, Any] = field(default_factory=dict)
     asynchronous: bool = True
@@ -58,7 +56,7 @@ SCHEMA = {
 
 
 def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:
-    """Sampling parameters; `structured_outputs` may be a dictionary, because vLLM's own class must not be shared."""
+    # `structured_outputs` may be a dictionary: vLLM's own class must not be shared.
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -68,13 +66,11 @@ def greedy(max_tokens: int = 64, **options: Any) -> SamplingParams:
 
 
 def passages(*lengths: int) -> list[str]:
-    """Prompts of these lengths, each from another place of the corpus."""
     corpus = CORPUS.read_text(encoding="utf-8")
     return [corpus[i * 1500 : i * 1500 + length] for i, length in enumerate(lengths)]
 
 
 def alike(prompts: Sequence[str] = PROMPTS, max_tokens: int = 64, **options: Any) -> Run:
-    """All prompts at once, with the same sampling parameters."""
     return lambda llm: llm.generate(list(prompts), [greedy(max_tokens, **options) for _ in prompts], use_tqdm=False)
 
 
@@ -136,8 +132,6 @@ def mixed(llm: LLM) -> Sequence[RequestOutput]:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Requests, and the engine that they go to."""
-
     engine: str
     run: Run
 

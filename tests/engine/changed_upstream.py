@@ -6,7 +6,6 @@ from pathlib import Path
 
 
 def with_another_line(source: str, qualname: str) -> str:
-    """A module's source with a line that does nothing at the beginning of a class or function."""
     node: ast.AST = ast.parse(source)
     for name in qualname.split("."):
         node = next(each for each in getattr(node, "body", []) if getattr(each, "name", None) == name)
@@ -17,13 +16,7 @@ def with_another_line(source: str, qualname: str) -> str:
 
 
 def changed_vllm(installed: Path, folder: Path, targets: Iterable[str]) -> Path:
-    """Make `folder/vllm`, with another line in each of `targets` (`module:qualname`).
-
-    Args:
-        installed: the directory of the installed package `vllm`.
-        folder: to be put before it on the path.
-        targets: what is changed.
-    """
+    """Make `folder/vllm` of the `installed` package, with another line in each of `targets` (`module:qualname`)."""
     for target in targets:
         module, _, qualname = target.partition(":")
         path = Path(*module.split(".")).with_suffix(".py")
@@ -36,7 +29,6 @@ def changed_vllm(installed: Path, folder: Path, targets: Iterable[str]) -> Path:
 
 
 def _open_up(original: Path, copy: Path) -> None:
-    """Make a directory whose entries are links to those of the original."""
     if copy.is_symlink():
         copy.unlink()
     if copy.is_dir():

@@ -16,8 +16,6 @@ _CONTEXT = 24
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One scenario in every mode that can run it."""
-
     results: Mapping[Mode, Result]
     logs: Mapping[Mode, str] = field(repr=False)
     """The whole log of the process that ran it, among others."""
@@ -26,15 +24,11 @@ class Outcome:
         return self.results[mode]
 
     def difference(self, mode: Mode, reference: Mode = Mode.SYNC) -> str | None:
-        """Where a mode differs from another; None where nowhere."""
         return first_difference(self[reference].completions, self[mode].completions)
 
 
 def first_difference(expected: Sequence[Completion], got: Sequence[Completion]) -> str | None:
-    """The first request, and the first position in it, that differ; None where nothing does.
-
-    Compared are tokens, their number, the reason of the end, the text, and log-probabilities where there are any.
-    """
+    """The first request and position that differ in tokens, end, text or log-probabilities; None where nothing does."""
     if len(expected) != len(got):
         return f"{len(got)} requests instead of {len(expected)}"
     for number, (one, other) in enumerate(zip(expected, got, strict=True)):

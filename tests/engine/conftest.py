@@ -32,7 +32,6 @@ def models() -> DemoModels:
 def outcomes(
     request: pytest.FixtureRequest, models: DemoModels, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Outcome]:
-    """One process a mode, side by side, each with all the scenarios that the tests of this session name."""
     # "to-the-end" is what others are compared with.
     named = {"to-the-end"} | {
         item.callspec.params.get("outcome") for item in request.session.items if hasattr(item, "callspec")
@@ -75,5 +74,4 @@ def _start(mode: Mode, names: list[str], models: DemoModels, folder: Path) -> su
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest, outcomes: Mapping[str, Outcome]) -> Outcome:
-    """The scenario that the test is parametrised with."""
     return outcomes[request.param]

@@ -43,8 +43,6 @@ def corrupted(
 
 
 def one_too_many() -> Corrupt:
-    """In one step, one request of sixteen is taken to have got one token more than it has."""
-
     def corrupt(step: int, counts: Tensor) -> None:
         if step == 5:
             counts[(counts < 4).nonzero()[0]] += 1

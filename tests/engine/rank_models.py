@@ -8,10 +8,7 @@ VOCABULARY = 256
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
-    """Make both models in `folder` and return their folders, the target's first.
-
-    The draft model is the target's first layer. The second adds little, so that many drafts are accepted, but not all.
-    """
+    """Make both models in `folder`: the target, and its first layer as drafter, of which many drafts are accepted."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -55,7 +55,6 @@ def differ() -> None:
 
 
 def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Start the engine, serve the requests, and return the tokens and what the ranks say."""
     from vllm import LLM, SamplingParams
 
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
@@ -92,7 +91,6 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def margins(listed: Any) -> list[float]:
-    """At each position, the difference of the two best log-probabilities."""
     best = [sorted((entry.logprob for entry in position.values()), reverse=True)[:2] for position in listed]
     return [first - second for first, second in best]
 

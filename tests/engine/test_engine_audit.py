@@ -1,4 +1,4 @@
-"""The audit on a real vLLM: waits that were planted are found at their lines, and a clean server has none."""
+"""The audit on a real vLLM."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def planted(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_planted_wait_is_found_at_its_line(planted: dict[str, Any], kind: str) -> None:
+def test_a_planted_wait_is_found_at_its_line(planted: dict[str, Any], kind: str):
     source = (PLANTED / "planted_backend.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, 1) if text.endswith(f"# planted: {kind}"))
     found = [cause for cause in planted["causes"] if cause["stack"][0]["line"] == line]
@@ -56,7 +56,7 @@ def test_a_planted_wait_is_found_at_its_line(planted: dict[str, Any], kind: str)
         assert f"planted_backend.py:{line}" in shown
 
 
-def test_nothing_but_what_was_planted_is_on_the_critical_path(planted: dict[str, Any]) -> None:
+def test_nothing_but_what_was_planted_is_on_the_critical_path(planted: dict[str, Any]):
     critical = [cause["stack"][0]["file"] for cause in planted["causes"] if cause["place"] == "critical"]
     assert critical == ["audit_planted/planted_backend.py"] * len(KINDS)
     assert planted["engine"]["async_scheduling"]
@@ -65,7 +65,7 @@ def test_nothing_but_what_was_planted_is_on_the_critical_path(planted: dict[str,
     assert planted["simulated"]
 
 
-def test_arguments_that_vllm_refuses_end_with_one_sentence(models: DemoModels, tmp_path: Path) -> None:
+def test_arguments_that_vllm_refuses_end_with_one_sentence(models: DemoModels, tmp_path: Path):
     done = audit(models, tmp_path, "--no-such-argument", "3")
     assert done.returncode == 1
     assert done.stderr.startswith("vllm-async-spec: the engine could not be audited: ")
@@ -74,7 +74,7 @@ def test_arguments_that_vllm_refuses_end_with_one_sentence(models: DemoModels, t
 
 
 @pytest.mark.slow
-def test_a_comparison_shows_what_the_plugin_takes_off_the_critical_path(models: DemoModels, tmp_path: Path) -> None:
+def test_a_comparison_shows_what_the_plugin_takes_off_the_critical_path(models: DemoModels, tmp_path: Path):
     file = tmp_path / "report.json"
     done = audit(models, tmp_path, "--compare", "off", "--json", str(file))
     assert done.returncode == 0, done.stderr

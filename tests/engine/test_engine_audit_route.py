@@ -1,4 +1,4 @@
-"""The audit's route on real servers with keys, started in both ways: who is let in, and how it ends."""
+"""The audit's route on real servers with keys, started in both ways."""
 
 import http.client
 import json
@@ -41,7 +41,6 @@ def serving(way: str, models: DemoModels, folder: Path) -> Iterator[Server]:
 
 
 def post(server: Server, body: dict[str, float], headers: dict[str, str]) -> http.client.HTTPConnection:
-    """A connection whose answer nobody has waited for yet."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request("POST", PATH, json.dumps(body), headers)
     return connection
@@ -79,9 +78,7 @@ def check_door(server: Server) -> None:
     assert (status, why[:50]) == (409, "the server did not run 8 + 12 steps in 1 seconds; "), server.log()[-4000:]
 
 
-def test_an_audit_ends_with_its_client_and_does_not_hold_up_the_end_of_its_server(
-    models: DemoModels, tmp_path: Path
-) -> None:
+def test_an_audit_ends_with_its_client_and_does_not_hold_up_the_end_of_its_server(models: DemoModels, tmp_path: Path):
     took = {}
     for way in COMMANDS:
         folder = tmp_path / way.replace(" ", "-")

@@ -1,5 +1,4 @@
-"""The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks, under both ways of
-scheduling? What each step emits is known beforehand, token for token."""
+"""The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks?"""
 
 import importlib.util
 from pathlib import Path

@@ -19,7 +19,7 @@ from benchmarks.serving.run import ServeRunner
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
     if torch.cuda.is_available():

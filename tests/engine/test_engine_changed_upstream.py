@@ -1,4 +1,4 @@
-"""A server whose vLLM has changed under three patches: it serves as stock vLLM would, and says what it refused."""
+"""A server whose vLLM has changed under three patches."""
 
 import importlib.util
 import json
@@ -44,12 +44,11 @@ def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def broken(server: Server) -> list[int]:
-    """The prompts whose completions have a stop token among the first that must be others."""
     completions = [server.complete(prompt, 48, min_tokens=MIN_TOKENS, stop_token_ids=COMMON) for prompt in PROMPTS[:8]]
     return [at for at, done in enumerate(completions) if set(done.token_ids[:MIN_TOKENS]) & set(COMMON)]
 
 
-def test_each_refusal_is_one_line_of_the_log_whichever_process_it_is_in(server: Server) -> None:
+def test_each_refusal_is_one_line_of_the_log_whichever_process_it_is_in(server: Server):
     server.complete(PROMPTS[0], 8)
     found = re.findall(r"vllm-async-spec: running stock vLLM for (\S+): (.*)", server.log())
     assert sorted(name for name, _ in found) == sorted(REFUSED)
@@ -59,7 +58,7 @@ def test_each_refusal_is_one_line_of_the_log_whichever_process_it_is_in(server: 
     assert why["async-scheduling-cpu"].startswith("it needs min-tokens, which is refused: ")
 
 
-def test_metrics_and_status_name_what_was_refused(server: Server) -> None:
+def test_metrics_and_status_name_what_was_refused(server: Server):
     assert server.series("async_spec_patches")['state="refused"'] == len(REFUSED)
     refused = server.series("async_spec_refused_patch")
     assert {re.search(r'patch="([^"]+)"', labels)[1] for labels in refused} == REFUSED  # type: ignore[index]
@@ -69,14 +68,14 @@ def test_metrics_and_status_name_what_was_refused(server: Server) -> None:
     assert found["patches"]["refused"] == len(REFUSED)
 
 
-def test_the_engine_has_stocks_whole_configuration(server: Server) -> None:
+def test_the_engine_has_stocks_whole_configuration(server: Server):
     """Stock vLLM schedules synchronously on a CPU, where min_tokens is right without the patch."""
     assert broken(server) == []
     assert "asynchronous scheduling is on" not in server.log()
 
 
 @pytest.mark.slow
-def test_without_the_declared_need_min_tokens_would_be_broken(models: DemoModels, tmp_path: Path) -> None:
+def test_without_the_declared_need_min_tokens_would_be_broken(models: DemoModels, tmp_path: Path):
     """The control: the same change, and a ledger in which asynchronous scheduling needs nothing."""
     changed_vllm(vllm_folder(), tmp_path, [CHANGED["min-tokens"]])
     root = Path(__file__).parents[2]
@@ -89,7 +88,7 @@ def test_without_the_declared_need_min_tokens_would_be_broken(models: DemoModels
 
 
 @pytest.mark.parametrize("name", ["min-tokens", "fast-prefill-counts"])
-def test_in_strict_there_is_no_start(models: DemoModels, tmp_path: Path, name: str) -> None:
+def test_in_strict_there_is_no_start(models: DemoModels, tmp_path: Path, name: str):
     """The first is known in the front end, the second in the worker only."""
     changed_vllm(vllm_folder(), tmp_path, [CHANGED[name]])
     done = subprocess.run(

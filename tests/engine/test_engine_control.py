@@ -14,7 +14,7 @@ GOOD = Completion("Q: Why?", (39, 72, 13), "Hi.", "stop", 13, (-0.1, -0.2, -0.3)
 
 @pytest.mark.parametrize("outcome", ["one-too-many", "a-step-late"], indirect=True)
 @pytest.mark.parametrize("mode", [Mode.ASYNC, Mode.PLUGIN])
-def test_engine_that_loses_count_is_found_out(outcome: Outcome, mode: Mode) -> None:
+def test_engine_that_loses_count_is_found_out(outcome: Outcome, mode: Mode):
     assert outcome.difference(mode) is not None
 
 
@@ -33,16 +33,16 @@ def test_engine_that_loses_count_is_found_out(outcome: Outcome, mode: Mode) -> N
         (lambda good: replace(good, logprobs=(-0.1, -0.2, float("nan"))), "log-probability of token 2 is nan"),
     ],
 )
-def test_every_kind_of_difference_is_said(change: Callable[[Completion], Completion], said: str) -> None:
+def test_every_kind_of_difference_is_said(change: Callable[[Completion], Completion], said: str):
     pytest.importorskip("tokenizers", reason="differences are shown as text, by the demo's tokenizer")
     found = first_difference([GOOD, GOOD], [GOOD, change(GOOD)])
     assert found is not None
     assert found.startswith(f"request 1, 'Q: Why?': {said}")
 
 
-def test_missing_request_is_a_difference() -> None:
+def test_missing_request_is_a_difference():
     assert first_difference([GOOD, GOOD], [GOOD]) == "1 requests instead of 2"
 
 
-def test_equal_is_equal() -> None:
+def test_equal_is_equal():
     assert first_difference([GOOD], [replace(GOOD, logprobs=(-0.1004, -0.2, -0.3))]) is None

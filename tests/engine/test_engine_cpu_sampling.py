@@ -1,4 +1,4 @@
-"""A finding about vLLM's CPU build: with drafts its sampler reads memory that nobody wrote. The plugin mends it."""
+"""A finding about vLLM's CPU build: with drafts its sampler reads memory that nobody wrote."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def both(models: DemoModels) -> dict[Mode, Sampled]:
         return dict(zip(modes, pool.map(lambda mode: sampled(mode, models), modes), strict=True))
 
 
-def test_stock_vllm_samples_garbage_or_dies(both: dict[Mode, Sampled]) -> None:
+def test_stock_vllm_samples_garbage_or_dies(both: dict[Mode, Sampled]):
     stock = both[Mode.SYNC]
     garbage = [name for name in ONE_CHOICE if name in stock and stock[name]["tokens"] != stock["greedy"]["tokens"]]
     assert garbage, "upstream has mended it: the patch cpu-sampling can go"
@@ -44,13 +44,13 @@ def test_stock_vllm_samples_garbage_or_dies(both: dict[Mode, Sampled]) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_CHOICE)
-def test_with_the_plugin_one_choice_is_the_greedy_one(both: dict[Mode, Sampled], name: str) -> None:
+def test_with_the_plugin_one_choice_is_the_greedy_one(both: dict[Mode, Sampled], name: str):
     found = both[Mode.PLUGIN]
     assert found[name]["failed"] is None
     assert found[name]["tokens"] == found["greedy"]["tokens"] == both[Mode.SYNC]["greedy"]["tokens"]
 
 
-def test_with_the_plugin_several_choices_are_sampled(both: dict[Mode, Sampled]) -> None:
+def test_with_the_plugin_several_choices_are_sampled(both: dict[Mode, Sampled]):
     several = both[Mode.PLUGIN]["several"]
     assert several["failed"] is None
     assert [len(tokens) for tokens in several["tokens"]] == [32] * len(PROMPTS)

@@ -1,4 +1,4 @@
-"""What an operator sees when something is wrong: one sentence, and stock vLLM's where the plugin has no part in it."""
+"""What an operator sees when something is wrong."""
 
 import re
 import subprocess
@@ -19,14 +19,11 @@ NO_MODEL = Path("/no/such/model")
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A `vllm serve` that ended by itself."""
-
     code: int
     output: str
 
     @property
     def last_line(self) -> str:
-        """Without the process, the time and the place that vLLM's log puts before it."""
         return re.sub(r"^(\(.*?pid=\d+\))? *", "", self.output.strip().splitlines()[-1])
 
 
@@ -57,7 +54,7 @@ def attempts(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Ma
     return {name: Attempt(process.returncode, outputs[name]) for name, process in processes.items()}
 
 
-def test_unknown_mode_ends_the_server_with_one_sentence(attempts: Mapping[str, Attempt]) -> None:
+def test_unknown_mode_ends_the_server_with_one_sentence(attempts: Mapping[str, Attempt]):
     attempt = attempts["bogus"]
     assert attempt.code == 1
     assert "Traceback" not in attempt.output
@@ -65,7 +62,7 @@ def test_unknown_mode_ends_the_server_with_one_sentence(attempts: Mapping[str, A
     assert said == ["vllm-async-spec: VLLM_ASYNC_SPEC is 'bogus'; it must be one of auto, strict, off"]
 
 
-def test_wrong_model_path_is_said_as_by_stock_vllm(attempts: Mapping[str, Attempt]) -> None:
+def test_wrong_model_path_is_said_as_by_stock_vllm(attempts: Mapping[str, Attempt]):
     stock, plugin = attempts["no model, stock"], attempts["no model"]
     assert stock.code == plugin.code != 0
     assert str(NO_MODEL) in stock.last_line

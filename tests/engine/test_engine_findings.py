@@ -1,7 +1,4 @@
-"""Three findings that upstream has mended since, with vLLM's CPU build: it is right, and a planted mistake is seen.
-
-So what tests/docs/test_findings_commands.py says of older releases on a GPU is not what any engine would be said to do.
-"""
+"""Three findings that upstream has mended since, with vLLM's CPU build: it is right, and a planted mistake is seen."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +43,7 @@ def asked(finding: str, models: tuple[Path, Path], first: str = "") -> Any:
     return found(finding, models, "async", environment=environment(), first=first)
 
 
-def test_rejections_are_taken_off_once_after_a_pause(models: DemoModels) -> None:
+def test_rejections_are_taken_off_once_after_a_pause(models: DemoModels):
     given = models.target, models.draft
     right = asked("pause", given)
     assert right["failed"] is None
@@ -58,7 +55,7 @@ def test_rejections_are_taken_off_once_after_a_pause(models: DemoModels) -> None
     assert any(step["given"] < step["sent"] for step in wrong["steps"])
 
 
-def test_the_scheduler_keeps_the_keys_of_a_window_that_are_still_seen(models: DemoModels, tmp_path: Path) -> None:
+def test_the_scheduler_keeps_the_keys_of_a_window_that_are_still_seen(models: DemoModels, tmp_path: Path):
     given = sliding(models, tmp_path)
     right = asked("window", given)
     assert len(right["missing"]) > 500
@@ -66,7 +63,7 @@ def test_the_scheduler_keeps_the_keys_of_a_window_that_are_still_seen(models: De
     assert max(asked("window", given, NOTHING_IN_FLIGHT)["missing"]) > 0
 
 
-def test_a_reset_of_the_prefix_cache_loses_no_tokens(models: DemoModels) -> None:
+def test_a_reset_of_the_prefix_cache_loses_no_tokens(models: DemoModels):
     given = models.target, models.draft
     right = asked("reset", given)
     assert min(right["in_flight"]) > 0

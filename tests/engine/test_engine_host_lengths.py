@@ -45,7 +45,6 @@ def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -
 
 
 def builds_of(arm: Arm, folder: Path) -> list[dict[str, Any]]:
-    """What the builder saw in each build."""
     out = folder / "builds.jsonl"
     arm = dataclasses.replace(arm, environment={**arm.environment, "HOST_READER": str(out)})
     with child.start(arm, [LOAD], audit=False, env=None, models=folder, log=folder / "log") as engine:
@@ -65,9 +64,7 @@ ALL = [(method, count) for method in (Method.DRAFT_MODEL, Method.EAGLE) for coun
     ("method", "draft_tokens"),
     [pytest.param(*each, marks=() if each in SOME else pytest.mark.slow) for each in ALL],
 )
-def test_every_host_property_is_exact_in_every_build(
-    method: Method, draft_tokens: int, runner: str, tmp_path: Path
-) -> None:
+def test_every_host_property_is_exact_in_every_build(method: Method, draft_tokens: int, runner: str, tmp_path: Path):
     if runner == "V2" and method is Method.DRAFT_MODEL:
         from vllm import __version__
 
@@ -83,7 +80,7 @@ def test_every_host_property_is_exact_in_every_build(
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_a_property_that_keeps_its_copy_is_seen(runner: str, tmp_path: Path) -> None:
+def test_a_property_that_keeps_its_copy_is_seen(runner: str, tmp_path: Path):
     builds = builds_of(arm_of(Method.EAGLE, 3, runner, HOST_READER_CONTROL="keep"), tmp_path)
     stale = [build for build in builds if build["stale"]]
     print(f"control, {runner}: {len(stale)} of {len(builds)} builds had a stale value")

@@ -1,4 +1,4 @@
-"""`audit --model` that is interrupted or whose engine fails: no process of vLLM's is left, and the cause is named."""
+"""`audit --model` that is interrupted or whose engine fails."""
 
 import signal
 import subprocess
@@ -28,7 +28,7 @@ def audit(models: DemoModels, log: Path, *options: str, **variables: str) -> sub
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_no_process_of_vllms_outlives_the_audit(number: signal.Signals, models: DemoModels, tmp_path: Path) -> None:
+def test_no_process_of_vllms_outlives_the_audit(number: signal.Signals, models: DemoModels, tmp_path: Path):
     log = tmp_path / "engine.log"
     command = audit(models, log)
     end = time.monotonic() + 300
@@ -47,7 +47,7 @@ def test_no_process_of_vllms_outlives_the_audit(number: signal.Signals, models: 
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_is_named_by_its_own_error(models: DemoModels, tmp_path: Path) -> None:
+def test_an_engine_that_fails_is_named_by_its_own_error(models: DemoModels, tmp_path: Path):
     log = tmp_path / "engine.log"
     command = audit(models, log, "--kv-cache-memory-bytes", "1000", VLLM_CPU_KVCACHE_SPACE="0")
     _, said = command.communicate(timeout=500)

@@ -1,7 +1,4 @@
-"""Engines of several ranks: tokens, each rank's decisions and counts, and no start that hangs.
-
-On a machine with GPUs: `pytest tests/engine/test_engine_ranks.py -m gpu`, with as many GPUs as a test has ranks.
-"""
+"""Engines of several ranks: tokens, each rank's decisions and counts, and no start that hangs; `-m gpu` on GPUs."""
 
 from __future__ import annotations
 
@@ -65,13 +62,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Found:
-    """What one engine said.
-
-    Args:
-        log: the file with its log.
-        said: the file with what it said as JSON; absent if it failed.
-    """
-
     def __init__(self, log: Path, said: Path) -> None:
         self.log = log.read_text(encoding="utf-8", errors="replace")
         self.said: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {}
@@ -85,15 +75,7 @@ def run(
     *,
     at_once: bool = True,
 ) -> dict[str, Found]:
-    """Run one engine for each arm, and return what they said; one that hangs fails the test with its stacks.
-
-    Args:
-        folder: for logs and results.
-        models: target and draft model.
-        options: of vLLM's LLM, in all arms.
-        arms: environment variables by arm.
-        at_once: whether arms run side by side.
-    """
+    """Run one engine for each arm (its variables), and return what they said; one that hangs fails with its stacks."""
     common = environment() | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for functions sent to the workers
     for ours in ("VLLM_ASYNC_SPEC", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         del common[ours]  # processes as a user has them
@@ -118,7 +100,6 @@ def served(found: Found) -> dict[str, Any]:
 
 
 def differing(stock: dict[str, Any], plugin: dict[str, Any], near: float) -> list[tuple[int, int]]:
-    """Request and position of each first difference that is no near tie of stock's."""
     found = []
     for row, (ours, theirs) in enumerate(zip(plugin["tokens"], stock["tokens"], strict=True)):
         at = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
@@ -128,7 +109,6 @@ def differing(stock: dict[str, Any], plugin: dict[str, Any], near: float) -> lis
 
 
 def check_ranks(plugin: dict[str, Any], ranks: int) -> None:
-    """Every rank decided alike, has counted for itself, and is in the server's counts."""
     workers = plugin["ranks"]
     assert [worker["rank"] for worker in workers] == list(range(ranks))
     assert len({worker["pid"] for worker in workers}) == ranks
@@ -150,7 +130,6 @@ def check_said_once(log: str) -> None:
 def tensor_parallel(
     request: pytest.FixtureRequest, tiny: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Found]]:
-    """Stock, the no-op control and the plugin, with the number of ranks that the test is parametrised with."""
     ranks: int = request.param
     options = {"tensor_parallel_size": ranks, "enforce_eager": True}
     arms = {"stock": STOCK, "noop": {"VLLM_ASYNC_SPEC": "off"}, "plugin": {}}
@@ -160,7 +139,7 @@ def tensor_parallel(
 @on_cpu
 @pytest.mark.parametrize("tensor_parallel", [2], indirect=True)
 class TestTensorParallel:
-    def test_tokens_are_stocks(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_tokens_are_stocks(self, tensor_parallel: tuple[int, dict[str, Found]]):
         _, found = tensor_parallel
         stock = served(found["stock"])
         for arm in ("noop", "plugin"):
@@ -168,17 +147,17 @@ class TestTensorParallel:
             assert 0 < found[arm].said["accepted"] < found[arm].said["drafts"]
         assert not any(worker["asynchronous"] for worker in stock["ranks"])
 
-    def test_every_rank_decides_alike_and_is_counted(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_every_rank_decides_alike_and_is_counted(self, tensor_parallel: tuple[int, dict[str, Found]]):
         ranks, found = tensor_parallel
         check_ranks(served(found["plugin"]), ranks)
 
-    def test_the_log_says_each_sentence_once(self, tensor_parallel: tuple[int, dict[str, Found]]) -> None:
+    def test_the_log_says_each_sentence_once(self, tensor_parallel: tuple[int, dict[str, Found]]):
         _, found = tensor_parallel
         check_said_once(found["plugin"].log)
 
 
 @on_cpu
-def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp_path: Path):
     """The V1 runner of 0.32.0 asks every rank for a drafter, and only a pipeline's last rank has one."""
     options = {"pipeline_parallel_size": 2, "enforce_eager": True}
     found = run(tmp_path, tiny, options, {"stock": STOCK, "plugin": {}})
@@ -193,8 +172,7 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
 
 
 @on_cpu
-def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path) -> None:
-    """Before they meet in a collective, where each would wait for the other."""
+def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path):
     options = {"tensor_parallel_size": 2, "enforce_eager": True}
     found = run(tmp_path, tiny, options, {"stock": STOCK | {DIFFER: "1"}, "plugin": {DIFFER: "1"}})
     assert served(found["stock"])["tokens"], "nothing meets in a collective on a CPU, so stock starts"
@@ -205,7 +183,7 @@ def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tm
     assert "with graphs NEVER on rank 1; give all ranks the same packages and variables" in line
 
 
-def test_only_a_near_tie_may_differ_on_gpus() -> None:
+def test_only_a_near_tie_may_differ_on_gpus():
     stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "margins": [[1.0, 1.0, 1.0], [1.0, 0.01, 1.0], [1.0] * 3]}
     plugin = {"tokens": [[1, 2, 3], [4, 0, 0], [7, 0, 0]]}
     assert differing(stock, plugin, NEAR) == [(2, 1)]
@@ -213,7 +191,7 @@ def test_only_a_near_tie_may_differ_on_gpus() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", ranks_on_gpus(2, 4, 8))
-def test_tokens_and_counts_of_ranks_on_gpus(ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path) -> None:
+def test_tokens_and_counts_of_ranks_on_gpus(ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path):
     options, variables = CASES[case]
     options = options | {"tensor_parallel_size": ranks, "dtype": "float16", "gpu_memory_utilization": 0.4}
     arms = {"stock": STOCK | variables, "plugin": variables}

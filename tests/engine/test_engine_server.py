@@ -45,26 +45,25 @@ def server(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @served
-def test_served_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome) -> None:
+def test_served_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome):
     expected = outcome[Mode.SYNC].completions[:2]
     assert first_difference(expected, [server.complete(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]) is None
 
 
 @served
-def test_streamed_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome) -> None:
+def test_streamed_completions_are_those_of_stock_vllm(server: Server, outcome: Outcome):
     expected = outcome[Mode.SYNC].completions[:2]
     assert first_difference(expected, [server.complete_in_pieces(prompt, MAX_TOKENS) for prompt in PROMPTS[:2]]) is None
 
 
 @served
-def test_concurrent_clients_get_what_each_would_get_alone(server: Server, outcome: Outcome) -> None:
+def test_concurrent_clients_get_what_each_would_get_alone(server: Server, outcome: Outcome):
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         got = list(clients.map(lambda prompt: server.complete(prompt, MAX_TOKENS), PROMPTS))
     assert first_difference(outcome[Mode.SYNC].completions, got) is None
 
 
 def until_idle(server: Server) -> None:
-    """Wait until the server counts no request as running: an earlier test's too, whose end is counted late."""
     deadline = time.monotonic() + 60
     while server.metric("num_requests_running"):
         assert time.monotonic() < deadline, "a request is still running"
@@ -72,8 +71,7 @@ def until_idle(server: Server) -> None:
 
 
 @served
-def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: Outcome) -> None:
-    """Some requests run and others still wait for their turn when the clients hang up, however busy the machine is."""
+def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: Outcome):
     finished = 'request_success_total{engine="0",finished_reason="length"'
     expected = outcome[Mode.SYNC].completions[:2]
     ended = sum(done.finish_reason == "length" for done in expected)
@@ -89,11 +87,11 @@ def test_client_that_hangs_up_leaves_the_others_alone(server: Server, outcome: O
     assert server.metric(finished) - before < ended + len(clients), "nobody's hanging up was noticed"
 
 
-def test_models_page_names_the_model(server: Server) -> None:
+def test_models_page_names_the_model(server: Server):
     assert [model["id"] for model in json.loads(server.get("/v1/models"))["data"]] == ["demo"]
 
 
-def test_metrics_page_counts_drafts(server: Server) -> None:
+def test_metrics_page_counts_drafts(server: Server):
     server.complete(PROMPTS[0], MAX_TOKENS)
     drafts = server.metric("spec_decode_num_drafts_total")
     drafted = server.metric("spec_decode_num_draft_tokens_total")
@@ -103,7 +101,7 @@ def test_metrics_page_counts_drafts(server: Server) -> None:
     assert 0.3 * drafts < accepted < drafted
 
 
-def test_metrics_page_has_the_plugins_state(server: Server) -> None:
+def test_metrics_page_has_the_plugins_state(server: Server):
     """The patches of the runner are applied in the worker, and of those of the scheduler some in the engine core."""
     states = server.series("async_spec_patches")
     assert states['state="applied"'] > 0
@@ -114,7 +112,7 @@ def test_metrics_page_has_the_plugins_state(server: Server) -> None:
     assert server.series("async_spec_info") == {f'mode="strict",sync="allow",version="{__version__}"': 1}
 
 
-def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itself(server: Server) -> None:
+def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itself(server: Server):
     server.complete(PROMPTS[0], MAX_TOKENS)
     server.complete(PROMPTS[0], MAX_TOKENS, min_tokens=MIN_TOKENS, presence_penalty=0.5)
     time.sleep(2 * INTERVAL)
@@ -138,30 +136,29 @@ def test_metrics_page_counts_the_waits_of_min_tokens_and_not_those_of_vllm_itsel
     assert MIN_TOKENS / 4 <= fallbacks == waits <= steps + 1
 
 
-def test_engine_core_and_worker_have_the_plugin(server: Server) -> None:
-    """vLLM's CPU platform starts both by spawn and lets nobody choose otherwise, so a fork is not tested here."""
+def test_engine_core_and_worker_have_the_plugin(server: Server):
     assert processes_with_plugin(server.log()) >= {"EngineCore", "VllmWorker"}
 
 
-def test_server_says_once_that_the_plugin_is_on(server: Server) -> None:
+def test_server_says_once_that_the_plugin_is_on(server: Server):
     assert len(IS_ON.findall(server.log())) == 1
 
 
 @served
-def test_library_says_once_that_the_plugin_is_on(outcome: Outcome) -> None:
+def test_library_says_once_that_the_plugin_is_on(outcome: Outcome):
     assert len(IS_ON.findall(outcome.logs[Mode.PLUGIN])) == 1
 
 
 @served
-def test_plugin_that_is_off_says_nothing(outcome: Outcome) -> None:
+def test_plugin_that_is_off_says_nothing(outcome: Outcome):
     assert "vllm-async-spec" not in outcome.logs[Mode.SYNC]
 
 
-def test_engine_schedules_asynchronously(server: Server) -> None:
+def test_engine_schedules_asynchronously(server: Server):
     assert "Batch queue is enabled with size 2" in server.log()
 
 
-def test_server_says_once_who_decided_about_its_scheduling(server: Server) -> None:
+def test_server_says_once_who_decided_about_its_scheduling(server: Server):
     why = "vLLM accepts asynchronous scheduling with the method draft_model, and the plugin keeps vLLM's CPU platform"
     assert server.log().count(f"asynchronous scheduling is on, decided by vllm-async-spec: {why}") == 1
     (series,) = server.series("async_spec_async_scheduling").items()
@@ -171,7 +168,7 @@ def test_server_says_once_who_decided_about_its_scheduling(server: Server) -> No
     assert (found["async_scheduling"], found["decided_by"]) == (True, "vllm-async-spec")
 
 
-def test_log_metrics_audit_and_status_count_the_same_patches(server: Server, tmp_path: Path) -> None:
+def test_log_metrics_audit_and_status_count_the_same_patches(server: Server, tmp_path: Path):
     (logged,) = re.findall(r"the engine has the V1 runner, attention CPU_ATTN; patches: (.*)", server.log())
     series = server.series("async_spec_patches")
     states = {label.removeprefix('state="').removesuffix('"'): int(count) for label, count in series.items()}
@@ -194,7 +191,7 @@ def audit(server: Server, *options: str) -> Result:
     return CliRunner().invoke(app, ["audit", "--url", f"http://127.0.0.1:{server.port}", *options])
 
 
-def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path) -> None:
+def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path):
     file = tmp_path / "report.json"
     done = audit(server, "--load", "decode", "--batch", "4", "--steps", "12", "--json", str(file))
     assert done.exit_code == 0, done.stderr
@@ -211,7 +208,7 @@ def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server
     assert Place.HIDDEN in {cause.place for cause in report.causes}
 
 
-def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server) -> None:
+def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server):
     done = audit(server, "--steps", "12", "--seconds", "1")
     assert done.exit_code == 1
     assert done.stderr == (

@@ -1,4 +1,4 @@
-"""What waits, by feature, on vLLM's CPU platform: the audit of a real engine finds the lines of a feature."""
+"""What waits, by feature, on vLLM's CPU platform."""
 
 import importlib.util
 import json

@@ -1,7 +1,4 @@
-"""Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late."""
 
 import itertools
 from collections.abc import Callable
@@ -29,7 +26,6 @@ def stopping_at(lengths: list[int]) -> Callable[[], Any]:
 
 
 def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: dict[str, Any], **kwargs: Any):
-    """Generate synchronously and asynchronously, from the same seed: outputs, and the generator's state afterwards."""
     model = tiny_models.model(kind)
     late = {"custom_generate": generation.generate, "open_channel": channel.open, **options}
     return [seeded(model, inputs, way, **kwargs) for way in ({}, late)]
@@ -197,7 +193,7 @@ def test_a_cache_of_the_caller_can_be_continued():
     assert torch.equal(*found)
 
 
-# --- refusals and fallbacks --------------------------------------------------------------------------------------
+# Refusals and fallbacks
 
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
@@ -231,12 +227,10 @@ def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
     assert_same(expected, output)
 
 
-# --- the configuration's extra -----------------------------------------------------------------------------------
+# The configuration's extra
 
 
 class Tokens:
-    """A streamer."""
-
     def __init__(self):
         self.seen: list[int] = []
         self.ended = False

@@ -1,10 +1,4 @@
-"""What asynchronous stopping costs the host in a step, counted without a clock: PyTorch operators, streams, events.
-
-A step is launched by the host, and each operator takes it some microseconds, on a GPU more than the GPU itself. So the
-check that does not wait must not launch more than the one that does.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""What asynchronous stopping costs the host in a step, counted without a clock: PyTorch operators, streams, events."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +22,6 @@ WARM = 4
 
 
 class Operators(TorchDispatchMode):
-    """Counts what PyTorch is asked to compute."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
@@ -134,7 +126,7 @@ def test_a_list_that_hides_an_end_heeds_it():
         criteria.finish()
 
 
-# --- fewer operators, and the same verdict -------------------------------------------------------------------------
+# Fewer operators, and the same verdict
 
 
 @pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
@@ -185,7 +177,7 @@ def test_a_length_is_asked_where_it_stops_or_warns(monkeypatch: pytest.MonkeyPat
     assert found == [silent, silent, silent, (*warns, 1), (*warns, 2), (*stops, 2), (*stops, 2)]
 
 
-# --- events --------------------------------------------------------------------------------------------------------
+# Events
 
 
 class Event:

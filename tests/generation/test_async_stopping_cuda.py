@@ -75,7 +75,6 @@ def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("ends", [[2], [2, 5]])
 def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int, poll_every: int, seed: int):
-    """They are judged on the generating stream, so nothing but the copy is late."""
     model = tiny_models.model("llama").to("cuda")
     try:
         inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2][:batch], "left", seed).items()}
@@ -95,7 +94,6 @@ def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int,
 
 
 def test_no_step_makes_the_host_wait_for_the_device():
-    """PyTorch itself refuses a copy that blocks, while the steps of a loop like transformers' run."""
     eos = transformers.generation.EosTokenCriteria(torch.tensor([7], device="cuda"))
     criteria = AsyncStoppingCriteriaList([eos, transformers.MaxLengthCriteria(60)], max_in_flight=2)
     ids = torch.zeros(4, 3, dtype=torch.long, device="cuda")
@@ -157,7 +155,6 @@ def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padded: bool, do_sample: bool):
-    """The whole of a step: inputs, forward, token, flags. The synchronous loop shows that a wait would be refused."""
     model = tiny_models.model(kind).to("cuda")
     attention = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
@@ -180,7 +177,7 @@ def compiled_model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("compiled_model", ["llama", "gpt2"], indirect=True)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: Any, do_sample: bool):
-    """Steps are CUDA graphs, whose outputs the next one overwrites; some are too many, and are undone in the cache."""
+    """Steps are CUDA graphs, whose outputs the next one overwrites; surplus steps are undone in the cache."""
     inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left").items()}
     settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "output_scores": True}
 
@@ -214,6 +211,5 @@ def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: An
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_waits_where_transformers_compiles_the_step(compiled_model: Any, padded: bool, do_sample: bool):
-    """From the fourth step on, when what is recorded anew for another cache has been recorded."""
     check_no_step_waits(compiled_model, 8, padded=padded, do_sample=do_sample, cache_implementation="static")
     assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"

@@ -1,7 +1,4 @@
-"""Inputs of a step with a static cache that are made of those of the step before: as transformers makes them.
-
-Of transformers 5; with 4.57 nothing is reused.
-"""
+"""Inputs of a step with a static cache, made of those of the step before, are those that transformers 5 makes."""
 
 import contextlib
 import functools
@@ -29,7 +26,6 @@ def late() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_to_forward(model: Any) -> Iterator[list[Seen]]:
-    """All that the model's forward is given, step for step and in its order."""
     steps: list[Seen] = []
     handle = model.register_forward_pre_hook(lambda module, args, kwargs: steps.append(shown(kwargs)), with_kwargs=True)
     try:
@@ -39,7 +35,6 @@ def given_to_forward(model: Any) -> Iterator[list[Seen]]:
 
 
 def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
-    """What comes out, what the forward was given, and how often masks were made."""
     settings = {"max_new_tokens": NEW, "cache_implementation": "static", "eos_token_id": tiny_models.VOCABULARY}
     with given_to_forward(model) as given, masks_made() as made:
         output = model.generate(**{**settings, **kwargs})
@@ -51,7 +46,7 @@ def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_what_a_step_is_given_is_what_transformers_gives_it(kind: str, padding: str, batch: int, do_sample: bool):
-    """Values, shapes, strides, order: a compiled forward would be compiled anew for another of the last three."""
+    """Values, and shapes, strides and order, for which a forward would be compiled anew."""
     found = []
     for way in ({}, late()):
         with attending(kind, "sdpa") as model:
@@ -197,7 +192,6 @@ def test_a_cache_that_is_used_again_goes_on_where_it_was(kind: str):
 
 
 def test_a_generation_within_another_has_inputs_of_its_own():
-    """Of one model: both have the seam at once, and the outer one keeps it."""
     with attending("llama", "sdpa") as model:
         inner: list[Any] = []
         other = prompts("right", 3)

@@ -1,8 +1,4 @@
-"""What a step of transformers' loop reads of the device, and what it reads of inputs that the host knows.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57. The table of
-`docs/generation.md` is held here.
-"""
+"""What a step of transformers' loop reads of the device, as in the table of docs/generation.md."""
 
 from __future__ import annotations
 
@@ -55,8 +51,6 @@ def _without_vmap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChannelOf(LateChannel):
-    """The flags that it sends are the host's."""
-
     device: Device
 
     def open(self, device: torch.device, width: int, in_flight: int) -> LateChannel:
@@ -69,7 +63,6 @@ class ChannelOf(LateChannel):
 
 
 def waits_in_a_step(kind: str, attention: str, cache: str, *, padded: bool, ours: bool, **kwargs: Any) -> Counter[str]:
-    """How often a step waits for the device, by the function of transformers in which it does."""
     few, many = 4, 8
     counts = []
     for steps in (few, many):
@@ -119,7 +112,7 @@ def test_inference_mode_waits_for_nothing():
         assert waits_in_a_step("llama", "sdpa", "dynamic", padded=True, ours=True) == Counter()
 
 
-# --- a forward that transformers compiles --------------------------------------------------------------------------
+# A forward that transformers compiles
 
 
 class Replays:
@@ -146,7 +139,6 @@ class Replays:
         return self  # transformers hands a copy of the configuration on
 
     def config(self) -> Any:
-        """What transformers compiles with it, on any device."""
         config = transformers.CompileConfig(backend=self, mode="default")
         config._compile_all_devices = True
         return config
@@ -165,7 +157,6 @@ def test_a_step_whose_forward_transformers_compiles_waits_for_nothing(kind: str,
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sample: bool, padded: bool):
-    """Outputs, the cache and its cropping are those of the loop that waits, and of the one that is not compiled."""
     torch._dynamo.reset()
     replays = Replays()
     channel = LateChannel(2)
@@ -193,7 +184,6 @@ def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sam
 
 @contextlib.contextmanager
 def given_to_compiled(model: Any) -> Iterator[list[list[dict[str, Any]]]]:
-    """The tensors that what transformers compiles is given, run for run and step for step."""
     runs: list[list[dict[str, Any]]] = []
     compiled_call = type(model).get_compiled_call
 
@@ -221,11 +211,10 @@ def test_an_older_transformers_prepares_each_step():
         assert not {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"} & set(vars(model))
 
 
-# --- nothing but the reads is different ----------------------------------------------------------------------------
+# Nothing but the reads is different
 
 
 def prompts(kind_of_mask: str) -> dict[str, Any]:
-    """Three prompts of four tokens, and their mask."""
     side = kind_of_mask if kind_of_mask in ("left", "right") else "left"
     inputs = tiny_models.prompts([4, 4, 4] if kind_of_mask != side else [4, 2, 3], side)
     if kind_of_mask == "bool":
@@ -239,7 +228,6 @@ def prompts(kind_of_mask: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def given_to_forward(model: Any) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """The tensors that the model's forward is given, step for step."""
     steps: list[dict[str, torch.Tensor]] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -283,7 +271,6 @@ def test_inputs_and_outputs_are_those_of_the_synchronous_loop(kind: str, attenti
 
 
 def continued(model: Any, way: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Two calls with one cache, the second with a mask that is longer than what the cache has not seen."""
     inputs = tiny_models.prompts([4, 2], "left")
     cache = transformers.DynamicCache(config=model.config)
     stop = transformers.StoppingCriteriaList([RowsStopAt([7, 6])])

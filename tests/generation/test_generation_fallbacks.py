@@ -1,7 +1,4 @@
-"""What neither asynchronous stopping nor interleaving can do: transformers' own loop with one warning, or an error.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""What neither asynchronous stopping nor interleaving can do."""
 
 import contextlib
 import warnings
@@ -120,7 +117,7 @@ def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_wait
     assert channel.sent == 0
 
 
-# --- enable() ----------------------------------------------------------------------------------------------------
+# enable()
 
 
 @pytest.mark.parametrize(
@@ -197,7 +194,7 @@ def test_without_enable_the_keyword_is_unknown_to_transformers():
         tiny_models.model("llama").generate(**tiny_models.prompts([3], "left"), async_stopping_criteria=True)
 
 
-# --- what transformers drops, and errors of models -----------------------------------------------------------------
+# What transformers drops, and errors of models
 
 
 def test_a_streamer_is_found_behind_a_function_of_the_caller():

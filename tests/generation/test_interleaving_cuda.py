@@ -1,8 +1,4 @@
-"""Interleaved generation on a GPU: the streams, events, graphs and pinned buffers that the CPU's tests stand in for.
-
-Each order that `CudaSlots` and the channel keep is taken away once, in `interleaving_controls.py`, and then the tokens
-must come out wrong: else the delays would show nothing.
-"""
+"""Interleaved generation on a GPU: the streams, events, graphs and pinned buffers that the CPU's tests stand in for."""
 
 import gc
 import subprocess
@@ -115,7 +111,6 @@ def test_without_one_wait_the_tokens_go_wrong(taken: str):
 
 
 def test_no_step_makes_the_host_wait_for_the_device(model: Any, monkeypatch: pytest.MonkeyPatch):
-    """PyTorch itself refuses a copy that blocks while steps are launched."""
     inputs = prompts([3, 2])
     settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 2.0, "eos_token_id": VOCABULARY}
     expected, _ = generate(model, inputs, **settings, **INTERLEAVED)
@@ -155,7 +150,6 @@ def test_two_slots_share_one_pool_and_nothing_grows(model: Any):
 
 
 def test_one_pool_holds_less_than_two(model: Any):
-    """What sharing is for: the second graph takes hardly anything more."""
     from vllm_async_spec.generation.step_graphs import StepGraphs
 
     inputs = prompts([3] * 4096)  # of fewer, what either graph takes is the least that a pool can hold

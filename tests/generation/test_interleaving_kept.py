@@ -1,4 +1,4 @@
-"""What interleaved generation keeps for a model: when it is used again, made anew and freed, and its memory."""
+"""What interleaved generation keeps for a model."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_a_second_generation_uses_what_was_made_for_the_first(recorded: None):
 
 
 def test_a_second_generation_reads_nothing_that_went_with_the_first(recorded: None):
-    """Ids of the end and of padding are made by transformers at each call; a captured step reads those of its own."""
+    """Transformers makes the ids of end and padding at each call; a captured step reads those of its own."""
     inputs = tiny_models.prompts([3, 2], "left", 3)
     settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": [2, 5], "pad_token_id": 1}
     for two_slots in (True, False):

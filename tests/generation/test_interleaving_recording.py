@@ -1,4 +1,4 @@
-"""The recording that stands for a CUDA graph: what it freezes, what it refuses, and what it keeps alive."""
+"""The recording that stands for a CUDA graph."""
 
 import pytest
 import torch

@@ -23,7 +23,6 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token
 
 @functools.cache
 def synchronous(**settings: Any) -> torch.Tensor:
-    """Transformers' own tokens."""
     expected: torch.Tensor = tiny_models.model("llama").generate(
         **tiny_models.prompts([3], "left", PROMPTS), **SETTINGS | settings
     )
@@ -32,7 +31,6 @@ def synchronous(**settings: Any) -> torch.Tensor:
 
 
 def differ(seed: int, *, taken: list[tuple[Any, str]], **settings: Any) -> bool:
-    """Whether the tokens differ from transformers', with these methods doing nothing."""
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3], "left", PROMPTS)
     expected = synchronous(**settings)

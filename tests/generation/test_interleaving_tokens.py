@@ -1,8 +1,4 @@
-"""Interleaved generation against the synchronous loop of transformers, on a device whose flags are late.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57. Where a test says `recorded`,
-the steps are recorded once and then repeated, as CUDA graphs are.
-"""
+"""Interleaved generation against the loop of transformers, on a late device; `recorded` steps are repeated."""
 
 from typing import Any
 
@@ -108,8 +104,6 @@ def test_a_window_that_passes_is_in_the_mask(recorded: None):
 
 
 def test_a_recorded_step_of_a_counting_layer_goes_wrong(recorded: None, monkeypatch: pytest.MonkeyPatch):
-    """What `full_static_cache` is for: a window's layer that counts on the host is frozen with the count."""
-
     def with_windows(model: Any, tokens: int) -> Any:
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
 
@@ -170,7 +164,6 @@ PROCESSORS = {
 
 @pytest.mark.parametrize("kind", decode_tail.OF_SCORES_ALONE, ids=lambda kind: kind.__name__)
 def test_a_processor_of_scores_alone_is_one(kind: type):
-    """It can be recorded, looks at no token, and does the same to other scores when it is repeated."""
     processor = kind(*PROCESSORS[kind.__name__])
     scores, other = torch.randn(2, 3, 50)
     given = scores.clone()

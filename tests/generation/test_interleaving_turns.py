@@ -71,7 +71,6 @@ def test_a_generation_of_another_thread_waits_for_its_turn():
 
 
 def test_without_turns_it_would_not():
-    """The control."""
     with simulated(0) as patch:
         patch.setattr(CudaSlots, "turn", contextlib.nullcontext)
         with pytest.raises(OutOfTurn):
@@ -79,7 +78,6 @@ def test_without_turns_it_would_not():
 
 
 def waits(work: Any, held: CudaSlots) -> bool:
-    """Whether a thread does the work only once the turn that is held here has ended."""
     with ThreadPoolExecutor(1) as threads:
         with held.turn():
             done = threads.submit(work)

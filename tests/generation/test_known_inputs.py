@@ -1,7 +1,4 @@
-"""What the host knows of the inputs of a step, and the inputs that are left alone.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""What the host knows of the inputs of a step, and the inputs that are left alone."""
 
 from typing import Any
 
@@ -52,7 +49,7 @@ def test_inputs_are_changed_as_long_as_anybody_generates():
         assert model.prepare_inputs_for_generation is own
 
 
-# --- what is left alone --------------------------------------------------------------------------------------------
+# What is left alone
 
 
 def known_of_loop(model: Any, given: dict[str, Any]) -> Any:
@@ -112,7 +109,7 @@ def test_inputs_of_flex_attention_are_left_alone(monkeypatch: pytest.MonkeyPatch
         assert known is given
 
 
-# --- what is known -------------------------------------------------------------------------------------------------
+# What is known
 
 
 def positions(*values: int) -> KnownTensor:

@@ -1,7 +1,4 @@
-"""Reused inputs of a step with a static cache, step by step and where `_sample` has no say; and what they cost.
-
-Of transformers 5; with 4.57 nothing is reused.
-"""
+"""Reused inputs of a step with a static cache of transformers 5, step by step; and what they cost."""
 
 import contextlib
 import copy
@@ -31,10 +28,7 @@ def by_hand(
     padding: str = "left",
     batch: int = 3,
 ) -> tuple[list[Seen], Counter[str]]:
-    """The inputs of steps as `_sample` has them prepared, and the operators that this took.
-
-    `change` is what somebody else does between two steps.
-    """
+    """The inputs of steps and the operators they took; `change` is what somebody else does between two steps."""
     inputs = prompts(padding, batch)
     ids = inputs["input_ids"]
     cache = transformers.StaticCache(config=model.config, max_cache_len=32)
@@ -89,7 +83,6 @@ def test_what_is_changed_between_two_steps_is_heeded(change: Any):
 
 
 def test_another_cache_is_nobody_s_yet():
-    """A model that returns another one than it was given, from its sixth step on."""
     with attending("llama", "sdpa") as model:
         forward = type(model).forward
         calls: Counter[str] = Counter()
@@ -134,7 +127,7 @@ def test_a_mask_has_the_strides_of_the_first():
     assert mask.up_to(torch.tensor(4)).flatten().tolist() == [False] * 3 + [True] * 2 + [False] * 3
 
 
-# --- what it costs -----------------------------------------------------------------------------------------------
+# What it costs
 
 VIEWS = [f"aten.{name}" for name in ("empty.memory_format", "expand.default", "slice.Tensor", "unsqueeze.default",
                                      "view.default")]  # fmt: skip
@@ -143,7 +136,6 @@ VIEWS = [f"aten.{name}" for name in ("empty.memory_format", "expand.default", "s
 @pytest.mark.parametrize("padding", ["full", "left"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_step_prepares_its_inputs_by_five_operators(padding: str, batch: int):
-    """The newest token, cut off and copied; the last position, cut off and one more; and the mask."""
     counts = []
     with attending("llama", "sdpa") as model:
         for reusing in (True, False):

@@ -1,7 +1,4 @@
-"""Stop flags, the seam to the loop of transformers: what is known of them on the host, and what is computed later.
-
-Runs with whichever transformers is installed; `make test-transformers` runs it with 4.57.
-"""
+"""Stop flags, the seam to the loop of transformers."""
 
 import torch
 import transformers

@@ -45,7 +45,6 @@ class Row:
 
 @st.composite
 def steps(draw: Any) -> list[Row]:
-    """Prefills, decodes and drafts; rows moved; rejections 0..K; lengths around a page's end; tokens taken back."""
     size = draw(st.integers(1, 9))
     places = draw(st.permutations(range(size + 3)))
     rows = []
@@ -68,8 +67,6 @@ def steps(draw: Any) -> list[Row]:
 
 @dataclass
 class Given:
-    """The arguments of `correct_inputs`, with what the host has sent in them."""
-
     last: LastStep
     rows: torch.Tensor
     batch: int
@@ -140,7 +137,6 @@ def slot(group: PagedGroup, row: int, position: int) -> int:
 
 
 def check(rows: list[Row], given: Given) -> None:
-    """Every value, one token at a time, from the exact number of computed tokens."""
     batch, start, sent = len(rows), 0, given.sent
     assert given.next_carry.tolist() == [row.exact for row in rows] + [UNWRITTEN] * (ROWS - batch)
     assert sent.seq_lens.tolist() == [row.exact + row.query for row in rows] + [0] * (ROWS - batch)
@@ -165,13 +161,13 @@ def check(rows: list[Row], given: Given) -> None:
 
 
 @given(steps(), st.sampled_from([(16,), (16, 32), (48, 16, 32)]), st.sampled_from([0, 3]))
-def test_the_reference_is_the_model(rows: list[Row], pages: tuple[int, ...], axes: int) -> None:
+def test_the_reference_is_the_model(rows: list[Row], pages: tuple[int, ...], axes: int):
     arguments = tensors(rows, pages, axes)
     arguments.correct(correct_inputs_reference)
     check(rows, arguments)
 
 
-def test_rows_that_had_no_draft_are_left_as_they_were_sent() -> None:
+def test_rows_that_had_no_draft_are_left_as_they_were_sent():
     rows = [Row(5, 32), Row(1, 47)]
     arguments = tensors(rows, (16,), 0)
     arguments.sent.seq_lens.add_(1)
@@ -180,19 +176,18 @@ def test_rows_that_had_no_draft_are_left_as_they_were_sent() -> None:
     assert arguments.next_carry[:2].tolist() == [32, 47]
 
 
-def test_a_step_after_no_step_needs_no_counts() -> None:
+def test_a_step_after_no_step_needs_no_counts():
     arguments = tensors([Row(5, 0)], (16,), 0)
     arguments.last = dataclasses.replace(arguments.last, counts=arguments.last.counts[:0])
     arguments.correct(correct_inputs_reference)
     check([Row(5, 0)], arguments)
 
 
-def test_drafts_may_be_one_zero_for_all() -> None:
+def test_drafts_may_be_one_zero_for_all():
     check_one_zero(correct_inputs_reference, "cpu")
 
 
 def check_one_zero(how: Callable[..., None], device: str) -> None:
-    """What vLLM leaves where the drafter could not draft."""
     rows = [Row(4, 36, 1, 32, 2, 1, 3), Row(1, 9)]
     arguments = tensors(rows, (16,), 0, device)
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(5, 3)
@@ -202,12 +197,11 @@ def check_one_zero(how: Callable[..., None], device: str) -> None:
     assert arguments.sent.verified[:4].tolist() == [0, 0, 0, UNWRITTEN]
 
 
-def test_the_kernel_is_the_model() -> None:
+def test_the_kernel_is_the_model():
     compare_on_a_gpu_or_interpreted(compare_kernel)
 
 
 def random_rows(choose: random.Random, batch: int) -> list[Row]:
-    """As `steps`."""
     places = choose.sample(range(batch + 3), batch)
     rows = []
     for place in places:
@@ -243,7 +237,7 @@ def compare_kernel(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_correcting_waits_for_nothing_on_a_gpu() -> None:
+def test_correcting_waits_for_nothing_on_a_gpu():
     arguments = tensors(random_rows(random.Random(3), 9), (16, 32), 3, "cuda")
     arguments.correct()  # compiles
     torch.cuda.set_sync_debug_mode("error")

@@ -45,7 +45,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("batch", [1, 7, 256, 300])
-def test_last_page_lens_equal_their_reference(batch: int, device: str) -> None:
+def test_last_page_lens_equal_their_reference(batch: int, device: str):
     generator = torch.Generator().manual_seed(batch)
     exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
     bound = exact + torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32) * (exact > 0)
@@ -60,7 +60,7 @@ def test_last_page_lens_equal_their_reference(batch: int, device: str) -> None:
 
 
 @pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 40), (64, 600)])
-def test_pages_equal_their_reference(batch: int, width: int, device: str) -> None:
+def test_pages_equal_their_reference(batch: int, width: int, device: str):
     generator = torch.Generator().manual_seed(batch)
     bound = torch.randint(0, width * PAGE + 1, (batch,), generator=generator, dtype=torch.int32)
     exact = (bound - torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32)).clamp(min=0)
@@ -84,7 +84,7 @@ def test_pages_equal_their_reference(batch: int, width: int, device: str) -> Non
 
 
 @pytest.mark.parametrize("works", [1, 5, 256, 700])
-def test_work_lens_equal_their_reference(works: int, device: str) -> None:
+def test_work_lens_equal_their_reference(works: int, device: str):
     generator = torch.Generator().manual_seed(works)
     exact = torch.randint(1, 200, (9,), generator=generator, dtype=torch.int32)
     requests = torch.randint(0, 9, (works + 3,), generator=generator, dtype=torch.int32)
@@ -101,7 +101,7 @@ def test_work_lens_equal_their_reference(works: int, device: str) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 300])
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_chunks_equal_their_reference(batch: int, tokens: int, kept: bool, device: str) -> None:
+def test_chunks_equal_their_reference(batch: int, tokens: int, kept: bool, device: str):
     generator = torch.Generator().manual_seed(batch + tokens)
     exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
     query_lens = torch.randint(0, tokens + 1, (batch,), generator=generator)

@@ -1,7 +1,4 @@
-"""Chunked local attention cut into virtual batches: the kernels against a second statement of what such attention is.
-
-That vLLM's builders are handed the same is in tests/releases/test_virtual_batches.py.
-"""
+"""Chunked local attention cut into virtual batches: the kernels against a second statement of such attention."""
 
 import itertools
 import random
@@ -24,7 +21,6 @@ PAGE = 16
 
 
 def random_batch(seed: int, chunk: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query offsets and lengths: decodes, drafts, prefills, lengths around a chunk's and a page's end, padding last."""
     choose = random.Random(seed)
     query, lengths = [], []
     for row in range(batch):
@@ -59,7 +55,7 @@ def split(how, starts: torch.Tensor, lengths: torch.Tensor, chunk: int) -> list[
 @pytest.mark.parametrize("chunk", [16, 48, 64])
 @pytest.mark.parametrize("batch", [1, 3, 150])
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_are_the_chunks_that_query_tokens_lie_in(seed: int, batch: int, chunk: int) -> None:
+def test_rows_are_the_chunks_that_query_tokens_lie_in(seed: int, batch: int, chunk: int):
     starts, lengths = random_batch(seed, chunk, batch)
     virtual_starts, keys, requests, chunks = split(split_by_chunks_reference, starts, lengths, chunk)
     tokens = virtual_starts.diff()
@@ -74,12 +70,12 @@ def test_rows_are_the_chunks_that_query_tokens_lie_in(seed: int, batch: int, chu
         assert len(tokens) == batch
 
 
-def test_one_row_for_each_request_of_one_token_and_at_most_one_too_many_for_the_others() -> None:
+def test_one_row_for_each_request_of_one_token_and_at_most_one_too_many_for_the_others():
     assert virtual_batches(torch.tensor([0, 1, 2, 9, 10, 17, 18]), 8).tolist() == [1, 1, 2, 2, 3, 3, 4]
     assert virtual_batches(torch.tensor([0, 1, 2, 3]), 1).tolist() == [1, 1, 2, 3]
 
 
-def test_the_kernels_equal_their_references() -> None:
+def test_the_kernels_equal_their_references():
     compare_on_a_gpu_or_interpreted(compare_kernels)
 
 
@@ -103,7 +99,7 @@ def compare_kernels(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_cutting_waits_for_nothing_on_a_gpu() -> None:
+def test_cutting_waits_for_nothing_on_a_gpu():
     starts, lengths = random_batch(5, 64, 33)
     table = torch.zeros(33, 40, dtype=torch.int32, device="cuda")
     on_device = starts.cuda(), lengths.cuda()

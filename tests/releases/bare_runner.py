@@ -8,35 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from undone import applied
+from undone import applied, module_of
 
 from vllm_async_spec import reset_sync_report
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 ROWS, TOKENS, DRAFTS = 8, 64, 3
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def upstream(release):
-    """The release's own runner class; the tests of a release that the patch is not for are skipped."""
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "optimistic-runner").GPUModelRunner
 
 
 @pytest.fixture
 def runner_class(upstream):
-    """What the patch makes of it, while the patch is applied."""
     reset_sync_report()
     with applied("optimistic-runner"):
         yield importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
 
 
 class Event:
-    """An event that says how often it was waited for."""
-
     def __init__(self) -> None:
         self.waits = 0
 
@@ -57,7 +49,6 @@ def buffer(*shape: int, dtype: torch.dtype) -> Any:
 
 
 def make_input_batch() -> Any:
-    """What the seams read of an input batch; no request has anything that needs exact counts."""
     table = SimpleNamespace(
         block_table=buffer(ROWS, 16, dtype=torch.int32), block_size=16, slot_mapping=buffer(TOKENS, dtype=torch.int64)
     )
@@ -78,7 +69,6 @@ def make_input_batch() -> Any:
 
 
 def group(name: str = "FLASH_ATTN", spec: str = "FullAttentionSpec", builder: Any = None) -> Any:
-    """An attention group of a backend by that name."""
     return SimpleNamespace(
         backend=SimpleNamespace(get_name=lambda: name),
         kv_cache_spec=type(spec, (), {})(),
@@ -87,12 +77,10 @@ def group(name: str = "FLASH_ATTN", spec: str = "FullAttentionSpec", builder: An
 
 
 def made_by(module: str, **attributes: Any) -> Any:
-    """A metadata builder that this module defines."""
     return type("Builder", (), {"__module__": module, **attributes})()
 
 
 def settings() -> dict[str, Any]:
-    """The attributes that say what a runner is for: EAGLE, one GPU, FlashAttention."""
     return {
         "parallel_config": SimpleNamespace(
             pipeline_parallel_size=1, prefill_context_parallel_size=1, use_ubatching=False
@@ -109,7 +97,6 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 def runner(runner_class):
-    """A runner without a model, whose first step is prepared."""
     made = object.__new__(runner_class)
     vars(made).update(
         settings(),
@@ -170,7 +157,6 @@ def sample(runner: Any, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def schedule(runner: Any, **cached: tuple[int, int]) -> None:
-    """The scheduler's next output: by request, computed tokens and output tokens."""
     runner._schedule = SimpleNamespace(
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=list(cached),

@@ -1,7 +1,6 @@
-"""Run this folder against the Python of one vLLM release: `pytest tests/releases --vllm-source DIR`.
+"""Run this folder on the Python of one vLLM release: `pytest tests/releases --vllm-source DIR`.
 
-Two releases can't live in one process, so `make test-releases` starts pytest once for each. Without --vllm-source the
-files here are skipped before they are imported, because an `import vllm` in them would find the installed one.
+Without --vllm-source an `import vllm` would find the installed one, so the files are skipped before their import.
 """
 
 import os
@@ -69,25 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def loaded(request: pytest.FixtureRequest) -> VllmSource:
-    """The loaded release: `calls` made to kernels, `stubbed`."""
     return request.config.stash[HANDLE]
 
 
 @pytest.fixture(scope="session")
 def release(loaded: VllmSource) -> str:
-    """The version string of the release, such as 0.12.0."""
     return loaded.version
 
 
 @pytest.fixture(scope="session")
 def vllm_source(loaded: VllmSource) -> Path:
-    """The directory that contains the release's vllm/."""
     return loaded.path
 
 
 @pytest.fixture(scope="session")
 def make_common_metadata() -> Callable[..., Any]:
-    """`make_common_metadata(query_lens, seq_lens, *, host=False, block_size=16, **extra)`."""
     return builders.common_metadata
 
 

@@ -1,7 +1,6 @@
 """vLLM's own EAGLE proposer, drafting with a small Llama over a paged cache in plain PyTorch.
 
-The drafter looks at no hidden state. EAGLE gives each position the token after it, so the model reads the sequence
-without its first token, and predicts what EAGLE's head does.
+EAGLE gives each position the token after it, so the model reads the sequence without its first token.
 """
 
 import contextlib
@@ -34,7 +33,6 @@ def model_and_drafter(noise: float) -> tuple[TinyLlama, TinyLlama]:
 
 
 def greedy(model: TinyLlama, tokens: list[int], count: int) -> list[int]:
-    """The next `count` tokens, each from a forward of the whole sequence."""
     tokens = list(tokens)
     for _ in range(count):
         logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None])
@@ -43,7 +41,7 @@ def greedy(model: TinyLlama, tokens: list[int], count: int) -> list[int]:
 
 
 class PagedDrafter:
-    """Runs `model` on a flat batch, with its keys and values in pages, attending as the metadata says."""
+    """Runs `model` on a flat batch with paged keys and values, attending as the metadata says."""
 
     def __init__(self, model: TinyLlama, requests: int) -> None:
         shape = model.shape
@@ -84,7 +82,6 @@ class PagedDrafter:
         return mixed
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token."""
         logits: torch.Tensor = self._model.lm_head(hidden)
         return logits
 
@@ -94,10 +91,8 @@ class Builder:
 
     def __init__(self) -> None:
         self.lengths: list[list[int]] = []
-        """Of each call."""
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
-        """A copy whose lengths are still those of the common metadata, as FlashAttention's are."""
         names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping", "max_query_len")
         built = SimpleNamespace(**{name: getattr(common_attn_metadata, name) for name in names})
         self.lengths.append(built.seq_lens.tolist())
@@ -105,7 +100,6 @@ class Builder:
 
 
 def proposer(module: ModuleType, drafter: TinyLlama, requests: int, drafts: int) -> Any:
-    """An `EagleProposer` of the release, with what `propose` uses of it."""
     tokens = 4096
     made = module.EagleProposer.__new__(module.EagleProposer)
     attributes = {

@@ -1,7 +1,4 @@
-"""What vLLM's FlashInfer backend needs of flashinfer-python, holding plans as it does; attention itself is not there.
-
-`lengths` reads a wrapper's plan as its kernel would, so that a test can ask what the kernel would mask by.
-"""
+"""What vLLM's FlashInfer backend needs of flashinfer-python, holding plans as it does; attention is not there."""
 
 import sys
 from types import ModuleType
@@ -10,16 +7,11 @@ from typing import Any
 import torch
 
 INTS = 1 << 16
-"""Bytes that a wrapper plans in."""
-
 PROCESSORS = 3
 """Of the device that the FlashAttention 3 plans are for."""
 
 compiled: list[tuple[Any, ...]] = []
-"""Arguments of every XQA kernel that was compiled."""
-
 loaded: list[tuple[Any, ...]] = []
-"""Arguments of every module of wrappers that was loaded before a plan asked for it."""
 
 
 class Wrapper:
@@ -85,7 +77,6 @@ class Wrapper:
     def _plan_split(
         self, query_lens: torch.Tensor, pages: torch.Tensor, page_size: int, tile: int, split: bool
     ) -> None:
-        """A chunk for each page; in a graph there is work behind the last that is none."""
         counts = pages.clamp(min=1) if split else torch.ones_like(pages)
         rows = torch.arange(len(pages))
         requests = rows.repeat_interleave(counts * (query_lens > 0))
@@ -142,7 +133,6 @@ class Wrapper:
         self._plan_info = [*offsets, 0]
 
     def lengths(self, page_size: int) -> list[int]:
-        """Of each request, as the kernel would read it."""
         if self._backend == "fa3":
             data, plan = self._int_workspace_buffer.view(torch.int32), [offset // 4 for offset in self._plan_info[:8]]
             count = int(data[plan[6] + PROCESSORS])
@@ -191,7 +181,6 @@ class _Anything(ModuleType):
 
 
 def install() -> None:
-    """Put it where `import flashinfer` finds it."""
     known = {
         "flashinfer": {
             "BatchDecodeWithPagedKVCacheWrapper": Decode,

@@ -80,7 +80,6 @@ def builder(module: Any, setting: tuple[Any, ...], kind: str) -> Any:
 
 
 def warmed(builder: Any) -> Any:
-    """As vLLM's warm-up leaves it."""
     builder.build(0, metadata([1, 9], [3, 9], 0))
     return builder
 
@@ -97,7 +96,6 @@ def metadata(query: list[int], exact: list[int], slack: int) -> Any:
 
 
 def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) -> Any:
-    """A builder as on such a GPU."""
     stand_on(capability, "FlashInfer")
     try:
         return warmed(module.FlashInferBackend.get_builder_cls()(*setting))
@@ -106,20 +104,17 @@ def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) 
 
 
 def room(builder: Any, planned: int, tokens: int) -> int:
-    """Bytes that a graph of so many tokens in all needs."""
     heads = builder.num_qo_heads, builder.num_kv_heads, builder.head_dim
     return adapter.split_bytes(planned, tokens, *heads, builder.device)
 
 
 def give_workspace(builder: Any, nbytes: int) -> torch.Tensor:
-    """A workspace of this size, which wrappers made from now on have."""
     builder._workspace_buffer = torch.empty(nbytes, dtype=torch.uint8)
     builder._prefill_wrapper = None
     return builder._workspace_buffer
 
 
 def wrappers(built: Any) -> list[fake_flashinfer.Wrapper]:
-    """Those that this batch was planned with, decodes first."""
     return [part.wrapper for part in (built.decode, built.prefill) if hasattr(part, "wrapper")]
 
 
@@ -129,7 +124,6 @@ def pages_planned(wrapper: fake_flashinfer.Wrapper) -> list[int]:
 
 
 def assert_before_empty(found: Iterable[list[int]], expected: list[int]) -> None:
-    """Whether the wrappers have these requests, and a graph nothing but empty ones behind them."""
     joined = [value for each in found for value in each]
     assert joined[: len(expected)] == expected
     assert not any(joined[len(expected) :])

@@ -1,7 +1,4 @@
-"""A release's asynchronous scheduler with two batches in flight, and a device that only counts.
-
-Its model says the number of each token's place, so that a token that is lost, or comes twice, is seen.
-"""
+"""A release's asynchronous scheduler with two batches in flight; tokens are the numbers of their places."""
 
 import inspect
 import random
@@ -18,16 +15,7 @@ TOKENS = 40
 
 
 class Scheduled:
-    """The scheduler's loop, as the engine core's.
-
-    Args:
-        seed: Of what is rejected.
-
-    Attributes:
-        tokens: What each request was given, by its name.
-        missing: Keys of the window that the first token of a step sees, and that had been freed: one number for each
-            request and step.
-    """
+    """The scheduler's loop, as the engine core's. `missing`: keys of the window that had been freed."""
 
     def __init__(self, seed: int) -> None:
         from vllm.sampling_params import SamplingParams
@@ -60,11 +48,7 @@ class Scheduled:
             self.scheduler.add_request(_made(Request, wanted | {"pooling_params": None, "eos_token_id": None}))
 
     def serve(self, reset_at: Collection[int] = ()) -> None:
-        """To the end; after these steps the prefix cache is reset, with all that runs preempted.
-
-        Raises:
-            RuntimeError: It does not come to an end.
-        """
+        """To the end; after these steps the prefix cache is reset, with all that runs preempted."""
         for step in range(1, 400):
             if not self.scheduler.has_requests() and not self._queue:
                 return
@@ -118,7 +102,6 @@ class Scheduled:
 
     @property
     def gaps(self) -> list[str]:
-        """Requests that were not given the tokens of their places, one after another."""
         return [
             name
             for name, tokens in self.tokens.items()
@@ -127,6 +110,5 @@ class Scheduled:
 
 
 def _made(kind: Any, wanted: dict[str, Any]) -> Any:
-    """One of these, of what this release's knows."""
     known = inspect.signature(kind).parameters
     return kind(**{name: value for name, value in wanted.items() if name in known})

@@ -1,4 +1,4 @@
-"""The patches of asynchronous scheduling on a real vLLM release: who decides, and what the user said."""
+"""The patches of asynchronous scheduling on a real vLLM release."""
 
 import importlib
 import pickle
@@ -103,7 +103,7 @@ def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
 
 
 def test_pipeline_parallelism_is_the_reason_in_the_v1_runner(ledger, release, tiny_model_dir, monkeypatch):
-    """From 0.30 or so on V1 leaves it off by default, and 0.12 refuses it; between, V1 takes it."""
+    """V1 leaves it off from about 0.30 on, and 0.12 refuses it; between, V1 takes it."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     args = _engine_args(None, None, tiny_model_dir, None, pipeline_parallel_size=2, distributed_executor_backend="mp")
     decision = explain(args)[1]
@@ -150,7 +150,6 @@ def test_a_server_says_once_who_decided_and_tells_its_other_processes(
 
 
 def _follow(args, remedy, tmp_path):
-    """The decision once the user has done what the remedy says."""
     changed = copied(args)
     for step in remedy.split(" and "):
         if step == "leave out disable_padded_drafter_batch":
@@ -184,7 +183,7 @@ def test_the_command_line_tells_unset_from_no(ledger, flags, given):
 
 @pytest.mark.parametrize("given", [{}, {"async_scheduling": False}, {"async_scheduling": True}])
 def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, release, given):
-    """They load the plugin from within their own constructor; where vllm.LLM makes them, its keywords tell."""
+    """They load the plugin from within their own constructor; in vllm.LLM the keywords tell."""
     if ledger.outcomes["async-scheduling-unset"].state is State.NOT_NEEDED:
         pytest.skip("an option that was not given is None in this release")
     from vllm.engine.arg_utils import EngineArgs

@@ -1,4 +1,4 @@
-"""The audit's route on a real vLLM release: its own application, its own guard, and what starts its server."""
+"""The audit's route on a real vLLM release."""
 
 import asyncio
 import importlib
@@ -30,7 +30,6 @@ GUARDS = (
 
 
 def first(names: tuple[str, ...], attribute: str) -> Any:
-    """The attribute of the first module that has it."""
     for name in names:
         try:
             return getattr(importlib.import_module(name), attribute)
@@ -44,7 +43,6 @@ def first(names: tuple[str, ...], attribute: str) -> Any:
 
 @pytest.fixture(scope="module")
 def guard() -> type:
-    """vLLM's, which asks for keys."""
     found: type = first(GUARDS, "AuthenticationMiddleware")
     return found
 
@@ -83,7 +81,7 @@ def status(app: FastAPI, key: str | None, body: bytes = b"no JSON") -> int:
 )
 def test_the_releases_own_guard_guards_the_route(
     release: str, guard: type, keys: tuple[str, ...], key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     # Of the two that look at the key only the release's.
     monkeypatch.setattr(audit_route, "check_key", lambda request: None)
@@ -93,7 +91,7 @@ def test_the_releases_own_guard_guards_the_route(
 @pytest.mark.parametrize(("key", "expected"), [(None, 401), ("two", 401), ("one", 400)])
 def test_what_the_release_keeps_of_its_options_guards_it_again(
     release: str, guard: type, key: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if release == "0.12.0":
         pytest.skip("0.12 keeps its options nowhere: its guard is the only one")
     monkeypatch.setattr(guard, "verify_token", lambda *_: True)
@@ -102,7 +100,7 @@ def test_what_the_release_keeps_of_its_options_guards_it_again(
 
 @pytest.fixture
 def launcher() -> Iterator[ModuleType]:
-    """The module of `serve_http`, which is patched, and a server of its that says which routes it has, and ends."""
+    """The module of `serve_http`, which is patched."""
     specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
     (name,) = [target.module for target in specs[0].targets if _exists(target.module)]
     module = importlib.import_module(name)
@@ -132,7 +130,7 @@ STARTED: dict[str, Callable[[ModuleType], Any]] = {
 @pytest.mark.parametrize("started", STARTED)
 def test_a_server_has_the_route_however_it_was_started(
     release: str, guard: type, launcher: ModuleType, started: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """uvicorn is a stand-in; the rest of `serve_http` is the release's own."""
     app = application(release, guard, "one")
     app.state.args = Namespace(api_key=["one"])
@@ -151,8 +149,7 @@ def test_a_server_has_the_route_however_it_was_started(
     assert PATH in seen
 
 
-def test_what_starts_servers_takes_it_from_there(launcher: ModuleType) -> None:
-    """Of the module that `vllm serve` and each API server process begin in."""
+def test_what_starts_servers_takes_it_from_there(launcher: ModuleType):
     starts = first(
         ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"), "run_server_worker"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,27 +10,21 @@ import pytest
 import torch
 from simulation.judge import differences, mistakes
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
-from undone import applied
+from undone import applied, module_of
 
-from vllm_async_spec.vllm_plugin.ledger import find_patch
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
-SPEC = find_patch("carried-inputs")
 SEEDS = range(4)
 
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class."""
-    if release not in SPEC.releases:
-        pytest.skip(f"inputs are prepared otherwise in {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "carried-inputs").GPUModelRunner
 
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    """The same class while the patch is applied."""
-    with applied(SPEC.name):
+    with applied("carried-inputs"):
         yield stock
 
 
@@ -65,21 +58,20 @@ def wrong(subject: Any, schedule: Schedule) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: dict[str, list[bool]]) -> None:
+def test_models_are_given_what_stock_gives_them(subject: Any, seed: int, taken: dict[str, list[bool]]):
     assert wrong(subject, random_schedule(seed)) == []
     for calls in taken.values():
         assert sum(calls) > 3
         assert not all(calls)
 
 
-def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken: dict[str, list[bool]]) -> None:
+def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken: dict[str, list[bool]]):
     """The scheduler replaces refused drafts after the step's inputs are on their way."""
     assert wrong(subject, wishful_schedule(3, ("grammar", "logprobs"))) == []
     assert sum(taken["tokens_of"]) > 3
 
 
 REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
-"""The methods, for the faulty ones below."""
 
 
 def stale(self: Carried, *args: Any) -> Any:
@@ -95,7 +87,6 @@ def shifted(self: Carried, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "fault"), [("tokens_of", stale), ("metadata", shifted)])
-def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above says nothing."""
+def test_other_tokens_are_found(subject: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Carried, name, fault)
     assert any(wrong(subject, random_schedule(seed)) for seed in SEEDS)

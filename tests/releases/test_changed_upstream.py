@@ -47,12 +47,10 @@ def owner_of(module: Any, qualname: str) -> tuple[Any, str]:
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the patch of the CPU platform is needed."""
     monkeypatch.setattr(importlib.import_module("vllm.platforms").current_platform, "is_cpu", lambda: True)
 
 
 def ledger_with(spec: PatchSpec) -> Ledger:
-    """A ledger of this patch and of all that it needs, directly or not."""
     names, found = [spec.name], {}
     while names:
         name = names.pop()
@@ -68,6 +66,15 @@ def imported(spec: PatchSpec) -> list[Any]:
         with contextlib.suppress(ModuleNotFoundError):
             modules.append(importlib.import_module(name))
     return modules
+
+
+def imported_with(spec: PatchSpec, target: Target) -> tuple[list[Any], Any]:
+    """The modules of a patch, and that of one target, or the test is skipped."""
+    modules = imported(spec)
+    module = next((each for each in modules if each.__name__ == target.module), None)
+    if module is None or not defines(module, target.qualname):
+        pytest.skip("this release has no such target")
+    return modules, module
 
 
 def settled(spec: PatchSpec, modules: list[Any]) -> Outcome:
@@ -101,11 +108,8 @@ REPLACED: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize(("spec", "target"), TARGETS)
 def test_what_is_put_in_a_targets_place_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules = imported(spec)
-    module = next((each for each in modules if each.__name__ == target.module), None)
-    if module is None or not defines(module, target.qualname):
-        pytest.skip("this release has no such target")
+):
+    modules, module = imported_with(spec, target)
     owner, name = owner_of(module, target.qualname)
     make, message = REPLACED[how]
     monkeypatch.setattr(owner, name, make(resolve(module, target.qualname)))
@@ -118,7 +122,6 @@ def test_what_is_put_in_a_targets_place_is_refused(
 
 
 def edited(source: str, qualname: str, how: str) -> str:
-    """The source of a module in which a target is another."""
     tree = ast.parse(source)
     body, node = tree.body, None
     for name in qualname.split("."):
@@ -143,11 +146,10 @@ def edited(source: str, qualname: str, how: str) -> str:
 @pytest.mark.parametrize(("spec", "target"), TARGETS)
 def test_a_target_that_upstream_changed_is_refused(
     spec: PatchSpec, target: Target, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modules = imported(spec)
-    module = next((each for each in modules if each.__name__ == target.module), None)
-    if module is None or not fingerprints(inspect.getsource(module), [target.qualname]):
-        pytest.skip("this release has no such target")
+):
+    modules, module = imported_with(spec, target)
+    if not fingerprints(inspect.getsource(module), [target.qualname]):
+        pytest.skip("its source is not in the module")
     source = edited(inspect.getsource(module), target.qualname, how)
     getsource = inspect.getsource
     monkeypatch.setattr(inspect, "getsource", lambda each: source if each is module else getsource(each))
@@ -166,8 +168,7 @@ def _applied_in(outcome: Outcome, spec: PatchSpec) -> set[str]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str) -> None:
-    """Also where what it was in is gone, for which importlib raises."""
+def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, release: str):
     moved = tuple(
         Target(f"vllm.no_such_package.deep.{t.module.rpartition('.')[2]}", t.qualname, t.fingerprints)
         for t in spec.targets
@@ -183,7 +184,6 @@ def test_a_module_that_upstream_moved_is_refused_at_once(spec: PatchSpec, releas
 
 @pytest.fixture
 def change(vllm_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[PatchSpec], None]:
-    """Has the source of a patch's targets, imported or not, say another thing."""
     getsource = inspect.getsource
 
     def changed(spec: PatchSpec) -> None:
@@ -213,8 +213,7 @@ def change(vllm_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("spec", "need"), NEEDS)
 def test_what_needs_a_refused_patch_is_refused(
     spec: PatchSpec, need: str, release: str, change: Callable[[PatchSpec], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a process that never imports the module of the need, whose file tells; or that imports it with both."""
+):
     needed = next(each for each in SPECS if each.name == need)
     if release not in spec.releases or release not in needed.releases:
         pytest.skip("one of the two is not for this release")
@@ -232,7 +231,7 @@ def test_what_needs_a_refused_patch_is_refused(
 
 @pytest.mark.usefixtures("on_a_cpu")
 @pytest.mark.parametrize(("spec", "need"), NEEDS)
-def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, need: str, release: str) -> None:
+def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, need: str, release: str):
     if release not in spec.releases or need not in ledger_with(spec).outcomes:
         pytest.skip("it is not for this release")
     modules = imported(spec)
@@ -254,6 +253,5 @@ def test_a_need_that_is_refused_late_takes_back_what_needs_it(spec: PatchSpec, n
 
 
 def _owners(spec: PatchSpec, module: Any) -> list[Any]:
-    """What has the targets of a patch as attributes."""
     targets = [target for target in spec.targets if target.module == module.__name__]
     return [owner_of(module, target.qualname)[0] for target in targets if defines(module, target.qualname)]

@@ -91,9 +91,7 @@ HAS_BOUND = ("0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
 NO_MLA_CAPTURE_OF_DRAFTS = ("0.22.1", "0.24.0")
 """Releases whose Triton MLA asserts one token a request while it captures a step with drafts."""
 AS_IN = {"0.33.0": "0.32.0"}
-"""Releases whose builders do what an older one's do."""
 LINES = {("CHUNKED_LOCAL", "0.33.0"): (Need.BLOCKING, "utils.py:551")}
-"""What differs."""
 BATCHES = ("decode", "spec K + 1", "non-uniform spec", "prefill with context", "mixed")
 
 
@@ -106,14 +104,12 @@ def device(loaded: VllmSource) -> Any:
 
 
 def checked(name: str, device: SimulatedDevice, *names: str, model: str | None = None) -> BackendResult:
-    """With the numbers of the first model that uses the builder, or of another."""
     return check_all(name, device, [case for case in CASES if case.name in (names or BATCHES)], model)
 
 
 def check_all(
     name: str, device: SimulatedDevice, cases: Sequence[Case] | None = None, model: str | None = None
 ) -> BackendResult:
-    """With all batches and those for the builder's own thresholds, unless some are given."""
     subject = backend_subject(name, device, None if model is None else MODELS[model])
     tried_on = subject.device or device
     load = loaded_source()
@@ -152,7 +148,7 @@ def test_sparse_fp8_waits_with_deepseeks_heads_and_not_with_few(device: Simulate
 
 
 def test_flash_attn_mla_waits_for_prompts_past_its_threshold_only(device: SimulatedDevice, release: str):
-    """0.18.1 takes prompts of up to 512 tokens for decodes, which need no copy; the suite's own are shorter."""
+    """0.18.1 takes prompts of up to 512 tokens for decodes, which need no copy."""
     if release != "0.18.1":
         pytest.skip(f"vLLM {release} is not the one that copies there")
     found = check_all("FLASH_ATTN_MLA", device)
@@ -315,9 +311,9 @@ def test_trtllm_takes_device_lengths_where_its_builder_does(vllm_source: Path, r
 
 
 def test_flex_attention_knows_no_request_of_padded_tokens(device: SimulatedDevice):
-    """Its mask asks for that of each query token, padding included, and reads past the end of its list.
+    """Its mask reads past the end of its list for padded tokens.
 
-    Releases that can be captured have a longer buffer there; the others are never given padded tokens by an engine.
+    Releases that can be captured have a longer buffer there; an engine gives the others no padded tokens.
     """
     padded = next(case for case in CASES if case.name == "padded rows")
     subject = backend_subject("FLEX_ATTENTION", device)

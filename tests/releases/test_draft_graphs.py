@@ -1,8 +1,4 @@
-"""The real proposers of 0.14 to 0.29, drafting by replays for batches that all have drafts, in simulated engines.
-
-There are no graphs on that device, so a replay launches again; all that graphs are given and all that they leave is as
-on a GPU.
-"""
+"""The real proposers of 0.14 to 0.29, drafting by replays in simulated engines, where a replay launches again."""
 
 import functools
 import importlib
@@ -14,13 +10,11 @@ import numpy as np
 import pytest
 from simulation.judge import differences, mistakes
 from simulation.schedule import random_schedule, run
-from undone import applied
+from undone import applied, module_of
 
 from vllm_async_spec.vllm_plugin.ledger import find_patch
 from vllm_async_spec.vllm_plugin.patches import replayed_drafter
 
-SPEC = find_patch("draft-graphs")
-RUNNER = find_patch("optimistic-runner")
 SEEDS = [
     *[seed for seed in range(20) if not random_schedule(seed).shape.axes][:4],
     *[seed for seed in range(20) if random_schedule(seed).shape.axes][:2],
@@ -30,16 +24,13 @@ SEEDS = [
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class."""
-    if release not in SPEC.releases:
-        pytest.skip(f"drafting is left as it is in {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "draft-graphs").GPUModelRunner
 
 
 @pytest.fixture(scope="module")
 def subject(stock: Any, release: str) -> Iterator[Any]:
     """The class with all patches of the runner, whose drafter replays from its first batch on."""
-    with applied(*[spec.name for spec in (RUNNER, SPEC) if release in spec.releases]):
+    with applied(*[name for name in ("optimistic-runner", "draft-graphs") if release in find_patch(name).releases]):
         yield replaying(importlib.import_module(stock.__module__).GPUModelRunner)
 
 

@@ -1,4 +1,4 @@
-"""Draft steps of the real proposers of 0.12 and 0.13: what they attend to, and how often they are accepted."""
+"""Draft steps of the real proposers of 0.12 and 0.13."""
 
 import importlib
 from collections.abc import Iterator
@@ -19,7 +19,6 @@ PROMPTS = [5, 16, 17, 40]
 
 @pytest.fixture
 def eagle(release: str) -> Any:
-    """The module of the release's proposer."""
     if release not in ("0.12.0", "0.13.0"):
         pytest.skip("draft steps take rejected tokens off here")
     return importlib.import_module("vllm.v1.spec_decode.eagle")
@@ -27,15 +26,12 @@ def eagle(release: str) -> Any:
 
 @pytest.fixture
 def patched(eagle: Any) -> Iterator[None]:
-    """The patch, applied for one test."""
     with applied("draft-lengths"):
         yield
 
 
 @dataclass
 class Ran:
-    """What came of a run."""
-
     counts: list[int] = field(default_factory=list)
     """Tokens of each request and step, the target's own included."""
     right: list[bool] = field(default_factory=list)
@@ -88,7 +84,6 @@ def run(eagle: Any, steps: int) -> Ran:
 
 
 def greedy_after_each(target: Any, tokens: list[int], begin: int) -> list[int]:
-    """What the target says after each token from `begin` on."""
     logits = target(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     said: list[int] = logits[0, begin:].argmax(-1).tolist()
     return said
@@ -102,7 +97,6 @@ def propose(
     last: list[int],
     following: list[int],
 ) -> list[list[int]]:
-    """Have vLLM draft, as its runner does with padded drafter batches."""
     query = [len(tokens) for tokens in inputs]
     metadata = builders.common_metadata(
         query, [start + count for start, count in zip(starts, query, strict=True)], host=True, block_size=PAGE

@@ -1,4 +1,4 @@
-"""Steps of the optimistic runner that need exact counts: who needs them, and that each waits once and says why."""
+"""Steps of the optimistic runner that need exact counts."""
 
 import importlib
 import inspect
@@ -6,15 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from bare_runner import (
-    DRAFTS,
     group,
     made_by,
     make_input_batch,
-    prepare,
     runner,
     runner_class,
     sample,
-    schedule,
     settings,
     upstream,
 )
@@ -28,57 +25,6 @@ from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.vllm_plugin.patches.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 
 __all__ = ["runner", "runner_class", "upstream"]  # fixtures
-
-
-@pytest.mark.parametrize("processed", [False, True], ids=["in flight", "already processed"])
-def test_an_exact_step_waits_once_and_puts_the_host_right(runner, monkeypatch, processed):
-    """Whether or not the engine has seen the result of the step, vLLM's arithmetic comes to the exact number."""
-    prepare(runner, ["a"], [28], [4], [3])
-    sample(runner, [1], monkeypatch)  # an optimistic step: of its three drafts none is accepted
-    runner.input_batch.no_penalties = False
-    prepare(runner, ["a"], [32], [4], [3])  # 29 on the device
-    sample(runner, [3], monkeypatch)  # 32 now
-    # Ten outputs were known before both steps. Of the first step four placeholders are left where one token was given.
-    request = SimpleNamespace(prev_num_draft_len=DRAFTS, output_token_ids=[*range(10), -1, -1, -1, -1, -1])
-    runner.requests["a"] = request
-    batch = runner.input_batch
-    batch.num_prompt_tokens[0], batch.num_tokens_no_spec[0] = 20, 20 + 15  # as the optimistic step has left it
-    schedule(runner, a=(32, 14) if processed else (33, 15))
-    (count,) = runner._get_valid_sampled_token_count()
-    assert runner.valid_sampled_token_count_event.waits == 1
-    assert sync_report().fallbacks == {"penalties": 1}
-    assert [(site.what, site.kind.value, site.count) for site in sync_report().sites] == [
-        ("accepted counts", "event", 1)
-    ]
-    # What follows is `_update_states`.
-    computed, outputs = (32, 14) if processed else (33, 15)
-    request.output_token_ids.extend([-1] * (count - 1))
-    del request.output_token_ids[outputs:]
-    assert computed - (DRAFTS - (count - 1)) == 32
-    assert request.output_token_ids == [*range(10), -1, -1, -1, -1]
-    assert batch.num_tokens_no_spec[0] == 20 + 12, "without the two that are accepted, which vLLM never adds here"
-
-
-def test_after_an_exact_step_the_next_is_optimistic_again(runner, monkeypatch):
-    runner.input_batch.bad_words_token_ids = {0: [[1]]}
-    prepare(runner, ["a"], [32], [4], [3])
-    sample(runner, [2], monkeypatch)
-    assert runner.valid_sampled_token_count_cpu[0] == 2
-    runner.input_batch.bad_words_token_ids = {}
-    prepare(runner, ["a"], [34], [4], [3])
-    sample(runner, [4], monkeypatch)
-    assert runner._get_valid_sampled_token_count() == [4]
-    assert runner.valid_sampled_token_count_event.waits == 0
-    prepare(runner, ["a"], [38], [4], [3])
-    assert runner.seq_lens.gpu[0] == 42
-
-
-def test_a_batch_without_drafts_is_not_waited_for(runner, monkeypatch):
-    runner.input_batch.no_penalties = False
-    prepare(runner, ["a"], [0], [32], [0])
-    sample(runner, [1], monkeypatch)
-    assert runner._get_valid_sampled_token_count() == [1]
-    assert runner.valid_sampled_token_count_event.waits == 0
 
 
 def test_a_runner_that_is_always_exact_waits_as_vllm_does_and_says_why(runner, monkeypatch):
@@ -185,7 +131,7 @@ def simulated(loaded):
 
 @pytest.mark.parametrize("name", [*sorted(DEVICE_LENGTHS), "FLASHINFER"])
 def test_a_backend_that_is_named_builds_the_same_from_a_bound_and_drafts_without_a_wait(upstream, simulated, name):
-    """Its builder is told a bound where it is used to exact lengths, and in draft steps nothing. FlashInfer's fails."""
+    """Told a bound in place of exact lengths, and nothing in draft steps. FlashInfer's fails."""
     try:
         result = check(backend_subject(name, simulated), simulated, cases=[c for c in CASES if c.name in BATCHES])
     except AbsentError as error:

@@ -1,4 +1,4 @@
-"""Fast prefill of models that share KV caches: its offsets come from the host that made them, and are not raced for."""
+"""Fast prefill of models that share KV caches."""
 
 import importlib
 import inspect
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 from on_device import on_device
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
-from vllm_async_spec.vllm_plugin.ledger import State
-from vllm_async_spec.vllm_plugin.patches import fast_prefill
 
 BATCHES: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     # query lengths, lengths, draft tokens of each request
@@ -31,15 +29,10 @@ PADDED = 24
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Iterator[Any]:
-    """vLLM's own function, and the patches in place of it."""
     own = utils().make_kv_sharing_fast_prefill_common_attn_metadata
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"):
         importlib.import_module(module)
-    with undone():
-        ledger = ledger_of(fast_prefill.IMPLEMENTATIONS)
-        ledger.install()
-        for name in ("fast-prefill-counts", "fast-prefill-offsets"):
-            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    with applied("fast-prefill-counts", "fast-prefill-offsets"):
         yield own
 
 
@@ -48,7 +41,6 @@ def utils() -> Any:
 
 
 def runner(query: list[int]) -> Any:
-    """The release's V1 runner, with nothing but what its two methods touch."""
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     made = object.__new__(module.GPUModelRunner)
     made.device = torch.device("cpu")
@@ -71,7 +63,6 @@ def runner(query: list[int]) -> Any:
 
 
 def metadata(query: list[int], exact: list[int], drafts: list[int] | None, *, padding: int = 0) -> Any:
-    """What the V1 runner gives: its own methods make the indices of the tokens that are sampled from."""
     made = builders.common_metadata(query + [0] * padding, exact + [0] * padding)
     made.seq_lens_cpu = made.num_computed_tokens_cpu = None
     worker = runner(query)
@@ -94,7 +85,7 @@ def metadata(query: list[int], exact: list[int], drafts: list[int] | None, *, pa
 
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: int) -> None:
+def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: int):
     given = metadata(*BATCHES[batch], padding=padding)
     probe = on_device(given, "logits_indices_padded")
     reset_sync_report()
@@ -113,8 +104,7 @@ def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: 
     assert torch.equal(made.seq_lens_cpu, expected.seq_lens_cpu)
 
 
-def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any) -> None:
-    """What the patch is for: the values on the host are the device's, and no event stands between."""
+def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any):
     given = metadata(*BATCHES["drafts and a prefill"])
     probe = on_device(given, "logits_indices_padded")
     copies = []
@@ -127,7 +117,7 @@ def test_stock_takes_the_offsets_from_a_copy_that_nobody_waits_for(stock: Any) -
 
 
 @pytest.mark.parametrize("backend", ["flash_attn:FlashAttentionBackend", "triton_attn:TritonAttentionBackend"])
-def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str) -> None:
+def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str):
     module, _, name = backend.partition(":")
     underlying = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), name)
     like = builders.flash_attention_builder(spec_tokens=3)
@@ -141,7 +131,7 @@ def test_a_builder_of_fast_prefill_reads_nothing(stock: Any, backend: str) -> No
     assert built.logits_indices_padded is given.logits_indices_padded
 
 
-def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any) -> None:
+def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any):
     given = metadata(*BATCHES["fewer drafts"])
     noted = given.logits_indices_padded
     for strange in (noted[:], noted.clone()):
@@ -155,7 +145,7 @@ def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any) ->
             utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
 
 
-def test_counts_of_another_batch_are_not_used(stock: Any) -> None:
+def test_counts_of_another_batch_are_not_used(stock: Any):
     given = metadata(*BATCHES["fewer drafts"])
     other = metadata(*BATCHES["prefills"])
     given.logits_indices_padded.tokens_per_request = other.logits_indices_padded.tokens_per_request
@@ -165,12 +155,12 @@ def test_counts_of_another_batch_are_not_used(stock: Any) -> None:
     assert made.query_start_loc_cpu.tolist() == [0, 4, 5, 8, 9]
 
 
-def test_a_batch_of_one_token_each_stays_as_it_is(stock: Any) -> None:
+def test_a_batch_of_one_token_each_stays_as_it_is(stock: Any):
     given = builders.common_metadata([1, 1], [33, 17])
     assert utils().make_kv_sharing_fast_prefill_common_attn_metadata(given) is given
 
 
-def test_the_v2_runner_notes_the_counts(stock: Any, release: str) -> None:
+def test_the_v2_runner_notes_the_counts(stock: Any, release: str):
     attn_utils = importlib.import_module("vllm.v1.worker.gpu.attn_utils")
     if not hasattr(attn_utils, "FastPrefillHelper"):
         pytest.skip(f"the V2 runner of vLLM {release} has no fast prefill")

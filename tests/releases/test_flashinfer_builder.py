@@ -1,4 +1,4 @@
-"""vLLM's FlashInfer builder with the plugin: what it plans from, and what its kernels would then mask by."""
+"""vLLM's FlashInfer builder with the plugin."""
 
 import dataclasses
 import types
@@ -32,9 +32,7 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 @pytest.mark.parametrize("slack", [0, 1, DRAFTS, 17])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
-    builder: Any, batch: str, slack: int
-) -> None:
+def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(builder: Any, batch: str, slack: int):
     query, exact = BATCHES[batch]
     given = metadata(query, exact, slack)
     reset_sync_report()
@@ -55,7 +53,7 @@ def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(
         assert built.decode.seq_lens.tolist() == exact[: built.num_decodes]
 
 
-def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flashinfer_builder, "write_exact_lengths", lambda *arguments: None)
     given = metadata(*BATCHES["mixed"], DRAFTS)
     built = builder.build(0, given)
@@ -66,7 +64,7 @@ def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, mo
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
 def test_without_counting_chunks_again_they_would_be_the_bounds(
     builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
     built = builder.build(0, metadata(*BATCHES[batch], 17))
     drafts_are_split = built_on_device(built) == 0 and wrappers(built)[-1]._backend == "fa2"
@@ -74,7 +72,7 @@ def test_without_counting_chunks_again_they_would_be_the_bounds(
 
 
 @pytest.mark.parametrize("batch", ["drafts", "fewer drafts", "mixed", "prompts"])
-def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch):
     threshold, seen = builder.reorder_batch_threshold, []
 
     def build(self: Any, *args: Any) -> Any:
@@ -93,7 +91,7 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
 
 
 @pytest.mark.parametrize("batch", ["one token each", "mixed", "padded"])
-def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: str) -> None:
+def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: str):
     reset_sync_report()
     query, exact = BATCHES[batch]
     given = dataclasses.replace(metadata(query, exact, 0), max_seq_len=max(exact) + 2)
@@ -107,7 +105,7 @@ def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: 
     assert_before_empty(map(pages_planned, wrappers(built)), [pages] * (len(exact) - first))
 
 
-def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder, "is_kvcache_nvfp4", True, raising=False)
     reset_sync_report()
     given = metadata(*BATCHES["mixed"], DRAFTS)
@@ -124,7 +122,7 @@ def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeyp
 )
 def test_so_is_what_vllm_builds_from_exact_lengths(
     builder: Any, context_parallel: bool, common_prefix: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     given_to_vllm = []
 
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -140,9 +138,7 @@ def test_so_is_what_vllm_builds_from_exact_lengths(
     assert given_to_vllm[0] is given
 
 
-def test_the_benchmark_of_plans_builds_with_and_without_one(
-    module: Any, release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_of_plans_builds_with_and_without_one(module: Any, release: str, monkeypatch: pytest.MonkeyPatch):
     planned: list[Any] = []
     plan = fake_flashinfer.Wrapper.plan
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What vLLM's FlashInfer builder copies from with the plugin: no buffer is written while a copy may read it."""
+"""What vLLM's FlashInfer builder copies from with the plugin."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from vllm_async_spec.compat import builders
 __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
-def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
+def test_two_plans_in_flight_share_no_buffer(builder: Any):
     given = metadata(*BATCHES["ragged and a prefill"], DRAFTS)
     addresses = []
     for _ in range(3):
@@ -24,7 +24,7 @@ def test_two_plans_in_flight_share_no_buffer(builder: Any) -> None:
 
 def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
     builder: Any, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ring, happened = builder._plan_buffers._ring, []
     lend, fence, plan, fast_plan = ring.next, ring.fence, fake_flashinfer.Wrapper.plan, module.fast_decode_plan
 
@@ -59,10 +59,7 @@ def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
 
 @pytest.fixture
 def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each source in pinned memory that a copy to the device was started from, or a plan made from, and its contents.
-
-    Nothing is pinned without a GPU, so what asks for it is told that it is. The device may read a source at any time.
-    """
+    """Each pinned source of a copy to the device or of a plan, and its contents."""
     pinned: dict[int, torch.Tensor] = {}
     sources: list[tuple[torch.Tensor, torch.Tensor]] = []
     copy, plan, is_pinned = torch.Tensor.copy_, fake_flashinfer.Wrapper.plan, torch.Tensor.is_pinned
@@ -105,7 +102,7 @@ def copies(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Ten
 @pytest.mark.parametrize("batch", BATCHES)
 def test_no_build_writes_what_a_copy_may_not_have_read(
     module: Any, setting: tuple[Any, ...], kind: str, batch: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
+):
     builder = module.FlashInferBackend.get_builder_cls()(*setting)
     query, exact = BATCHES[batch]
     builder.build(0, metadata(query, exact, DRAFTS))
@@ -116,8 +113,8 @@ def test_no_build_writes_what_a_copy_may_not_have_read(
 
 def test_upstreams_buffers_are_written_while_they_are_copied_under_the_v1_runner(
     module: Any, release: str, kind: str, copies: list[tuple[torch.Tensor, torch.Tensor]]
-) -> None:
-    """What the buffers are made pageable for; in stock the wait for exact lengths stands between two builds."""
+):
+    """The reason for pageable buffers; in stock the wait for exact lengths stands between two builds."""
     with builders.flashinfer_setting(spec_tokens=DRAFTS, block_size=PAGE, trtllm=False) as setting:
         builder = module.FlashInferMetadataBuilder(*setting)
         for more in (0, 3 * PAGE - 1):

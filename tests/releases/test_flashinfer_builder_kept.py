@@ -1,4 +1,4 @@
-"""Plans that vLLM's FlashInfer builder keeps with the plugin: how long one serves, and for which batches."""
+"""Plans that vLLM's FlashInfer builder keeps with the plugin."""
 
 import dataclasses
 from typing import Any
@@ -27,20 +27,18 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def drafts(exact: list[int], padding: int = 0, slack: int = DRAFTS, tokens: int = 1 + DRAFTS) -> Any:
-    """A batch of drafts with a block table as wide as the engine's, in which pages change from step to step."""
     given = metadata([tokens] * len(exact) + [0] * padding, exact + [0] * padding, slack)
     table = torch.randint(1, 10_000, (given.num_reqs, LONGEST // PAGE), dtype=torch.int32)
     return dataclasses.replace(given, block_table_tensor=table)
 
 
 def pages_read(wrapper: fake_flashinfer.Wrapper, requests: int) -> list[list[int]]:
-    """Of each request, those of its exact length."""
     starts, indices = wrapper._paged_kv_indptr_buf.tolist(), wrapper._paged_kv_indices_buf.tolist()
     pages = [-(-length // PAGE) for length in wrapper.lengths(PAGE)[:requests]]
     return [indices[start : start + count] for start, count in zip(starts, pages, strict=False)]
 
 
-def test_a_plan_serves_until_a_request_outgrows_it(builder: Any) -> None:
+def test_a_plan_serves_until_a_request_outgrows_it(builder: Any):
     exact, counts = [33, 17, 250], []
     for _ in range(45):
         given = drafts(exact)
@@ -57,9 +55,7 @@ def test_a_plan_serves_until_a_request_outgrows_it(builder: Any) -> None:
     assert counts == [1] * (ahead + 1) + [2] * (44 - ahead)
 
 
-def test_what_is_built_of_an_older_plan_is_what_vllm_would_build(
-    builder: Any, module: Any, setting: tuple[Any, ...]
-) -> None:
+def test_what_is_built_of_an_older_plan_is_what_vllm_would_build(builder: Any, module: Any, setting: tuple[Any, ...]):
     for each in (builder, fresh := made_on(HOPPER, module, setting)):
         each.build(0, drafts([33, 17, 250], padding=1))
     fresh._planners[0]._plan = None
@@ -91,7 +87,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_a_plan_serves_no_other_batch(builder: Any, other: str) -> None:
+def test_a_plan_serves_no_other_batch(builder: Any, other: str):
     first, then = (make() for make in OTHERS[other])
     # And the other's is none for the first, whose wrapper shares its buffers.
     for given in (first, then, first):
@@ -103,7 +99,7 @@ def test_a_plan_serves_no_other_batch(builder: Any, other: str) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-def test_no_request_is_looked_at_in_python_to_plan_flash_attention_2(builder: Any, requests: int) -> None:
+def test_no_request_is_looked_at_in_python_to_plan_flash_attention_2(builder: Any, requests: int):
     """FlashInfer calls Python's `max` on lengths, and on query lengths unless it is told of the most."""
     (wrapper,) = wrappers(builder.build(0, drafts([33] * (requests - 1) + [250])))
     plan, most = wrapper.plans[-1], -(-(250 + DRAFTS + AHEAD) // PAGE) * PAGE
@@ -111,7 +107,7 @@ def test_no_request_is_looked_at_in_python_to_plan_flash_attention_2(builder: An
     assert (plan["seq_lens"].tolist(), plan["max_token_per_sequence"]) == ([most], 1 + DRAFTS)
 
 
-def test_what_was_kept_of_a_plan_goes_with_it(builder: Any) -> None:
+def test_what_was_kept_of_a_plan_goes_with_it(builder: Any):
     (wrapper,) = wrappers(builder.build(0, drafts([33, 17, 250])))
     assert (wrapper.kept is None) is (wrapper._backend == "fa3")
     wrapper.kept = ()
@@ -120,9 +116,7 @@ def test_what_was_kept_of_a_plan_goes_with_it(builder: Any) -> None:
 
 
 @pytest.mark.parametrize("interruption", ["exact lengths", "a failing build", "a batch outside graphs"])
-def test_a_plan_that_was_written_over_serves_no_more(
-    builder: Any, interruption: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_was_written_over_serves_no_more(builder: Any, interruption: str, monkeypatch: pytest.MonkeyPatch):
     (wrapper,) = wrappers(builder.build(0, drafts([33, 17, 250])))
     if interruption == "exact lengths":
         with monkeypatch.context() as patch:
@@ -144,10 +138,7 @@ def test_a_plan_that_was_written_over_serves_no_more(
     assert len(wrapper.plans) - planned == (0 if interruption == "a batch outside graphs" else 1)
 
 
-def test_a_plan_that_is_not_kept_has_too_few_chunks_for_later_steps(
-    builder: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the chunks behind the first step's lengths were written over."""
+def test_a_plan_that_is_not_kept_has_too_few_chunks_for_later_steps(builder: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flashinfer_graphs, "keep_plan", lambda *arguments: None)
     builder.build(0, drafts([33, 17, 50]))
     (wrapper,) = wrappers(builder.build(0, drafts([80, 17, 50])))

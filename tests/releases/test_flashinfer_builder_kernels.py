@@ -14,7 +14,6 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def kernel(builder: Any, query: list[int]) -> str:
-    """What verifies such a batch."""
     built = builder.build(0, metadata(query, [40 * (tokens > 0) for tokens in query], DRAFTS))
     if built_on_device(built):
         return "xqa"
@@ -23,14 +22,14 @@ def kernel(builder: Any, query: list[int]) -> str:
 
 
 @pytest.mark.parametrize("query", [[4], [4] * 4, [4, 4, 4, 0], [4, 0, 0, 0], [2, 2], [4] * 5, [4, 4, 4, 4, 0], [4] * 8])
-def test_drafts_are_flash_attention_2s(builder: Any, query: list[int]) -> None:
+def test_drafts_are_flash_attention_2s(builder: Any, query: list[int]):
     assert kernel(builder, query) == "fa2 in a graph"
 
 
 @pytest.mark.parametrize("group", [1, 16, 17])
 def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
     module: Any, setting: tuple[Any, ...], group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Four tokens in groups of 16 heads are 64 rows, in groups of 17 more."""
     told: list[str] = []
     monkeypatch.setattr(flashinfer_builder, "inform", told.append)
@@ -56,7 +55,7 @@ def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
 
 
 @pytest.mark.parametrize("query", [[4, 2, 4, 4], [4, 1], [1, 4]])
-def test_so_are_drafts_of_different_numbers(builder: Any, query: list[int], kind: str) -> None:
+def test_so_are_drafts_of_different_numbers(builder: Any, query: list[int], kind: str):
     if builder.reorder_batch_threshold > 1:
         assert kernel(builder, query) == "xqa"
     else:
@@ -65,7 +64,7 @@ def test_so_are_drafts_of_different_numbers(builder: Any, query: list[int], kind
 
 
 @pytest.mark.parametrize("requests", [1, 4])
-def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: Any, requests: int, kind: str) -> None:
+def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: Any, requests: int, kind: str):
     assert kernel(builder, [2 + DRAFTS] * requests) == kind
     xqa = flashinfer_xqa_shapes.decodes_with_xqa(builder)
     assert kernel(builder, [1] * requests) == ("xqa" if xqa else f"{kind} in a graph")
@@ -74,7 +73,7 @@ def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: A
 @pytest.mark.parametrize("changed", [(8, 9), (12, 0), torch.float8_e4m3fn])
 def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
     module: Any, setting: tuple[Any, ...], kind: str, changed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     ours = module.FlashInferBackend.get_builder_cls()
     if isinstance(changed, torch.dtype):
         made = ours.__bases__[-1].__init__

@@ -1,4 +1,4 @@
-"""Drafts below SM90, where vLLM 0.33 has decode wrappers verify them: who plans with the plugin, and from what."""
+"""Drafts below SM90, where vLLM 0.33 has decode wrappers verify them."""
 
 import importlib
 from typing import Any
@@ -21,9 +21,7 @@ def upstream_decodes(module: Any) -> None:
 
 
 @pytest.mark.parametrize("capability", BELOW_SM90)
-def test_the_plugins_planners_have_all_drafts(
-    module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
-) -> None:
+def test_the_plugins_planners_have_all_drafts(module: Any, setting: tuple[Any, ...], capability: tuple[int, int]):
     builder = made_on(capability, module, setting)
     assert builder.reorder_batch_threshold == 1
     for query, graph in (([4, 4, 4], True), ([4, 2, 3], False), ([4, 4, 9, 40], False)):
@@ -37,7 +35,7 @@ def test_the_plugins_planners_have_all_drafts(
 @pytest.mark.parametrize("capability", BELOW_SM90)
 def test_stock_has_decode_wrappers_verify_them(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """What the plugin undoes; if no vLLM does this any more, neither should the plugin."""
     ours = module.FlashInferBackend.get_builder_cls()
     monkeypatch.setattr(module.FlashInferBackend, "get_builder_cls", staticmethod(lambda: ours.__bases__[-1]))
@@ -60,7 +58,7 @@ def decoding(module: Any, setting: tuple[Any, ...], upstream_decodes: None, monk
 @pytest.mark.parametrize("batch", ["drafts", "page boundary", "mixed", "fewer drafts"])
 def test_decode_wrappers_are_planned_from_the_bound_and_mask_by_the_devices_lengths(
     decoding: Any, batch: str, slack: int
-) -> None:
+):
     query, exact = BATCHES[batch]
     reset_sync_report()
     with sync_policy("error"):
@@ -72,9 +70,7 @@ def test_decode_wrappers_are_planned_from_the_bound_and_mask_by_the_devices_leng
     assert all(each.split_is_right(PAGE) for each in wrappers(built))
 
 
-def test_without_counting_their_chunks_again_they_would_be_the_bounds(
-    decoding: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_counting_their_chunks_again_they_would_be_the_bounds(decoding: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adapter, "_query_tokens", lambda wrapper: getattr(wrapper, "_max_q_len", 1))
     built = decoding.build(0, metadata(*BATCHES["drafts"], 17))
     assert not built.decode.wrapper.split_is_right(PAGE)
@@ -83,7 +79,7 @@ def test_without_counting_their_chunks_again_they_would_be_the_bounds(
 @pytest.mark.usefixtures("upstream_decodes")
 def test_batch_invariance_leaves_graphs_and_wrappers_to_vllm(
     module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(importlib.import_module("vllm.envs"), "VLLM_BATCH_INVARIANT", True, raising=False)
     builder = made_on((8, 0), module, setting)
     assert (builder.use_fa2_native_decode, builder.reorder_batch_threshold) == (True, 1 + DRAFTS)
@@ -93,7 +89,7 @@ def test_batch_invariance_leaves_graphs_and_wrappers_to_vllm(
     assert wrapper.lengths(PAGE) == exact
 
 
-def test_a_plan_for_cudnn_is_refused(decoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_cudnn_is_refused(decoding: Any, monkeypatch: pytest.MonkeyPatch):
     """Its kernels read lengths that nothing corrects."""
     wrapper = decoding.build(0, metadata(*BATCHES["drafts"], DRAFTS)).decode.wrapper
     monkeypatch.setattr(wrapper, "_cudnn_auto", True, raising=False)

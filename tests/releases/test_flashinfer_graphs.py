@@ -1,4 +1,4 @@
-"""CUDA graphs of vLLM's FlashInfer builder with the plugin: what is captured, with which wrapper, and its room."""
+"""CUDA graphs of vLLM's FlashInfer builder with the plugin."""
 
 import dataclasses
 import importlib
@@ -27,7 +27,7 @@ from vllm_async_spec.compat.builder_inputs import HOPPER
 __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
-def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
+def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any):
     (first,) = wrappers(builder.build(0, metadata(*BATCHES["drafts"], DRAFTS)))
     (smaller,) = wrappers(builder.build(0, metadata(*BATCHES["two tokens each"], DRAFTS)))
     (eager,) = wrappers(builder.build(0, metadata([4, 9], [20, 40], DRAFTS)))
@@ -42,7 +42,7 @@ def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any) -> None:
         assert getattr(first, name).data_ptr() != getattr(eager, name).data_ptr()
 
 
-def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any) -> None:
+def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any):
     given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
     (wrapper,) = wrappers(builder.build(0, given))
     assert wrapper.is_cuda_graph_enabled
@@ -55,8 +55,8 @@ def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: An
 @pytest.mark.parametrize(("requests", "tokens"), [(1, 4), (2, 4), (4, 4), (4, 2), (4, 3)])
 def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int], requests: int, tokens: int
-) -> None:
-    """FlashInfer alone has room in each for as many as one request could have: 52 and not 16 for four with four."""
+):
+    """FlashInfer alone has room in each for as many as one request could have: 52, not 16, for four with four."""
     builder = made_on(capability, module, setting)
     (wrapper,) = wrappers(builder.build(0, metadata([tokens] * requests, [40] * requests, DRAFTS)))
     for live in range(1, requests + 1):
@@ -68,7 +68,7 @@ def test_no_piece_of_work_of_a_graph_has_more_rows_than_a_request(
 @pytest.mark.parametrize("missing", [0, 1])
 def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
     module: Any, setting: tuple[Any, ...], missing: int
-) -> None:
+):
     builder = made_on(HOPPER, module, setting)
     builder.num_qo_heads = 8 * builder.num_kv_heads
     planned = adapter.planned_requests(4, 4, 8)
@@ -80,7 +80,7 @@ def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
     assert wrapper._plan_info[3] == (128 if missing else 64)
 
 
-def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, monkeypatch: pytest.MonkeyPatch):
     graphs, given = builder._planners[0], metadata(*BATCHES["drafts"], DRAFTS)
     assert graphs.takes(given)
     assert not graphs.takes(dataclasses.replace(given, causal=False))
@@ -92,7 +92,7 @@ def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, m
 
 
 @pytest.mark.parametrize("requests", range(1, 9))
-def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, requests: int) -> None:
+def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, requests: int):
     captured = builder.build_for_cudagraph_capture(metadata([4] * requests, [4] * requests, 0))
     for live in range(1, requests + 1):
         padding = [0] * (requests - live)
@@ -103,8 +103,8 @@ def test_a_graph_is_captured_with_the_kernel_that_its_batches_get(builder: Any, 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER])
 def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     module: Any, setting: tuple[Any, ...], capability: tuple[int, int]
-) -> None:
-    """Without it FlashInfer fails: three drafts and 512 requests of an 8b need more than vLLM's workspace has."""
+):
+    """Else FlashInfer fails: 512 requests of an 8b with three drafts need more than vLLM's workspace."""
     builder = made_on(capability, module, setting)
     sizes = (8, 3, 4)  # the largest first, as graphs are captured
     if not builder._planners:
@@ -122,7 +122,7 @@ def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     assert found[4].nbytes >= needed[sizes[0]] >= needed[4] > given.nbytes
 
 
-def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]) -> None:
+def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, ...]):
     spec, _, config, _ = setting
     support = module.AttentionCGSupport
     ours, upstream = type(builder), type(builder).__bases__[-1]
@@ -135,7 +135,7 @@ def test_vllm_may_capture_drafts(builder: Any, module: Any, setting: tuple[Any, 
 @pytest.mark.parametrize("what", ["no drafts", "parallel context", "not causal", "NVFP4", "sinks", "batch invariance"])
 def test_what_is_not_captured(
     builder: Any, module: Any, setting: tuple[Any, ...], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     spec, _, config, _ = setting
     if what == "no drafts":
         monkeypatch.setattr(config, "speculative_config", None)

@@ -1,4 +1,4 @@
-"""XQA in vLLM's FlashInfer builder with the plugin: whether it decodes, what is compiled, and what it does not take."""
+"""XQA in vLLM's FlashInfer builder with the plugin."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
     module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if not hasattr(module, "FlashInferDecodeKernel"):
         pytest.skip("this vLLM has no XQA")
     utils = importlib.import_module("vllm.utils.flashinfer")
@@ -39,7 +39,7 @@ def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
     assert found == [(xqa, False), (False, xqa)]
 
 
-def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any) -> None:
+def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(builder: Any):
     fake_flashinfer.compiled.clear()
     rebuilt = type(builder)(builder.kv_cache_spec, builder.layer_names, builder.vllm_config, builder.device)
     tokens = [shape[7:] for shape in fake_flashinfer.compiled]
@@ -78,7 +78,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     upstream = type(builder).__bases__[-1]
     made = upstream.__init__
 
@@ -104,7 +104,7 @@ def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
 
 def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
     builder: Any, module: Any, setting: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     """Stock vLLM serves such a cache on a Hopper that reaches no artifact server: by wrappers."""
     spec, _, config, _ = setting
     ours, upstream = type(builder), type(builder).__bases__[-1]
@@ -123,7 +123,7 @@ def test_an_fp8_e5m2_cache_is_captured_as_without_xqa(
     assert asked == ([True, False, True] if xqa else asked)
 
 
-def test_a_ragged_mask_is_upstreams(builder: Any, module: Any) -> None:
+def test_a_ragged_mask_is_upstreams(builder: Any, module: Any):
     if not hasattr(module, "_make_xqa_ragged_draft_block_mask"):
         pytest.skip("this vLLM gives XQA uniform batches only")
     counts = [1, 4, 0, 3]

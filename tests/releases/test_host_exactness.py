@@ -52,7 +52,7 @@ DERIVED: dict[str, Callable[[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_was_copied_before_a_write_is_never_returned(mode: str) -> None:
+def test_what_was_copied_before_a_write_is_never_returned(mode: str):
     for how, derived in itertools.product(WRITERS, DERIVED):
         with MODES[mode](), warnings.catch_warnings():
             warnings.simplefilter("ignore", HostSyncWarning)
@@ -71,7 +71,7 @@ def test_what_was_copied_before_a_write_is_never_returned(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", WRITERS)
 @pytest.mark.parametrize("derived", DERIVED)
-def test_what_vllm_gave_is_returned_until_a_change_shows(mode: str, how: str, derived: str) -> None:
+def test_what_vllm_gave_is_returned_until_a_change_shows(mode: str, how: str, derived: str):
     with MODES[mode]():
         metadata = builders.common_metadata(QUERY, SEQ, host=True)
         if metadata.host_trust is Trust.RENEWED:
@@ -86,7 +86,7 @@ def test_what_vllm_gave_is_returned_until_a_change_shows(mode: str, how: str, de
             assert_exact(part)
 
 
-def test_what_vllm_gives_costs_nothing() -> None:
+def test_what_vllm_gives_costs_nothing():
     reset_sync_report()
     metadata = builders.common_metadata(QUERY, SEQ, host=True)
     gives = "_seq_lens_cpu" in parameters() or "seq_lens_cpu" in parameters()
@@ -99,7 +99,7 @@ def test_what_vllm_gives_costs_nothing() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("host", [False, True])
-def test_the_drafters_own_upkeep_gives_exact_lengths(mode: str, host: bool) -> None:
+def test_the_drafters_own_upkeep_gives_exact_lengths(mode: str, host: bool):
     """Upstream's drafters write the device lengths, in later releases by a kernel, and then add to the host's."""
     with MODES[mode]():
         metadata = builders.common_metadata(QUERY, SEQ, host=host)
@@ -117,14 +117,14 @@ def test_the_drafters_own_upkeep_gives_exact_lengths(mode: str, host: bool) -> N
             assert metadata.num_computed_tokens_cpu.tolist() == [n + step for n in COMPUTED]
 
 
-def test_the_device_knows_how_many_drafts_are_verified() -> None:
+def test_the_device_knows_how_many_drafts_are_verified():
     """From 0.31 on the host's query offsets have the right total, and the device's the right ones of each request."""
     metadata = builders.common_metadata(QUERY, SEQ)
     metadata.query_start_loc = torch.tensor([0, 2, 5, 12], dtype=torch.int32)
     assert metadata.num_computed_tokens_cpu.tolist() == [31, 97, 0]
 
 
-def test_a_stand_in_says_what_it_was_told_and_is_not_copied() -> None:
+def test_a_stand_in_says_what_it_was_told_and_is_not_copied():
     metadata = builders.common_metadata(QUERY, SEQ)
     bound = torch.tensor([40, 100, 7], dtype=torch.int32)
     with sync_policy("error"):
@@ -133,7 +133,7 @@ def test_a_stand_in_says_what_it_was_told_and_is_not_copied() -> None:
         assert metadata._seq_lens_cpu is None
 
 
-def test_a_kept_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_copy_is_seen(monkeypatch: pytest.MonkeyPatch):
     """The control: the properties of vLLM 0.13, which keep what they copied."""
 
     def keeping(self: Any) -> torch.Tensor:
@@ -147,11 +147,10 @@ def test_a_kept_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_exact(metadata)
 
 
-def test_what_is_grafted_is_ours() -> None:
+def test_what_is_grafted_is_ours():
     cls = builders.common_metadata_class()
     assert vars(cls)["seq_lens_cpu"] is vars(VllmHostLengths)["seq_lens_cpu"]
 
 
 def parameters() -> Any:
-    """The names that this release's own constructor has."""
     return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters

@@ -1,30 +1,20 @@
-"""Outputs made by who asks for them, on a release's own executor: none is made before, and none by another thread."""
+"""Outputs made by who asks for them, on a release's own executor."""
 
-import importlib
 import threading
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-from undone import undone
-
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches.lazy_outputs import IMPLEMENTATIONS
-
-SPEC = next(spec for spec in load_ledger() if spec.name == "lazy-outputs")
+from undone import applied, module_of
 
 
 @pytest.fixture(scope="module")
 def module(release: str) -> Any:
-    """The executor's module; releases that the patch is not for are skipped."""
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.executor.uniproc_executor")
+    return module_of(release, "lazy-outputs", "vllm.v1.executor.uniproc_executor")
 
 
 def make_executor(module: Any, monkeypatch: pytest.MonkeyPatch, *, asynchronous: bool = True) -> Any:
-    """vLLM's executor, started, of a worker that does as it is told."""
     monkeypatch.setattr(module, "WorkerWrapperBase", mock.MagicMock())
     for name in ("current_platform", "envs"):
         if hasattr(module, name):
@@ -38,7 +28,6 @@ def make_executor(module: Any, monkeypatch: pytest.MonkeyPatch, *, asynchronous:
 
 
 def sample(module: Any, executor: Any, make: Any, **options: Any) -> Any:
-    """What a step of the worker gives whose output is made by `make`."""
     output = type("Output", (module.AsyncModelRunnerOutput,), {"get_output": lambda self: make()})()
     executor.driver_worker = SimpleNamespace(sample_tokens=lambda grammar: output)
     return executor.collective_rpc("sample_tokens", args=(None,), non_block=True, **options)
@@ -46,17 +35,11 @@ def sample(module: Any, executor: Any, make: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def patched(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An executor of a patched release."""
-    with undone():
-        ledger = Ledger(IMPLEMENTATIONS, (SPEC,))
-        ledger.install()
-        outcome = ledger.outcomes["lazy-outputs"]
-        assert outcome.state is State.APPLIED, outcome.detail
+    with applied("lazy-outputs"):
         yield make_executor(module, monkeypatch)
 
 
 def test_stock_makes_outputs_in_a_thread(module, monkeypatch):
-    """Else the next test says nothing of the patch."""
     executor = make_executor(module, monkeypatch)
     made = sample(module, executor, threading.get_ident, single_value=True).result(timeout=60)
     assert made != threading.get_ident()

@@ -66,7 +66,6 @@ def test_unpadded_replace_and_micro_batches_never_sync(metadata):
     ("query", "seq"), [([1, 1, 1], SEQ), ([4, 4, 4], [36, 100, 10]), (QUERY, SEQ)], ids=["decode", "spec", "mixed"]
 )
 def test_flash_attention_needs_device_lengths_only(ledger, loaded, query, seq):
-    """vLLM's builder runs with host lengths absent, and hands its kernels what our adapter does."""
     builder = builders.flash_attention_builder(spec_tokens=3)
     metadata = builders.common_metadata(query, seq)
     metadata.seq_lens_cpu = metadata.num_computed_tokens_cpu = None
@@ -83,7 +82,6 @@ def test_flash_attention_needs_device_lengths_only(ledger, loaded, query, seq):
 
 
 def _release_fields():
-    """The names that this release's own constructor has."""
     return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters
 
 

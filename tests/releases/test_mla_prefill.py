@@ -1,4 +1,4 @@
-"""vLLM's builders of multi-head latent attention: decoding reads nothing, and drafts that are not decoded are exact."""
+"""vLLM's builders of multi-head latent attention."""
 
 import contextlib
 import functools
@@ -43,7 +43,6 @@ DRAFTS_BEHIND = ([1, 4, 4], [20, 37, 104], [0, 2, 1])
 
 @pytest.fixture(scope="module")
 def patched(release: str) -> Iterator[State]:
-    """What became of the patch."""
     if tuple(map(int, release.split("."))) < (0, 18):
         pytest.skip(f"MLA's builders are made here from vLLM 0.18 on, and this is {release}")
     fake_flashinfer.install()
@@ -110,7 +109,7 @@ def stock_build(builder: Any, given: Any) -> Any:
 
 
 @pytest.mark.parametrize("batch", DECODES)
-def test_decoding_reads_nothing(builder: Any, batch: str) -> None:
+def test_decoding_reads_nothing(builder: Any, batch: str):
     query, exact = DECODES[batch]
     given = metadata(query, exact, [DRAFTS] * len(query))
     kernels_take = builder.query_len_support.name
@@ -125,7 +124,7 @@ def test_decoding_reads_nothing(builder: Any, batch: str) -> None:
     assert built.decode.seq_lens.tolist() == exact
 
 
-def test_the_probe_sees_a_builder_that_reads(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_sees_a_builder_that_reads(builder: Any, monkeypatch: pytest.MonkeyPatch):
     given = metadata(*DECODES["one token each"], [0, 0, 0])
     build_decode = type(builder)._build_decode
 
@@ -139,7 +138,7 @@ def test_the_probe_sees_a_builder_that_reads(builder: Any, monkeypatch: pytest.M
     assert dict(reads.now) == {"cpu": 1}
 
 
-def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: State) -> None:
+def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: State):
     query, exact, slack = DRAFTS_BEHIND
     given = metadata(query, exact, slack)
     reset_sync_report()
@@ -159,8 +158,7 @@ def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: S
         assert sync_report().fallbacks == {"MLA drafts on the prefill path": 2}
 
 
-def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State) -> None:
-    """What the patch is for: with two drafts and one rejected, the kernels are told of as many keys too many."""
+def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State):
     if patched is not State.APPLIED:
         pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
     if builder.query_len_support.name == "VARLEN":
@@ -169,7 +167,7 @@ def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State) ->
     assert contexts(built) == [35, 101]
 
 
-def test_so_have_those_of_sparse_mla(patched: State, release: str) -> None:
+def test_so_have_those_of_sparse_mla(patched: State, release: str):
     try:
         module = importlib.import_module("vllm.model_executor.layers.attention.sparse_mla_attention")
     except ModuleNotFoundError:
@@ -193,7 +191,7 @@ def test_so_have_those_of_sparse_mla(patched: State, release: str) -> None:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_prefills_read_nothing(builder: Any, patched: State, drafts: int) -> None:
+def test_prefills_read_nothing(builder: Any, patched: State, drafts: int):
     if patched is not State.APPLIED:
         pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
     first = 1 if builder.query_len_support.name == "SINGLE_ONLY" else 1 + drafts
@@ -206,7 +204,7 @@ def test_prefills_read_nothing(builder: Any, patched: State, drafts: int) -> Non
     assert contexts(built) == [40, 0]
 
 
-def test_without_speculation_nothing_is_changed(builder: Any, patched: State, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_speculation_nothing_is_changed(builder: Any, patched: State, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder.vllm_config, "speculative_config", None)
     given = metadata([1, 600], [20, 640], [0, 0])
     if hasattr(given, "is_prefilling"):

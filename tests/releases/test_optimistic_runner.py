@@ -31,7 +31,6 @@ def test_the_runner_that_vllm_will_import_is_a_subclass(runner_class, upstream):
 
 
 def test_no_function_of_upstreams_is_pasted(runner_class, upstream):
-    """Every function that the subclass replaces calls the one that it replaces."""
     ours = runner_class.__mro__[: runner_class.__mro__.index(upstream)]
     replaced = {name for each in ours for name in vars(each) if name in dir(upstream) and not name.startswith("__")}
     assert len(replaced) >= 6
@@ -44,7 +43,7 @@ def test_cascade_attention_is_off(runner):
 
 
 def test_vllms_warm_up_compiles_the_kernel_and_changes_nothing(runner, upstream, monkeypatch):
-    """No request waits for it. While vLLM profiles its memory there is no KV cache yet, and nothing to settle."""
+    """While vLLM profiles its memory there is no KV cache yet, and nothing to settle."""
     monkeypatch.setattr(upstream, "_dummy_sampler_run", lambda self, hidden_states: hidden_states)
     runner._progress, groups, runner.attn_groups = None, runner.attn_groups, []
     assert runner._dummy_sampler_run("logits") == "logits"
@@ -72,17 +71,6 @@ def test_an_optimistic_step_asks_the_device_for_nothing(runner, monkeypatch):
     assert (sync_report().count, sync_report().fallbacks) == (0, {})
     assert runner.valid_sampled_token_count_cpu.tolist() == [0] * ROWS, "nobody reads it, so nothing is copied"
     assert runner.input_batch.prev_sampled_token_ids.tolist() == [[0], [1]]
-
-
-def test_the_next_step_is_corrected_on_the_device(runner, monkeypatch):
-    prepare(runner, ["a", "b"], [32, 10], [4, 6], [3, 0])
-    sample(runner, [2, 1], monkeypatch)
-    table = runner.input_batch.block_table.block_tables[0]
-    table.block_table.gpu[:] = torch.arange(ROWS * 16).view(ROWS, 16)
-    prepare(runner, ["b", "a"], [16, 36], [1, 4], [0, 3])
-    assert runner.seq_lens.gpu[:2].tolist() == [17, 34 + 4]
-    assert runner.positions.gpu[1:5].tolist() == [34, 35, 36, 37]
-    assert table.slot_mapping.gpu[1:5].tolist() == [(16 + 2) * 16 + at for at in (2, 3, 4, 5)]
 
 
 TOKENS_OF_STEPS = {
@@ -140,31 +128,10 @@ def test_block_tables_that_are_made_anew_are_taken(runner, monkeypatch):
     assert old.tolist() == [0] * TOKENS
 
 
-def test_the_drafters_pinned_buffer_is_another_each_step(runner, monkeypatch):
-    seen = set()
-    for _ in range(3):
-        prepare(runner, ["a"], [32], [4], [3])
-        seen.add(runner.drafter.backup_next_token_ids.cpu.data_ptr())
-        sample(runner, [2], monkeypatch)
-    assert len(seen) == 3
-
-
-@pytest.mark.parametrize("drafted", [True, False])
-def test_draft_steps_do_not_count_in_the_runners_own_lengths(runner, upstream, monkeypatch, drafted):
-    """Where no draft was verified they add to host lengths in place; where one was, they forget them."""
-    made = SimpleNamespace(_seq_lens_cpu=runner.seq_lens.cpu[:2], _num_computed_tokens_cpu=runner.positions.cpu[:2])
-    monkeypatch.setattr(upstream, "_build_attention_metadata", lambda self, **given: ({}, made))
-    _, drafting = runner._build_attention_metadata(use_spec_decode=drafted)
-    drafting._seq_lens_cpu += 1
-    drafting._num_computed_tokens_cpu += 1
-    assert runner.seq_lens.cpu[:2].tolist() == [int(drafted)] * 2
-    assert runner.positions.cpu[:2].tolist() == [int(drafted)] * 2
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_late_device_gets_the_lengths_that_were_sent(runner, upstream, monkeypatch, guarded):
-    """Draft steps add to the pinned lengths while a late device has yet to copy them, unless they have their own."""
+    """Draft steps add to the pinned lengths while a late device has yet to copy them."""
     from vllm.v1.utils import CpuGpuBuffer
 
     lengths = CpuGpuBuffer(ROWS, dtype=torch.int32, device=torch.device("cuda"), pin_memory=True)

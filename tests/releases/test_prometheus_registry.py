@@ -7,12 +7,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
-from undone import undone
-
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches import prometheus_registry
-
-NAME = "prometheus-registry"
+from undone import applied
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +21,7 @@ def mount() -> Callable[[FastAPI], None]:
 
 @pytest.fixture
 def _patched(mount: Callable[[FastAPI], None]) -> Iterator[None]:
-    specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
-    ledger = Ledger(prometheus_registry.IMPLEMENTATIONS, specs)
-    with undone():
-        ledger.install()
-        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+    with applied("prometheus-registry"):
         collectors = set(REGISTRY._collector_to_names)
         yield
     for collector in set(REGISTRY._collector_to_names) - collectors:
@@ -39,7 +30,6 @@ def _patched(mount: Callable[[FastAPI], None]) -> Iterator[None]:
 
 @pytest.fixture(params=["one API server", "several API servers"])
 def page(request: pytest.FixtureRequest, mount, monkeypatch, tmp_path) -> Callable[[], str]:
-    """The text of /metrics."""
     if request.param == "several API servers":
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 
@@ -54,10 +44,10 @@ def page(request: pytest.FixtureRequest, mount, monkeypatch, tmp_path) -> Callab
 
 
 @pytest.mark.usefixtures("_patched")
-def test_the_page_has_the_plugins_state(page: Callable[[], str]) -> None:
+def test_the_page_has_the_plugins_state(page: Callable[[], str]):
     for _ in range(2):  # a second app of the same process, too
         assert page().count("\nvllm:async_spec_info{") == 1
 
 
-def test_without_the_patch_the_page_has_nothing_of_ours(page: Callable[[], str]) -> None:
+def test_without_the_patch_the_page_has_nothing_of_ours(page: Callable[[], str]):
     assert "async_spec" not in page()

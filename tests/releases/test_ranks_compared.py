@@ -8,36 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from undone import undone
+from undone import applied
 
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
-from vllm_async_spec.vllm_plugin.patches import rank_agreement
 from vllm_async_spec.vllm_plugin.patches.rank_agreement import RanksDifferError, decisions
-
-NAME = "rank-agreement"
 
 
 @pytest.fixture
-def executor(release: str) -> Iterator[type[Any]]:
-    """The release's `Executor`, patched."""
+def executor() -> Iterator[type[Any]]:
     module = importlib.import_module("vllm.v1.executor.abstract")
-    ledger = Ledger(
-        rank_agreement.IMPLEMENTATIONS, tuple(spec for spec in load_ledger() if spec.name == NAME), release=release
-    )
-    with undone():
-        ledger.install()
-        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+    with applied("rank-agreement"):
         yield module.Executor
 
 
 class Seconds(float):
-    """What a rank's compiling took, as this release or another returns it."""
-
     language_model = encoder = 0.0
 
 
 def started(executor: type[Any], answers: list[dict[str, str]]) -> list[Any]:
-    """Start the engine's ranks as its core does, and return what was called in them."""
     calls: list[Any] = []
 
     def collective_rpc(self: Any, method: Any, *args: object, **kwargs: object) -> list[Any]:
@@ -58,7 +45,7 @@ def started(executor: type[Any], answers: list[dict[str, str]]) -> list[Any]:
     return calls
 
 
-def test_ranks_are_asked_once_between_their_caches_and_their_graphs(executor: type[Any]) -> None:
+def test_ranks_are_asked_once_between_their_caches_and_their_graphs(executor: type[Any]):
     assert started(executor, [{"a": "b"}] * 2) == ["initialize_from_config", decisions, "compile_or_warm_up_model"]
     assert started(executor, [{"a": "b"}, {"a": "c"}]) == ["initialize_from_config", decisions, RanksDifferError]
     assert started(executor, [{"a": "b"}]) == ["initialize_from_config", "compile_or_warm_up_model"]

@@ -42,7 +42,6 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Plugin]:
 
 @pytest.fixture
 def create(tiny_model_dir: Any, monkeypatch: pytest.MonkeyPatch) -> Create:
-    """Makes a configuration as vLLM does: of a dense model, with a speculative method or none."""
     monkeypatch.setattr(importlib.import_module("vllm.triton_utils"), "HAS_TRITON", True)
     monkeypatch.setattr(importlib.import_module("vllm.config.vllm"), "HAS_TRITON", True, raising=False)
 

@@ -1,7 +1,4 @@
-"""Does this release's `vllm serve` and its benchmark client take the command lines of the served plans?
-
-The client runs for real, against a server that answers like vLLM's; only the engine is missing.
-"""
+"""This release's `vllm serve`, and its client against a stand-in server, take the served plans' arguments."""
 
 import json
 import threading
@@ -32,7 +29,6 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def served_plan(release: str) -> ServePlan:
-    """The served plan for this release."""
     if release not in PLANS:
         pytest.skip(f"no served plan is for vLLM {release}")
     return find_serve_plan(PLANS[release])
@@ -68,7 +64,6 @@ class Completions(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The port of a server, and what it is asked."""
     asked: list[dict[str, Any]] = []
     handler = type("Handler", (Completions,), {"asked": asked})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
@@ -77,7 +72,7 @@ def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
         http.shutdown()
 
 
-def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]) -> None:
+def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
     plan, tokenizer = serve_tiny(), write_tokenizer(tmp_path, VOCABULARY)
     loads = [ServeLoad("rate", rate=50.0), ServeLoad("closed", concurrency=4, each_second=1.0, prefixes=2)]
@@ -101,7 +96,7 @@ def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int
         assert [hashes[0] == each for each in hashes] == [same[0] == each for each in same]  # in the file's order
 
 
-def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]) -> None:
+def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
     path = tmp_path / "requests.jsonl"
     count = write_requests(path, ServeLoad("few"), 0, serve_tiny(), VOCABULARY, seconds=1)
@@ -111,13 +106,13 @@ def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[
     assert {(body["temperature"], body["seed"]) for body in asked} == {(1.0, 7)}
 
 
-def test_arguments_that_the_client_does_not_take_are_refused_in_a_sentence() -> None:
+def test_arguments_that_the_client_does_not_take_are_refused_in_a_sentence():
     assert Client().measure(["--no-such-argument"]) == {
         "error": "vLLM's client refuses the arguments of the plan; the log says which"
     }
 
 
-def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan: ServePlan, tmp_path: Path) -> None:
+def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan: ServePlan, tmp_path: Path):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
@@ -138,7 +133,7 @@ def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan
         assert parsed.enable_prefix_caching is not False
 
 
-def test_a_worker_tells_what_this_release_resolved() -> None:
+def test_a_worker_tells_what_this_release_resolved():
     """On the release's own configuration classes, whose fields the facts name."""
     from vllm.config import CacheConfig, CompilationConfig, ParallelConfig, SchedulerConfig
     from vllm.config.compilation import CompilationMode, CUDAGraphMode

@@ -1,62 +1,56 @@
 """vLLM's scheduler and runner under random loads, on a device that runs late.
 
-A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run of the same load on a device
-that is never late. `SIMULATION_LOADS=100` makes it a hundred loads; the number in a test's name is its seed.
-`SIMULATION_RUNNER=module:function` puts another class to the test: the function takes vLLM's and returns it.
+A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run on a punctual device.
+`SIMULATION_LOADS=100` makes it a hundred loads. `SIMULATION_RUNNER=module:function` tests what the function makes of
+vLLM's class.
 """
 
 import dataclasses
 import importlib
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
-from simulation.judge import differences, mistakes, waits
-from simulation.model import Draft, greedy
-from simulation.planted import MISTAKES, optimistic
+from simulation.judge import mistakes, waits
+from simulation.model import Draft
+from simulation.planted import MISTAKES, faulty
 from simulation.planted_exact import MISTAKES as MISTAKES_IN_EXACT
 from simulation.planted_exact import exact
 from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
 from simulation.planted_features import featured
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule, with_drains
-from simulation.shape import LONGEST, Shape
+from simulation.shape import Shape
+from simulation.trial import longest_beside, reference, wrong
 from simulation.wishes import Wishes
-from undone import applied
+from undone import applied, module_of
 
 from vllm_async_spec.sync_policy import reset_sync_report, sync_report
-from vllm_async_spec.vllm_plugin.ledger import load_ledger
 
 LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 RUNNER = os.environ.get("SIMULATION_RUNNER")
 WISHFUL = (0, 4)
 """Seeds of the loads with wishes; they hold every reason."""
-SPEC = next(spec for spec in load_ledger() if spec.name == "optimistic-runner")
 EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
 
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
-    """The release's own runner class; a release that the patch is not for is not simulated."""
-    if release not in SPEC.releases:
-        pytest.skip(f"the runner is not patched in {release}")
-    return importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    return module_of(release, "optimistic-runner").GPUModelRunner
 
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    """What the plugin makes of it, or `SIMULATION_RUNNER`."""
     if RUNNER is not None:
         module, _, function = RUNNER.partition(":")
         make: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
         yield make(stock)
         return
-    with applied(SPEC.name):
+    with applied("optimistic-runner"):
         yield importlib.import_module(stock.__module__).GPUModelRunner
 
 
@@ -69,55 +63,28 @@ def wishes(release: str) -> tuple[str, ...]:
     return ("penalties", "bad words", *(("min_tokens",) if drafted else ()))
 
 
-_references: dict[Schedule, Engine] = {}
-
-
-def reference(stock: Any, schedule: Schedule) -> Engine:
-    """Stock's run on a device that is never late; made once."""
-    if schedule not in _references:
-        _references[schedule] = run(stock, schedule, late=False)
-    return _references[schedule]
-
-
-def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True, counted: bool = False) -> list[str]:
-    """The first things that are wrong with a class, oldest first; a class that fails is wrong.
-
-    If `counted`, so is one whose count of waits, with their reasons, is not that of the steps that needed them.
-    """
-    reset_sync_report()
-    try:
-        engine = run(runner_class, schedule, late=late)
-        found = list(islice(mistakes(engine, schedule), 3))
-        if counted and not found:
-            found = wrongly_counted(engine, schedule)
-        if not found and schedule.stock_is_right and schedule.shape.long_drafter:
-            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
-    except Exception as error:
-        # As on a GPU, a wrong index is an error somewhere later.
-        return [f"{type(error).__name__}: {error}"]
-    return found
-
-
 def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
-    """What is wrong with the waits that were counted since the last reset."""
     report, needed = sync_report(), Counter(reason for reason in waits(engine, schedule) if reason)
     found = [] if report.fallbacks == needed else [f"fallbacks are {report.fallbacks} instead of {dict(needed)}"]
     counted = sum(site.count for site in report.sites if site.what == "accepted counts")
     return found if counted == needed.total() else [*found, f"{counted} waits instead of {needed.total()}"]
 
 
+def wrong_or_miscounted(subject: Any, stock: Any, schedule: Schedule) -> list[str]:
+    reset_sync_report()
+    return wrong(subject, stock, schedule, **({} if RUNNER else {"also": wrongly_counted}))
+
+
 @EARLY
 @pytest.mark.parametrize("seed", range(LOADS))
-def test_the_plugins_runner_is_right_on_a_device_that_runs_late(
-    subject: Any, stock: Any, seed: int, drained: bool
-) -> None:
+def test_the_plugins_runner_is_right_on_a_device_that_runs_late(subject: Any, stock: Any, seed: int, drained: bool):
     assert wrong(subject, stock, random_schedule(seed, drained=drained)) == []
 
 
 @pytest.mark.parametrize("wishful", [False, True], ids=["without wishes", "with wishes"])
 def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
     subject: Any, stock: Any, wishes: tuple[str, ...], wishful: bool
-) -> None:
+):
     schedule = with_drains(wishful_schedule(0, wishes) if wishful else random_schedule(0))
     assert wrong(subject, stock, schedule) == []
     drained = [step for step in reference(stock, schedule).steps if step.first and step.scheduled["outputs"]]
@@ -128,12 +95,11 @@ def test_after_all_outputs_are_processed_the_host_holds_what_stocks_does(
 @pytest.mark.parametrize("seed", WISHFUL)
 def test_a_step_that_needs_exact_counts_waits_once_and_says_why(
     subject: Any, stock: Any, wishes: tuple[str, ...], seed: int, drained: bool
-) -> None:
-    """Requests with penalties, bad words and min_tokens come and go beside others, and get their tokens."""
-    assert wrong(subject, stock, wishful_schedule(seed, wishes, drained=drained), counted=RUNNER is None) == []
+):
+    assert wrong_or_miscounted(subject, stock, wishful_schedule(seed, wishes, drained=drained)) == []
 
 
-def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]) -> None:
+def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[str, ...]):
     seen, returns = set[str | None](), 0
     for seed in WISHFUL:
         schedule = wishful_schedule(seed, wishes)
@@ -144,18 +110,10 @@ def test_the_loads_go_exact_for_every_reason_and_back(stock: Any, wishes: tuple[
     assert returns > 5
 
 
-def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no draft accepted from then on, the runner's count of its tokens stays as far ahead as it was."""
+def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Draft, "wrong", 97)
-    engine = Engine(subject, Shape(tokens=48), random.Random(0))
-    prompt = list(range(LONGEST - 16))
-    engine.add("long", prompt, 60, -1)
-    while len(engine.steps) < 9:
-        engine.step()
-    engine.add("wishful", [1, 2, 3], 30, -1, Wishes(frequency=1.7))
-    while engine.busy:
-        engine.step()
-    assert engine.outputs["long"] == greedy(prompt, 60, -1, LONGEST)
+    got, right = longest_beside(subject, Wishes(frequency=1.7))
+    assert got == right
 
 
 @pytest.mark.parametrize(
@@ -164,35 +122,33 @@ def test_a_request_that_goes_exact_reaches_the_longest_sequence(subject: Any, mo
 @pytest.mark.parametrize("seed", WISHFUL)
 def test_what_needs_no_exact_counts_is_right_without_them(
     subject: Any, stock: Any, wish: str, seed: int, drained: bool
-) -> None:
-    """Grammars, whose masks vLLM makes when it has seen the tokens of the step before, and log-probabilities."""
-    assert wrong(subject, stock, wishful_schedule(seed, (wish,), drained=drained), counted=RUNNER is None) == []
+):
+    assert wrong_or_miscounted(subject, stock, wishful_schedule(seed, (wish,), drained=drained)) == []
 
 
-def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any) -> None:
-    """It makes masks along the drafts only for a step that waits for tokens; so the loads above never come early."""
+def test_the_scheduler_lets_drafts_past_a_grammar_where_outputs_come_early(subject: Any, stock: Any):
+    """The scheduler makes masks along the drafts only for a step that waits for tokens."""
     found = wrong(subject, stock, wishful_schedule(0, ("grammar",), drained=True))
     assert found
     assert "positions" not in found[0]
 
 
-def test_the_loads_defer_steps_to_a_grammar(stock: Any) -> None:
+def test_the_loads_defer_steps_to_a_grammar(stock: Any):
     engine = reference(stock, wishful_schedule(0, ("grammar",)))
     assert 10 < engine.deferred < len(engine.steps)
 
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_FEATURES)
-def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str) -> None:
+def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str):
     wish, what = MISTAKES_IN_FEATURES[mistake]
-    faulty = featured(subject, mistake)
-    if not any(wrong(faulty, stock, wishful_schedule(seed, (wish,))) for seed in WISHFUL):
+    if not any(wrong(featured(subject, mistake), stock, wishful_schedule(seed, (wish,))) for seed in WISHFUL):
         pytest.fail(f"{len(WISHFUL)} loads do not show that {what}")
 
 
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
-def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str) -> None:
+def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str):
     for seed in (0, 8):
         schedule = wishful_schedule(seed, wishes)
         reset_sync_report()
@@ -203,8 +159,7 @@ def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...]
     pytest.fail(f"2 loads do not show that {MISTAKES_IN_EXACT[mistake].what}")
 
 
-def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any) -> None:
-    """The host's account of the step in flight is a bound in some step, and no wait is more than an event."""
+def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any):
     schedule = random_schedule(0)
     engine = run(subject, schedule, late=True)
     exact = reference(stock, schedule)
@@ -218,29 +173,18 @@ def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(su
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stock_is_right_on_a_device_that_is_never_late(stock: Any, seed: int) -> None:
+def test_stock_is_right_on_a_device_that_is_never_late(stock: Any, seed: int):
     assert wrong(stock, stock, random_schedule(seed), late=False) == []
 
 
-@EARLY
-@pytest.mark.parametrize("seed", range(2))
-def test_a_runner_as_simple_as_can_be_is_right(stock: Any, seed: int, drained: bool) -> None:
-    assert wrong(optimistic(stock), stock, random_schedule(seed, drained=drained)) == []
-
-
+@pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_it_is_found(stock: Any, mistake: str) -> None:
-    """`subtraction` is right as long as no output comes early."""
-    faulty = optimistic(stock, mistake)
-    if not any(wrong(faulty, stock, random_schedule(seed, drained=mistake == "subtraction")) for seed in range(8)):
+def test_a_mistake_in_the_correction_is_found(subject: Any, stock: Any, mistake: str):
+    if not any(wrong(faulty(subject, mistake), stock, random_schedule(seed)) for seed in range(8)):
         pytest.fail(f"8 loads do not show that {MISTAKES[mistake]}")
 
 
-def test_subtraction_is_right_while_two_batches_are_in_flight(stock: Any) -> None:
-    assert wrong(optimistic(stock, "subtraction"), stock, random_schedule(0)) == []
-
-
-def test_the_loads_go_through_everything(stock: Any) -> None:
+def test_the_loads_go_through_everything(stock: Any):
     """These five; the plugin's runner is given the first of them, and others."""
     seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
     # 0.14's cache of a hybrid model with an EAGLE head finds nothing, not even the same prompt again.
@@ -249,7 +193,6 @@ def test_the_loads_go_through_everything(stock: Any) -> None:
 
 
 def finds_prompts(stock: Any) -> bool:
-    """Whether this release finds in the prefix cache a prompt that it has just had."""
     engine = Engine(stock, Shape(blocks=100, prefix_caching=True))
     for name in ("first", "again"):
         engine.add(name, list(range(70)), 2, -1)
@@ -258,20 +201,20 @@ def finds_prompts(stock: Any) -> bool:
     return next(step.scheduled["computed"]["again"] for step in engine.steps if "again" in step.rows) > 0
 
 
-def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any) -> None:
+def test_stock_subtracts_rejections_twice_where_outputs_come_early(stock: Any):
     assert "positions" in wrong(stock, stock, random_schedule(0, drained=True), late=False)[0]
 
 
-def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock: Any) -> None:
+def test_stocks_draft_steps_write_lengths_that_the_device_has_yet_to_copy(stock: Any):
     assert "seq_lens" in wrong(stock, stock, random_schedule(0))[0]
 
 
-def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(stock: Any) -> None:
+def test_the_scheduler_frees_keys_of_a_window_that_are_still_seen(stock: Any):
     """It takes drafts in flight for computed. So the loads above keep more of a window than the model sees."""
     schedule = random_schedule(17)
     schedule = dataclasses.replace(schedule, shape=dataclasses.replace(schedule.shape, kept=0))
     assert "input_ids" in wrong(stock, stock, schedule, late=False)[0]
 
 
-def test_the_scheduler_counts_wrong_when_it_resets_the_prefix_cache_with_drafts_in_flight(stock: Any) -> None:
+def test_the_scheduler_counts_wrong_when_it_resets_the_prefix_cache_with_drafts_in_flight(stock: Any):
     assert wrong(stock, stock, dataclasses.replace(random_schedule(1), careful=False), late=False)

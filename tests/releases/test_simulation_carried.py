@@ -1,28 +1,29 @@
-"""The V1 runners of 0.19 and later, which carry positions on the device, under random loads on a device that runs late.
+"""The V1 runners of 0.19 and later, which carry positions on the device, under random loads on a late device.
 
-Stock waits for no accepted count there, so stock itself must be right on a late device. What the plugin adds to these
-runners is judged by stock's run of the same load. `SIMULATION_LOADS=100` makes it a hundred loads.
+Stock waits for no accepted count there, so stock itself must be right. `SIMULATION_LOADS=100` makes a hundred loads.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import random
 from collections.abc import Iterator
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from simulation import trial
 from simulation.engine import Engine
 from simulation.happened import EVERYTHING, happened
-from simulation.judge import differences, mistakes
-from simulation.model import Draft, greedy
+from simulation.judge import mistakes
+from simulation.model import Draft
 from simulation.planted_carried import MISTAKES, carried
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
-from simulation.shape import LONGEST, Shape
+from simulation.shape import Shape
+from simulation.trial import longest_beside, reference
 from simulation.wishes import Wishes
 from undone import applied
 
@@ -45,57 +46,35 @@ def stock(release: str) -> Any:
 
 @pytest.fixture
 def counting(stock: Any) -> Iterator[Any]:
-    """What the plugin makes of it for requests with min_tokens."""
     with applied("min-tokens"):
         yield stock
 
 
-_references: dict[Schedule, Engine] = {}
-
-
-def reference(stock: Any, schedule: Schedule) -> Engine:
-    """Stock's run on a device that is never late; made once."""
-    if schedule not in _references:
-        _references[schedule] = run(stock, schedule, late=False)
-    return _references[schedule]
-
-
-def wrong(runner_class: Any, stock: Any, schedule: Schedule, *, late: bool = True) -> list[str]:
-    """The first things that are wrong with a class, oldest first; a class that fails is wrong."""
-    try:
-        engine = run(runner_class, schedule, late=late)
-        found = list(islice(mistakes(engine, schedule, waited=False), 3))
-        if not found and schedule.shape.long_drafter:
-            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
-    except Exception as error:
-        # As on a GPU, a wrong index is an error somewhere later.
-        return [f"{type(error).__name__}: {error}"]
-    return found
+wrong = functools.partial(trial.wrong, waited=False)
 
 
 def tokens_wrong(runner_class: Any, schedule: Schedule) -> list[str]:
-    """What is wrong with a run where stock's is wrong, too."""
     return list(mistakes(run(runner_class, schedule, late=True), schedule, waited=False))
 
 
 @EARLY
 @pytest.mark.parametrize("seed", range(LOADS))
-def test_stock_is_right_on_a_device_that_runs_late(stock: Any, seed: int, drained: bool) -> None:
+def test_stock_is_right_on_a_device_that_runs_late(stock: Any, seed: int, drained: bool):
     assert wrong(stock, stock, random_schedule(seed, drained=drained)) == []
 
 
 @pytest.mark.parametrize("wish", ["grammar", "logprobs"])
-def test_stock_is_right_where_the_host_needs_the_tokens(stock: Any, wish: str) -> None:
+def test_stock_is_right_where_the_host_needs_the_tokens(stock: Any, wish: str):
     assert wrong(stock, stock, wishful_schedule(0, (wish,))) == []
 
 
 @EARLY
 @pytest.mark.parametrize("seed", WISHFUL)
-def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drained: bool) -> None:
+def test_min_tokens_counts_tokens_with_the_plugin(counting: Any, seed: int, drained: bool):
     assert tokens_wrong(counting, wishful_schedule(seed, ("min_tokens",), drained=drained)) == []
 
 
-def test_stock_allows_a_stop_token_too_early(stock: Any) -> None:
+def test_stock_allows_a_stop_token_too_early(stock: Any):
     loads = (wishful_schedule(seed, ("min_tokens",), drained=seed == 0) for seed in (0, 1, 7, 9))
     assert any(each.startswith("r") and "tokens" in each for load in loads for each in tokens_wrong(stock, load))
 
@@ -108,23 +87,10 @@ WISHES = {
 }
 
 
-def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
-    """The tokens of a request that reaches the model's length, beside a later one with wishes; and the right tokens."""
-    engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))
-    engine.add("long", prompt, 60, -1)
-    while len(engine.steps) < 9:
-        engine.step()
-    engine.add("wishful", [1, 2, 3], 30, -1, wishes)
-    while engine.busy:
-        engine.step()
-    assert engine.outputs["wishful"] == greedy([1, 2, 3], 30, -1, LONGEST, wishes)
-    return engine.outputs["long"], greedy(prompt, 60, -1, LONGEST)
-
-
 @pytest.mark.parametrize("wish", WISHES)
 def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
     counting: Any, wish: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Draft, "wrong", 97)
     got, right = longest_beside(counting, WISHES[wish])
     assert got == right
@@ -143,7 +109,7 @@ def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
 @pytest.mark.parametrize("least", [0, 6, 20])
 def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
     counting: Any, least: int, release: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     if release.startswith("0.21."):
         pytest.skip("stock 0.21 waits for tokens and drafts of every batch, by a mistake that 0.22 corrects")
     reads: list[str] = []
@@ -194,7 +160,7 @@ def replaced(*, drafts: bool = True, holder: Any = None, penalised: frozenset[st
 
 
 @pytest.mark.parametrize("drafts", [False, True])
-def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool) -> None:
+def test_without_drafts_all_placeholders_are_replaced_as_in_stock(counting: Any, drafts: bool):
     """Then each stands for one token."""
     assert replaced(drafts=drafts, penalised=frozenset({"one"})) == [[7, 3], [8, -1] if drafts else [8, 4]]
 
@@ -209,7 +175,7 @@ class Holder:
         return True
 
 
-def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any) -> None:
+def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any):
     """vLLM reads the tokens of that request only; all are replaced where it does not say which it is."""
     assert replaced(holder=Holder(_state={1: {}})) == [[7, -1], [8, 4]]
     assert replaced(holder=Holder(_state={1: {}}), penalised=frozenset({"one"})) == [[7, 3], [8, 4]]
@@ -219,20 +185,20 @@ def test_placeholders_stay_beside_a_request_with_a_thinking_budget(counting: Any
 @pytest.mark.parametrize("wish", ["penalties", "bad words"])
 def test_stocks_engine_ends_where_a_request_beside_it_reaches_the_longest_sequence(
     stock: Any, wish: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(Draft, "wrong", 97)
     with pytest.raises(AssertionError, match="Sampled token IDs exceed the max model length"):
         longest_beside(stock, WISHES[wish])
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_it_is_found(stock: Any, mistake: str) -> None:
+def test_a_mistake_in_it_is_found(stock: Any, mistake: str):
     faulty = carried(stock, mistake)
     # A copy that runs late reads what the host has put right by then, and hides some of them.
     if not any(wrong(faulty, stock, random_schedule(seed), late=late) for seed in range(4) for late in (False, True)):
         pytest.fail(f"4 loads do not show that {MISTAKES[mistake]}")
 
 
-def test_the_loads_go_through_everything(stock: Any) -> None:
+def test_the_loads_go_through_everything(stock: Any):
     seen = set[str]().union(*(happened(reference(stock, random_schedule(seed))) for seed in (0, 1, 5, 10, 39)))
     assert EVERYTHING - seen == set()

@@ -1,8 +1,4 @@
-"""A patch's entry names the releases that need the patch; here the code of a release tells whether it does.
-
-The plugin decides by the entry and by fingerprints. These tests read bytecode and source instead, so they find an entry
-that names a release too many or too few.
-"""
+"""A patch's entry names the releases that need it, as the bytecode and source of this release say."""
 
 from __future__ import annotations
 

@@ -1,24 +1,19 @@
-"""Top-k alone on a real vLLM release: the same logits are masked, and the device is not asked for the largest k."""
+"""Top-k alone on a real vLLM release."""
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from undone import ledger_of, undone
+from undone import applied, module_of
 
-from vllm_async_spec.vllm_plugin.ledger import State, load_ledger
 from vllm_async_spec.vllm_plugin.patches.top_k_bound import top_k_only
 
-SPEC = next(spec for spec in load_ledger() if spec.name == "top-k-bound")
 VOCABULARY = 64
 
 
 class Reads(TorchDispatchMode):
-    """Counts what asks a tensor for a number, which on a GPU waits for it."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -28,19 +23,12 @@ class Reads(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def sampler(release: str) -> Any:
-    """The module of the release's sampler; releases that the patch is not for are skipped."""
-    if release not in SPEC.releases:
-        pytest.skip(f"the patch is not for {release}")
-    return importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    return module_of(release, "top-k-bound", "vllm.v1.sample.ops.topk_topp_sampler")
 
 
 @pytest.fixture
 def patched(sampler: Any) -> Iterator[None]:
-    """The patch, applied for one test."""
-    with undone():
-        ledger = ledger_of(["top-k-bound"])
-        ledger.install()
-        assert ledger.outcomes["top-k-bound"].state is State.APPLIED, ledger.outcomes["top-k-bound"].detail
+    with applied("top-k-bound"):
         yield
 
 
@@ -78,7 +66,6 @@ def make_batch(*top_k: int) -> Any:
 
 
 def sample(sampler: Any, batch: Any) -> tuple[torch.Tensor, int]:
-    """What is left of random logits, and how many numbers were asked for."""
     rows = batch.num_reqs
     logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
     with Reads() as reads:
@@ -90,8 +77,7 @@ def sample(sampler: Any, batch: Any) -> tuple[torch.Tensor, int]:
 def test_the_same_logits_are_masked_and_nothing_is_asked_for(sampler, top_k):
     expected, reads = sample(sampler, make_batch(*top_k))
     assert reads == 1, "stock vLLM asks for the largest k, or this test sees nothing"
-    with undone():
-        ledger_of(["top-k-bound"]).install()
+    with applied("top-k-bound"):
         masked, reads = sample(sampler, make_batch(*top_k))
     assert reads == 0
     assert torch.equal(masked, expected)
@@ -100,7 +86,6 @@ def test_the_same_logits_are_masked_and_nothing_is_asked_for(sampler, top_k):
 
 @pytest.mark.usefixtures("patched")
 def test_a_batch_that_is_as_it_was_keeps_its_largest_k(sampler):
-    """Another engine of the process makes its metadata in between, with a smaller one."""
     first = make_batch(40)
     other = make_batch(2)
     assert sample(sampler, first)[0].isfinite().sum() == 40

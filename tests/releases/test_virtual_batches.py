@@ -1,4 +1,4 @@
-"""vLLM's builders under chunked local attention: what they tell kernels to attend to, and what they read."""
+"""vLLM's builders under chunked local attention."""
 
 import importlib
 import random
@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from on_device import on_device
-from undone import ledger_of, undone
+from undone import applied
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.backend_builders import layer_module, local_attention_builder
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS as DRAFTS
-from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import virtual_batches
 
 PAGE, CHUNK = 16, 32
@@ -36,14 +35,9 @@ Attention = list[list[int]]
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Iterator[Any]:
-    """vLLM's own function, and the patches in place of it."""
     own = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     layer_module()
-    with undone():
-        ledger = ledger_of(virtual_batches.IMPLEMENTATIONS)
-        ledger.install()
-        for name in virtual_batches.IMPLEMENTATIONS:
-            assert ledger.outcomes[name].state is State.APPLIED, ledger.outcomes[name].detail
+    with applied(*virtual_batches.IMPLEMENTATIONS):
         yield own
 
 
@@ -55,7 +49,6 @@ def builder(stock: Any, request: pytest.FixtureRequest) -> Any:
 
 
 def metadata(query: list[int], exact: list[int]) -> Any:
-    """What a runner gives: exact lengths on the device, and on the host a bound where there is one, else nothing."""
     made = builders.common_metadata(query, exact, block_size=PAGE)
     made.seq_lens_cpu = made.num_computed_tokens_cpu = None
     if hasattr(made, "seq_lens_cpu_upper_bound"):
@@ -65,7 +58,6 @@ def metadata(query: list[int], exact: list[int]) -> Any:
 
 
 def attended(starts: torch.Tensor, lengths: torch.Tensor, block_table: torch.Tensor) -> Attention:
-    """What a causal kernel attends to, given these arguments."""
     seen: Attention = [[] for _ in range(int(starts[-1]))]
     for row, keys in enumerate(lengths.tolist()):
         first, end = starts[row : row + 2].tolist()
@@ -76,7 +68,6 @@ def attended(starts: torch.Tensor, lengths: torch.Tensor, block_table: torch.Ten
 
 
 def expected(given: Any) -> Attention:
-    """Chunked local attention as it is defined."""
     seen: Attention = []
     for row, tokens in enumerate(given.query_start_loc.diff().tolist()):
         length = int(given.seq_lens[row])
@@ -123,22 +114,21 @@ def check(builder: Any, stock: Any, query: list[int], exact: list[int]) -> None:
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str) -> None:
+def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str):
     check(builder, stock, *BATCHES[batch])
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_so_do_they_for_random_batches(builder: Any, stock: Any, seed: int) -> None:
+def test_so_do_they_for_random_batches(builder: Any, stock: Any, seed: int):
     check(builder, stock, *random_batch(seed))
 
 
-def test_one_token_each_needs_one_row_each(builder: Any) -> None:
+def test_one_token_each_needs_one_row_each(builder: Any):
     built = builder.build(0, metadata(*BATCHES["one token each"]))
     assert (len(built.seq_lens), built.max_query_len) == (4, 1)
 
 
-def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the patch is for: the probe, or the policy, sees it as soon as vLLM's own function is asked."""
+def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.MonkeyPatch):
     given = metadata(*BATCHES["drafts"])
     monkeypatch.setattr(layer_module(), "make_local_attention_virtual_batches", stock)
     with on_device(given) as reads:
@@ -150,7 +140,7 @@ def test_stock_reads_the_lengths(builder: Any, stock: Any, monkeypatch: pytest.M
     assert reads.now == {"cpu": 1}
 
 
-def test_cuda_graphs_are_as_upstream_has_them(builder: Any) -> None:
+def test_cuda_graphs_are_as_upstream_has_them(builder: Any):
     from vllm.v1.attention.backends import utils
 
     try:
@@ -164,7 +154,7 @@ def test_cuda_graphs_are_as_upstream_has_them(builder: Any) -> None:
     assert support is AttentionCGSupport.NEVER
 
 
-def test_the_class_of_a_backend_is_made_once(stock: Any) -> None:
+def test_the_class_of_a_backend_is_made_once(stock: Any):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     first = local_attention_builder(FlashAttentionBackend, SETTING, CHUNK, PAGE)
@@ -172,7 +162,7 @@ def test_the_class_of_a_backend_is_made_once(stock: Any) -> None:
     assert type(local_attention_builder(FlashAttentionBackend, SETTING, 2 * CHUNK, PAGE)) is not type(first)
 
 
-def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(stock: Any) -> None:
+def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(stock: Any):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     class Planning(FlashAttentionBackend):
@@ -192,7 +182,7 @@ def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(sto
     assert sync_report().fallbacks == {"chunked local attention": waits}
 
 
-def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any) -> None:
+def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any):
     cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     given = metadata(*BATCHES["drafts around a chunk's end"])
     given.cut_on_device = True
@@ -212,7 +202,7 @@ def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any) ->
         virtual.query_start_loc_cpu  # noqa: B018
 
 
-def test_a_chunk_that_is_not_whole_blocks_is_refused(stock: Any) -> None:
+def test_a_chunk_that_is_not_whole_blocks_is_refused(stock: Any):
     cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
     given = metadata(*BATCHES["drafts"])
     given.cut_on_device = True

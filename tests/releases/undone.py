@@ -3,11 +3,12 @@
 import contextlib
 import importlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import Ledger, State, find_patch, load_ledger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 
@@ -20,6 +21,13 @@ def undone() -> Iterator[pytest.MonkeyPatch]:
         yield patch
         for transaction in reversed(kept):
             transaction.roll_back()
+
+
+def module_of(release: str, patch: str, module: str = "vllm.v1.worker.gpu_model_runner") -> Any:
+    """The release's module that a patch changes; the tests of a release that the patch is not for are skipped."""
+    if release not in find_patch(patch).releases:
+        pytest.skip(f"{patch} is not for {release}")
+    return importlib.import_module(module)
 
 
 def ledger_of(patches: Iterable[str]) -> Ledger:

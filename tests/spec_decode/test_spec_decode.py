@@ -1,4 +1,4 @@
-"""Bookkeeping of drafts on the device: progress carried over many steps, and buffers that no wait protects."""
+"""Bookkeeping of drafts on the device."""
 
 import random
 from types import SimpleNamespace
@@ -16,10 +16,7 @@ ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
 
 
 class Batches:
-    """A runner's batches, seen twice: with what the host may assume of them, and with what is true.
-
-    Requests come and go, change rows, skip steps and return, and get from one token to all of their drafts and one.
-    """
+    """A runner's batches, seen twice: with what the host may assume of them, and with what is true."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.choose = random.Random(seed)
@@ -133,7 +130,7 @@ class Batches:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_progress_is_exact_over_many_steps(seed: int) -> None:
+def test_progress_is_exact_over_many_steps(seed: int):
     batches = Batches(seed, "cpu")
     with sync_policy("error"):
         for _ in range(25):
@@ -141,7 +138,7 @@ def test_progress_is_exact_over_many_steps(seed: int) -> None:
     batches.check()
 
 
-def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pytest.MonkeyPatch):
     """A program of the kernel may write a row's carry before another has read what was there."""
     steps: list[tuple[int, int]] = []
     monkeypatch.setattr(
@@ -156,7 +153,7 @@ def test_a_step_reads_the_carry_of_the_last_and_writes_another(monkeypatch: pyte
     assert steps == [(first, second), (second, first), (first, second)]
 
 
-def test_most_counts_are_those_of_the_last_step() -> None:
+def test_most_counts_are_those_of_the_last_step():
     batches = Batches(1, "cpu")
     assert not batches.progress.drafted
     batches.sent.query_start_loc[:4] = torch.tensor([0, 4, 5, 8])
@@ -168,7 +165,7 @@ def test_most_counts_are_those_of_the_last_step() -> None:
     assert batches.progress.most_counts(2) == [1, 1]
 
 
-def test_what_is_fetched_is_where_the_rows_began() -> None:
+def test_what_is_fetched_is_where_the_rows_began():
     batches = Batches(3, "cpu")
     for _ in range(9):
         batches.step()
@@ -179,7 +176,7 @@ def test_what_is_fetched_is_where_the_rows_began() -> None:
         assert batches.progress.fetched()[:rows] == (torch.tensor(lengths) - tokens).tolist()
 
 
-def test_a_buffer_turns_to_other_memory_and_returns_after_its_depth() -> None:
+def test_a_buffer_turns_to_other_memory_and_returns_after_its_depth():
     buffer: Any = SimpleNamespace(cpu=torch.zeros(3, dtype=torch.int32), np=None)
     turning = RotatingBuffer(buffer, torch.device("cpu"), depth=3)
     seen = []
@@ -192,7 +189,7 @@ def test_a_buffer_turns_to_other_memory_and_returns_after_its_depth() -> None:
     assert seen[3] == seen[0]
 
 
-def test_an_event_that_has_happened_is_not_waited_for_and_another_is_counted() -> None:
+def test_an_event_that_has_happened_is_not_waited_for_and_another_is_counted():
     calls: list[str] = []
     happened = [True]
     event = SimpleNamespace(
@@ -212,13 +209,12 @@ def test_an_event_that_has_happened_is_not_waited_for_and_another_is_counted() -
 
 
 def sleep(choose: random.Random) -> None:
-    """Let the device be late by up to some milliseconds."""
     torch.cuda._sleep(choose.randrange(1, 20_000_000))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("guarded", [True, False])
-def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch):
     """With one buffer and no fence the host overwrites what a late device has yet to copy, and that shows."""
     batches = Batches(11, "cuda")
     batches.step()  # compiles
@@ -240,7 +236,7 @@ def test_staging_is_fenced(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("guarded", [True, False])
-def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
+def test_a_turning_buffer_is_never_written_in_flight(guarded: bool):
     buffer: Any = SimpleNamespace(cpu=torch.zeros(64, dtype=torch.int32, pin_memory=True))
     buffer.np = buffer.cpu.numpy()
     turning = RotatingBuffer(buffer, torch.device("cuda")) if guarded else None
@@ -256,7 +252,7 @@ def test_a_turning_buffer_is_never_written_in_flight(guarded: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_correcting_a_step_waits_for_nothing_on_a_late_device() -> None:
+def test_correcting_a_step_waits_for_nothing_on_a_late_device():
     batches = Batches(2, "cuda")
     for _ in range(3):
         batches.step()

@@ -238,7 +238,6 @@ def _timeline(steps: int, *, wait: bool) -> Timeline:
 
 
 def _host_step(host: list[Item], now: float, shift: float, *, wait: bool) -> float:
-    """Append one step of the worker's thread; where it ends."""
     inputs, metadata = (1680.0, 3920.0) if wait else (760.0, 840.0)
     for kind, label, us, waits in (
         ("scheduling", "schedule", 550.0 + shift, ()),

@@ -59,7 +59,6 @@ def _int32(values: object) -> torch.Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn, *, min_requests: int = 0, most: int = INT32_MAX) -> Batch:
-    """Decode (1), speculative (2 to 8) and prefill (up to 300) rows in any mix, then padding."""
     live = draw(st.integers(min_requests, 12))
     query_lens = [draw(st.one_of(st.just(1), st.integers(2, 8), st.integers(9, 300))) for _ in range(live)]
     contexts = [draw(st.one_of(st.just(0), st.integers(0, 5000), st.just(most - n))) for n in query_lens]
@@ -73,10 +72,9 @@ def batches(draw: st.DrawFn, *, min_requests: int = 0, most: int = INT32_MAX) ->
 
 @st.composite
 def ordered_batches(draw: st.DrawFn, *, query_tokens: int, page: int) -> Batch:
-    """As vLLM orders requests: those with up to `query_tokens` first, then longer ones, then padding.
+    """As vLLM orders requests: up to `query_tokens` first, then longer ones, then padding; rows may be empty.
 
-    Rows may be empty anywhere. Contexts are none, short, long, or end at a page's end or a token to either side. Tokens
-    may be padded as for a CUDA graph, where each padding row has as many as the others.
+    Contexts are none, short, long, or end beside a page's end. Tokens may be padded as for a CUDA graph.
     """
     kinds = {
         "single tokens": st.just(1),

@@ -26,7 +26,6 @@ PLAN = Plan(
 
 
 def measured(speed: float) -> dict[str, Any]:
-    """What a turn's run of a load comes to, at so many steps a second."""
     run = {"seconds": 1.0, "tokens": 2 * speed, "steps": speed, "step_ms": 1000 / speed}
     run |= {"tokens_per_second": 2 * speed, "acceptance_length": 2.0}
     return {"n": 3, "runs": [run] * 3} | {
@@ -37,7 +36,6 @@ def measured(speed: float) -> dict[str, Any]:
 def document(
     speeds: Mapping[str, Sequence[float]], plan: Plan = PLAN, facts: Mapping[str, Any] = FACTS
 ) -> dict[str, Any]:
-    """The result of `plan` with the speed of each arm in each pass, the same for all loads."""
     turns = [
         {
             "pass": number,
@@ -54,5 +52,4 @@ def document(
 
 
 def row(found: Mapping[str, Any], arm: str, load: str = "decode-1") -> dict[str, Any]:
-    """One row of the summary."""
     return next(row for row in found["summary"] if (row["arm"], row["load"]) == (arm, load))

@@ -5,7 +5,6 @@ from benchmarks.timing import Step
 
 
 def walk(orbit: Orbit, tokens: int, draft_tokens: int, start: int) -> list[int]:
-    """Tokens of each step of one request that follows the orbit, the prompt's first."""
     current, emitted = int(orbit.successor[start]), [1]
     while sum(emitted) < tokens:
         accepted = 0
@@ -17,7 +16,6 @@ def walk(orbit: Orbit, tokens: int, draft_tokens: int, start: int) -> list[int]:
 
 
 def as_steps(requests: list[list[int]]) -> list[Step]:
-    """Steps of an engine that runs these requests side by side."""
     longest = max(map(len, requests))
     return [
         Step(

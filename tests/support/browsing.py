@@ -81,7 +81,6 @@ def look(browser: Browser, width: int = 1280, scheme: str = "light", script: boo
 
 
 def assert_readable(browser: Browser, width: int) -> None:
-    """The page that is shown fits into the width, its text stands out from the ground, and it has fetched nothing."""
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert browser.execute_script(RIGHTMOST) <= width
     contrasts = browser.execute_script(CONTRASTS)

@@ -1,8 +1,4 @@
-"""Callers of a `ContinuousBatcher` that misbehave, and a plain model of what must come of each request all the same.
-
-All runs in one thread and by one seed, so that a red run can be repeated: the test steps the batcher, turns the event
-loops of the callers a little, closes them in the middle, and lets faults happen inside a step.
-"""
+"""Callers of a `ContinuousBatcher` that misbehave, in one thread by one seed, and a model of what must come."""
 
 from __future__ import annotations
 
@@ -42,7 +38,6 @@ def token_at(prompt: tuple[int, ...], position: int) -> int:
 
 
 def whole(prompt: tuple[int, ...]) -> list[int]:
-    """What the stubbed model makes of a prompt, to the end or as far as there is room."""
     tokens: list[int] = []
     while len(prompt) + len(tokens) < LENGTH and STOP not in tokens:
         tokens.append(token_at(prompt, len(prompt) + len(tokens)))
@@ -66,8 +61,6 @@ class StubRunner:
 
 
 class StubStep:
-    """One step of a `StubRunner`, as `OpenStep`."""
-
     def __init__(self, runner: StubRunner) -> None:
         self._runner = runner
         self._results = torch.zeros(runner.rows, 3 + runner.drafts, dtype=torch.int64)
@@ -103,8 +96,6 @@ class StubStep:
 
 @dataclass
 class Late:
-    """An `Arrival`."""
-
     chance: random.Random
 
     def query(self) -> bool:
@@ -116,7 +107,6 @@ class Late:
 
 @contextlib.contextmanager
 def stubbed() -> Iterator[None]:
-    """Batchers that are made inside call no model in a step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batcher, "Runner", StubRunner)
         yield
@@ -134,15 +124,12 @@ class FaultyLoop(asyncio.SelectorEventLoop):
         return super().call_soon_threadsafe(*args, **kwargs)
 
     def turn(self) -> None:
-        """Run what is ready."""
         self.call_soon(self.stop)
         self.run_forever()
 
 
 @dataclass
 class Reader:
-    """One iteration over a request, in a loop that a test turns."""
-
     kind: str
     loop: FaultyLoop
     enough: int
@@ -169,8 +156,6 @@ class Reader:
 
 @dataclass
 class Asked:
-    """A request, and what may become of it."""
-
     request: Request
     reasons: set[str] = field(default_factory=lambda: {"eos", "length"})
     readers: list[Reader] = field(default_factory=list)
@@ -289,7 +274,6 @@ class World:
         return [asked for asked in self.asked if any(reader.loop is loop for reader in asked.readers)]
 
     def misbehave(self, loop: FaultyLoop) -> None:
-        """What a step gets when it asks a loop to wake somebody."""
         if not self.in_step:
             return
         if self.closes_inside:

@@ -1,7 +1,6 @@
-"""Backends in plain PyTorch that attend: a right one, and some with one fault each that only attending can show.
+"""Backends in plain PyTorch that attend: right ones, and some with one fault that only attending can show.
 
-What each should be found to be is in its `fault`, part of a sentence that must be reported; the line that ends in
-`# here` is the site that must be named.
+A part of the sentence that must be reported is in `fault`; the site that must be named ends in `# here`.
 """
 
 import warnings
@@ -202,7 +201,7 @@ class Reads(Right):
 
 
 class Uploads(Right):
-    """A blocking copy to the device, as of a list that is made anew in each forward."""
+    """A blocking copy to the device."""
 
     fault = "in its forward it waits: copy to device (tensor)"
 

@@ -1,12 +1,15 @@
-"""Builders of `compat_planted` put through the suite, without vLLM and without a GPU."""
+"""Planted builders put through the suite without vLLM and without a GPU, their lines, and a report of them."""
 
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_async_spec.compat.cases import CASES, our_metadata
 from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 
@@ -19,3 +22,14 @@ def subject(kind: Callable[[torch.device], Any], name: str = "planted") -> Subje
 
 def checked(kind: Callable[[torch.device], Any], *names: str) -> BackendResult:
     return check(subject(kind), SimulatedDevice(), cases=[NAMED[name] for name in names or NAMED])
+
+
+def line_of(kind: type) -> str:
+    """`file:line` of the line that ends in `# here`."""
+    lines, first = inspect.getsourcelines(kind)
+    at = first + next(at for at, line in enumerate(lines) if "# here" in line)
+    return f"{Path(inspect.getfile(kind)).name}:{at}"
+
+
+def report(*found: BackendResult) -> Report:
+    return Report("0.1.0", None, torch.__version__, "cpu", None, "2026-11-24", "compat", (), found)

@@ -1,13 +1,17 @@
-"""`vllm-async-spec compat` in this process, for tests of the command."""
+"""`vllm-async-spec compat` in this process and in one of its own, for tests of the command."""
 
+import importlib.util
+import subprocess
 from pathlib import Path
 
 import pytest
+from command_line import COMMAND
 from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
 
 SUPPORT = Path(__file__).parent
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
 @pytest.fixture
@@ -22,3 +26,8 @@ def in_support(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compat(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["compat", *arguments])
+
+
+def installed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, since vLLM stays what it is imported as."""
+    return subprocess.run([*COMMAND, "compat", *arguments], capture_output=True, text=True)

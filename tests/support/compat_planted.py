@@ -1,7 +1,6 @@
 """Builders with one fault each, and clean ones, for the tests of the suite: plain PyTorch, no vLLM.
 
-What each should be found to be is in its `need` and `fault`; `fault` is part of a sentence that must be reported in the
-case `case`, and the line of it that ends in `# here` is the site that must be named.
+`need` and, in the case `case`, a sentence with `fault` must be found; the site that must be named ends in `# here`.
 """
 
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ class Built:
 
 
 class Builder:
-    """What all have in common, and right."""
-
     need: ClassVar[Need] = Need.NONE
     fault: ClassVar[str | None] = None
     note: ClassVar[str | None] = None
@@ -243,8 +240,6 @@ class NoLengths(Builder):
 
 
 class BoundForTruth(Builder):
-    """A kernel would read the bound where it should read the length."""
-
     need, fault = Need.EXACT, "extra is"
 
     def extra(self, metadata: Any) -> Any:

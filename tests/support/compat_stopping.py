@@ -27,6 +27,4 @@ class HangsUp(Ends):
 
 
 class Kills(Ends):
-    """No handler can see it."""
-
     signal = signal.SIGKILL

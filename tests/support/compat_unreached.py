@@ -38,8 +38,6 @@ class Callee(Builder):
 
 
 class OneLine(Builder):
-    """A condition on the line of the call."""
-
     def extra(self, metadata: Any) -> Any:
         total = metadata.seq_lens.sum().item() if metadata.num_reqs > 1_000_000 else 0  # told
         longest = metadata.num_reqs > 1_000_000 and metadata.seq_lens.tolist()  # told

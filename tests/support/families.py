@@ -38,7 +38,6 @@ with answering() as answer:
 
 
 def begin(*arguments: str) -> subprocess.Popen[str]:
-    """A Python process with these arguments."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, *arguments]
     return subprocess.Popen(
@@ -53,7 +52,6 @@ def heed_signals() -> None:
 
 
 def family(process: subprocess.Popen[str]) -> list[int]:
-    """The identifiers in the first line that a process prints."""
     assert process.stdout is not None
     found = [int(word) for word in process.stdout.readline().split()]
     assert found, process.stderr and process.stderr.read()
@@ -61,7 +59,6 @@ def family(process: subprocess.Popen[str]) -> list[int]:
 
 
 def left(identifiers: Iterable[int], patience_s: float = 20) -> list[int]:
-    """Which of these processes run on after some patience."""
     remaining, end = list(identifiers), time.monotonic() + patience_s
     while remaining and time.monotonic() < end:
         time.sleep(0.02)
@@ -78,7 +75,6 @@ def _runs(identifier: int) -> bool:
 
 
 def of_session(parent: int) -> list[int]:
-    """The processes of the sessions that the children of `parent` lead."""
     stats = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

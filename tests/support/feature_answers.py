@@ -66,7 +66,6 @@ GOOD = {"chunks": 3, "resumed": 2, "cached": 50, "decoded": 100}
 
 
 def good(feature: Feature) -> dict[str, Any]:
-    """As `served`, with all that the checks look for."""
     made = served(feature, steps=dict(GOOD), mrope=True)
     texts = {"regex": "abc de fg!", "choice": "draft", "json": '{"name": "draft", "up": true}'}
     for ask, request in zip(feature.asks(), made["requests"], strict=True):

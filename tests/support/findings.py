@@ -22,18 +22,7 @@ BOUND = [36, 103, 20]
 def context_parallel_lengths(
     device: torch.device, *, host: list[int], mended: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Run the lines of the V1 runner that tell kernels how much of each request lies on this GPU.
-
-    They are compiled from the source of the vLLM that is imported, and run by a stand-in for the runner.
-
-    Args:
-        device: Of the runner.
-        host: What the runner's host knows of the lengths; the device knows `EXACT`.
-        mended: Whether the plugin mends the runner before.
-
-    Returns:
-        What kernels are given, and what they would be given of exact lengths.
-    """
+    """What the V1 runner's own lines tell kernels of each request's part on this GPU, run by a stand-in."""
     module: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     lines = _only(module.GPUModelRunner._build_attention_metadata, ast.If, "self.dcp_local_seq_lens.cpu[")
     count = len(EXACT)
@@ -60,14 +49,17 @@ def context_parallel_lengths(
     return given.dcp_local_seq_lens.tolist(), right.tolist()
 
 
+def check_context_parallel_lengths(device: str) -> None:
+    """Stock tells kernels of rejected drafts where the host knows a bound; the plugin does not."""
+    given, right = context_parallel_lengths(torch.device(device), host=BOUND)
+    assert all(more > exact for more, exact in zip(given, right, strict=True)), (given, right)
+    for host, mended in ((EXACT, False), (BOUND, True)):
+        given, right = context_parallel_lengths(torch.device(device), host=host, mended=mended)
+        assert given == right
+
+
 def lengths_of_a_late_device(*, asynchronous: bool) -> tuple[list[int], list[int]]:
-    """Run the lines of the V1 runner from 0.19 on that send computed tokens, and that of a draft step which adds one.
-
-    The batch has no drafts, and the device copies what it is sent after the draft step.
-
-    Returns:
-        What the runner sends, and what the device gets.
-    """
+    """Run the lines of the V1 runner from 0.19 on that send computed tokens, on a device that copies late."""
     module: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     runner, draft = module.GPUModelRunner, importlib.import_module("vllm.v1.spec_decode.eagle").EagleProposer
     device, host = _LateTensor(), torch.tensor(EXACT, dtype=torch.int32)
@@ -90,8 +82,6 @@ def lengths_of_a_late_device(*, asynchronous: bool) -> tuple[list[int], list[int
 
 
 class _LateTensor:
-    """Takes copies that were asked for without waiting when it is looked at, and not before."""
-
     def __init__(self) -> None:
         self._sent: torch.Tensor | None = None
 
@@ -107,7 +97,6 @@ class _LateTensor:
 
 
 def _only(owner: Any, kind: type[ast.stmt], text: str) -> ast.stmt:
-    """The innermost statement of this kind in the source of `owner` that has this text."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
     found = [node for node in ast.walk(tree) if isinstance(node, kind) and text in ast.unparse(node)]
     inner = [node for node in found if not any(other is not node and other in ast.walk(node) for other in found)]

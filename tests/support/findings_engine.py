@@ -36,17 +36,9 @@ BUSY = 400_000_000
 def found(
     finding: str, models: tuple[Path, Path], way: str, *, environment: Mapping[str, str] = os.environ, first: str = ""
 ) -> Any:
-    """What this file prints of `finding`, in a process of its own with stock vLLM.
+    """What this file prints of `finding`, in a process of its own with stock vLLM; `way` is `async` or `sync`.
 
-    Args:
-        finding: A name of `FINDINGS`.
-        models: Directories of the target and of the drafter.
-        way: `async` or `sync`.
-        environment: Of the process.
-        first: Python that the process runs before, as a control that breaks what it imports.
-
-    Raises:
-        RuntimeError: It printed nothing; the message has the end of its log.
+    The process runs `first` before, as a control that breaks what it imports. RuntimeError: it printed nothing.
     """
     own = {"VLLM_ASYNC_SPEC": "off", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [environment.get("PYTHONPATH")])])
@@ -60,10 +52,7 @@ def found(
 
 
 def sliding(models: Any, folder: Path) -> tuple[Path, Path]:
-    """The demo's target with a window of `WINDOW` tokens in all layers, and a drafter like it that knows nothing.
-
-    The drafter has a layer of the same sizes, so that one manager has the blocks of both.
-    """
+    """The demo's target with a window in all layers, and a drafter of the same sizes, so of one block manager."""
     from vllm_async_spec.demo.model import ModelShape, TinyLlama
     from vllm_async_spec.demo.train import TARGET, byte_tokenizer, save
 
@@ -114,12 +103,10 @@ class Engine:
 
     @property
     def runner(self) -> Any:
-        """The model runner."""
         worker = self.core.model_executor.driver_worker
         return getattr(worker, "worker", worker).model_runner
 
     def step(self) -> None:
-        """One step of the engine; what it gives is kept."""
         for output in self._engine.step():
             self.tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
 
@@ -177,10 +164,10 @@ def pause(engine: Engine) -> dict[str, Any]:
 
 @contextmanager
 def _first_positions(engine: Engine) -> Iterator[list[dict[str, int]]]:
-    """Of each request that was scheduled while nothing was in flight, having had drafts in the step before:
+    """Of each request with drafts in the step before and nothing in flight: three numbers.
 
-    `sent`, the computed tokens that the runner was told; `given`, the position of its first token in the step, as the
-    device has it; `rejected`, how many of those drafts were rejected.
+    `sent` are the computed tokens that the runner was told, `given` is the position of its first token on the device,
+    and `rejected` how many of those drafts were rejected.
     """
     steps: list[dict[str, int]] = []
     rejected: dict[str, int] = {}
@@ -246,9 +233,9 @@ def late(engine: Engine) -> dict[str, Any]:
 
 
 def window(engine: Engine) -> dict[str, Any]:
-    """Keys that the first token of a step sees, and that were freed when the step was scheduled.
+    """Keys that the first token of a step sees and that were freed when the step was scheduled.
 
-    A step's exact start is known when all outputs before it are processed, which is right before its own is.
+    A step's exact start is known when all outputs before it are processed.
     """
     scheduler = engine.core.scheduler
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -298,10 +285,9 @@ def reset(engine: Engine) -> dict[str, Any]:
 
 @contextmanager
 def _prompts_on_time(engine: Engine) -> Iterator[None]:
-    """The host waits for what it sends with a batch without drafts: prompts, and what is computed again.
+    """The host waits for what it sends with prompts, which are not this finding's.
 
-    Else drafting writes into it if the device is late, up to 0.29, which is what `late` shows: tokens would change
-    that nothing but the host's load has disturbed.
+    Else drafting writes into it if the device is late, up to 0.29, as `late` shows, and tokens would change.
     """
     runner = engine.runner
     prepare = runner._prepare_inputs
@@ -320,7 +306,6 @@ def _prompts_on_time(engine: Engine) -> Iterator[None]:
 
 
 def _until_it_fails(serve: Callable[[], list[list[int]]]) -> tuple[list[list[int]], str | None]:
-    """The tokens; or none, and how and where the engine failed."""
     try:
         return serve(), None
     except Exception as error:

@@ -86,10 +86,7 @@ def make_batches_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: Any) -> tuple[Any, torch.Tensor]:
-    """Generate from the same seed each time: the output, and the generator's state afterwards.
-
-    What of `kwargs` can be called makes the argument anew, so that nothing is shared by two calls.
-    """
+    """Generate from one seed: the output, and the generator's state afterwards; callables make arguments."""
     torch.manual_seed(5)
     given = {name: make() if callable(make) else make for name, make in kwargs.items()}
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +98,6 @@ def seeded(model: Any, inputs: dict[str, Any], way: dict[str, Any], **kwargs: An
 
 
 def assert_same(synchronous: Any, asynchronous: Any) -> None:
-    """Every tensor of the two outputs, and the caches, are the same bits."""
     if isinstance(synchronous, torch.Tensor):
         assert type(synchronous) is type(asynchronous)
         assert torch.equal(synchronous, asynchronous)

@@ -1,9 +1,8 @@
 """One wait is taken away from interleaved generation, and delays show that the tokens go wrong.
 
     python tests/support/interleaving_controls.py CONTROL
-
-Needs a CUDA device. Prints `right with every wait`, then `wrong without one` or `right without one`; where steps that
-run into each other break the device's context, the process ends with a CUDA error instead.
+Needs a CUDA device. Prints `right with every wait`, then `wrong without one` or `right without one`, or ends with a
+CUDA error.
 """
 
 import contextlib
@@ -57,7 +56,6 @@ def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def generate(model: Any, inputs: dict[str, Any], *, seed: int = 0, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and the generator's state afterwards."""
     torch.manual_seed(seed)
     tokens = model.generate(**inputs, **kwargs)
     return tokens.cpu(), torch.cuda.get_rng_state()
@@ -130,8 +128,6 @@ def _late_prompts() -> Any:
 
 @dataclass(frozen=True)
 class Control:
-    """A wait that is taken away, and where delays must be for it to matter."""
-
     taken: Callable[[], list[tuple[Any, str, Any]]]
     steps: bool = False
     flags: bool = False
@@ -158,7 +154,6 @@ CONTROLS = {
 
 
 def main(name: str) -> int:
-    """Run one control; see the module."""
     control = CONTROLS[name]
     model = make_model()
     inputs = prompts([3, 1], 3)

@@ -18,7 +18,6 @@ from vllm_async_spec.generation import decode, interleaved, workspace
 
 @pytest.fixture
 def recorded():
-    """As `as_graphs`, for one test."""
     with as_graphs():
         yield
 

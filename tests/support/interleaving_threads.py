@@ -1,9 +1,8 @@
 """One thread captures a step while another begins to generate with another model, with turns and without.
 
     python tests/support/interleaving_threads.py
-
-Needs a CUDA device. Prints `right with turns`, then `wrong without turns` or `right without turns`; where what the one
-launches in the other's capture breaks the device's context, the process may end with a CUDA error instead.
+Needs a CUDA device. Prints `right with turns`, then `wrong without turns` or `right without turns`, or ends with a
+CUDA error.
 """
 
 import contextlib

@@ -11,10 +11,7 @@ import torch
 
 
 def compare_on_a_gpu_or_interpreted(compare: Callable[[str], None]) -> None:
-    """Call a test module's `compare(device)`: with `cuda` here, or with `cpu` where Triton interprets its kernels.
-
-    That is a process of its own, because Triton chooses the interpreter when it is first imported.
-    """
+    """Call a module's `compare("cuda")` here, or `compare("cpu")` in a process whose Triton interprets."""
     if torch.cuda.is_available():
         compare("cuda")
         return

@@ -1,7 +1,6 @@
 """FlashAttention's contract, written down a second time: one request, one head, one query token at a time.
 
-Slow on purpose and independent of the package, so that the adapters' arguments are compared with what the functions
-are documented to do with them (flash-attn's README and docstrings), not with our own reading of the metadata.
+Slow on purpose and independent of the package: it follows flash-attn's README and docstrings.
 """
 
 import math

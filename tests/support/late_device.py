@@ -59,11 +59,7 @@ class LateArrival:
 
 @dataclass
 class LateStreams:
-    """`Streams` on the CPU whose work runs when somebody waits for it, and, if seeded, some of it at random before.
-
-    The order is that in which it was launched. A buffer that the host fills too early is read when its work runs, as on
-    a GPU.
-    """
+    """`Streams` on the CPU whose work runs in order when somebody waits for it; if seeded, some before."""
 
     seed: int | None = None
     waits: int = 0

@@ -12,5 +12,4 @@ def _add_one(values, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 def add_one(tensor: torch.Tensor) -> None:
-    """Add one to each element, unseen by PyTorch."""
     _add_one[(triton.cdiv(tensor.numel(), 64),)](tensor, tensor.numel(), BLOCK=64)

@@ -51,7 +51,6 @@ def shown(value: Any) -> Any:
 
 @contextlib.contextmanager
 def masks_made() -> Iterator[list[Any]]:
-    """The calls in which transformers makes the masks of a step."""
     from transformers.generation import utils
 
     made: list[Any] = []

@@ -1,8 +1,7 @@
 """CUDA graphs without CUDA: a step whose operations are recorded once, and then repeated on the same tensors.
 
-What a CUDA graph freezes is frozen here: addresses, sizes, and every value that came from the host. A step that reads
-the device on the host can't be recorded, as it can't be captured. A graph keeps nothing alive but what was made in its
-capture: what a recording reads beside that, and nobody else has kept, is missed when it is repeated.
+As in a CUDA graph, addresses, sizes and values of the host are frozen, a read of the device is refused, and nothing
+is kept alive but what the recording made: what nobody else has kept is missed.
 """
 
 from collections.abc import Callable
@@ -23,8 +22,6 @@ class FreedError(AssertionError):
 
 
 class RecordedSteps:
-    """Takes the place of `StepGraphs`."""
-
     pool: Any = None
 
     def __init__(

@@ -58,7 +58,6 @@ class World:
         return listing(self.root)
 
     def server(self) -> Server:
-        """A server that has just started."""
         return Server()
 
     def abandoned(self, count: int = 1) -> list[Path]:

@@ -27,10 +27,7 @@ PLAN = ServePlan(
 
 
 class Fakes:
-    """The made-up servers and client of one test."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let `servers` start them, with everything they write in `folder`."""
         self.folder = folder
         (folder / "events").touch()
         self.fail({})
@@ -48,16 +45,13 @@ class Fakes:
 
     @property
     def events(self) -> list[str]:
-        """What was started and asked for, in order: "start ARM" and "LOAD-PASS ARM"."""
         return (self.folder / "events").read_text().splitlines()
 
     @property
     def loads(self) -> list[str]:
-        """The loads among the events."""
         return [event for event in self.events if event.startswith(("rate", "closed"))]
 
     def run(self, plan: ServePlan = PLAN, **options: Any) -> tuple[bool, ServeFile, list[str]]:
-        """Run the plan; whether it is done, its file, and the lines of progress."""
         result, lines = ServeFile(self.folder / "result.json", plan), list[str]()
         runner = ServeRunner(plan, result, command="a command", envs={}, cache=self.folder, report=lines.append)
         return runner.run(**options), result, lines

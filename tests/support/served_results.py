@@ -4,7 +4,6 @@ from typing import Any
 
 
 def raw_result(requests: int, speed: float, *, failed: int = 0) -> dict[str, Any]:
-    """The result of so many requests; latencies are the shorter, the higher the speed."""
     errors = ["Traceback:\n  ...\nConnectionResetError: lost"] * failed + [""] * (requests - failed)
     raw: dict[str, Any] = {"completed": requests - failed, "failed": failed, "duration": 1.0, "errors": errors}
     raw |= {"total_output_tokens": 10 * requests, "request_throughput": speed, "request_goodput": speed}

@@ -1,7 +1,7 @@
 """CUDA streams without CUDA: each does its work when it likes, in any order that the events between them allow.
 
-`CudaSlots` and `CudaFlagChannel` run as they are, on streams and events of this file. What they launch is put off, and
-done at random: so an order that nothing enforces comes out wrong sooner or later, and with the same seed again.
+What `CudaSlots` and `CudaFlagChannel` launch is put off, and done at random by a seed. So an order that nothing
+enforces comes out wrong sooner or later.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class Stream:
 
 
 class Event:
-    """One recording of an event."""
-
     happened = False
 
     def happen(self) -> None:
@@ -143,8 +141,6 @@ class PutOffSteps(RecordedSteps):
 
 
 class Ring(PinnedRing):
-    """With events, as where buffers are pinned."""
-
     def fence(self) -> Any:
         event = SimulatedEvent()
         event.record(_device[0].current)

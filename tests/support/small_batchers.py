@@ -29,7 +29,6 @@ PROMPTS = prompts(LENGTHS)
 
 
 def generated(kind: str, prompt: list[int], new_tokens: int, eos: Sequence[int] = EOS) -> list[int]:
-    """What transformers' own loop makes of one prompt, greedily."""
     ids = torch.tensor([prompt])
     made = tiny_models.model(kind).generate(
         ids,

@@ -57,7 +57,6 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def model(kind: str) -> Any:
-    """A model in evaluation mode; the same one at each call."""
     torch.manual_seed(0)
     name, numbers = _KINDS[kind]
     made_of = getattr(transformers, name)
@@ -67,7 +66,6 @@ def model(kind: str) -> Any:
 
 
 def prompts(lengths: list[int], side: str, seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
-    """Random prompts of these lengths, padded with 0 on one side: `input_ids` and `attention_mask`."""
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     ids = torch.zeros(len(lengths), longest, dtype=torch.long)

@@ -28,7 +28,6 @@ class Recording:
     correlation: int = 0
 
     def runtime(self, name: str, start: float, us: float, thread: int = MAIN) -> int:
-        """A call of the CUDA runtime; its number, by which the device's work names it."""
         self.correlation += 1
         self.events.append(
             {
@@ -48,12 +47,10 @@ class Recording:
         self.events.append({"cat": "kernel", "name": name, "ts": 1e6 + start, "dur": us, "args": args})
 
     def copy(self, call: float, us: float, kind: str, size: int, at: float, thread: int = MAIN) -> None:
-        """An asynchronous copy: the call, and the copy itself, which takes a microsecond."""
         args = {"correlation": self.runtime("cudaMemcpyAsync", call, us, thread), "stream": 7, "bytes": size}
         self.events.append({"cat": "gpu_memcpy", "name": f"Memcpy {kind}", "ts": 1e6 + at, "dur": 1, "args": args})
 
     def call(self, what: str, start: float, end: float, line: int, thread: int = MAIN) -> None:
-        """A Python call that a recorder noted."""
         self.calls.append({"thread": thread, "what": what, "start": ns(start), "end": ns(end), "stack": stack(line)})
 
     def span(self, phase: str, name: str, start: float, end: float, thread: int = MAIN) -> None:

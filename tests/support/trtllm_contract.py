@@ -1,12 +1,9 @@
 """The contract of FlashInfer's trtllm-gen and XQA functions, written down a second time: one request at a time.
 
-A stand-in for kernels that most machines can't run, independent of the package: what the functions' docstrings and
-checks ask of each argument is asserted, what they can't check (they would have to wait) is asserted too, and what they
-compute is computed from the arguments alone. Sources: flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1, `decode.py`,
-`prefill.py`, `xqa.py` and `csrc/xqa/mha.cu`; names and defaults of the parameters are theirs.
-
-What a kernel leaves undefined is NaN here. KV slots behind a request's end should be NaN too, so that
-reading one shows.
+A stand-in for kernels that most machines can't run, independent of the package: it asserts what docstrings and checks
+ask of each argument, and computes from the arguments alone. What a kernel leaves undefined is NaN, and so should KV
+slots behind a request's end be. Sources: flashinfer-python 0.6.6, 0.6.14 and 0.7.0.post1, `decode.py`, `prefill.py`,
+`xqa.py` and `csrc/xqa/mha.cu`.
 """
 
 import inspect
@@ -115,7 +112,6 @@ _XQA_BEFORE = _XQA.replace(parameters=[each for each in _XQA.parameters.values()
 
 
 def xqa_batch_decode_with_kv_cache_before_0_6_16(*given: Any, **named: Any) -> torch.Tensor:
-    """The same without ragged queries."""
     call = _XQA_BEFORE.bind(*given, **named)
     call.apply_defaults()
     q_len_per_req, window_left = call.arguments["q_len_per_req"], call.arguments["window_left"]

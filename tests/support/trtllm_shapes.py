@@ -1,5 +1,3 @@
-"""Shapes that trtllm-gen and XQA take, and FlashInfer's features before and after ragged batches."""
-
 from dataclasses import replace
 
 import torch

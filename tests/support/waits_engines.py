@@ -36,8 +36,6 @@ AUDIT = {
 
 @dataclass
 class Engines:
-    """Every engine that was started, and every command."""
-
     started: list[Arm] = field(default_factory=list)
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Engine, command and case."""

@@ -1,7 +1,6 @@
-"""Runs a command that starts an engine of any number of ranks, and ends the command when it makes no progress.
+"""Runs a command that starts an engine of any number of ranks, and ends it when it makes no progress.
 
-Progress is new output, or a compiler that runs. The failure holds the Python stacks of all processes of the command,
-and no process is left.
+Progress is new output, or a compiler that runs. The failure holds the Python stacks of all processes.
 """
 
 import os
@@ -33,14 +32,7 @@ class HungError(AssertionError):
 
 
 class Watched:
-    """A running command.
-
-    Args:
-        command: the program and its arguments.
-        log: file for standard output and standard error; the folder of the stacks' files lies beside.
-        environment: of the command; None is this process's.
-        silent_s: see `SILENT_S`.
-    """
+    """A running command; its log and the files of its stacks lie in one folder."""
 
     def __init__(
         self,
@@ -62,11 +54,6 @@ class Watched:
             )
 
     def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached` or the end of the command.
-
-        Raises:
-            HungError: there was no progress for `silent_s` seconds before.
-        """
         seen, since = 0, time.monotonic()
         while self.process.poll() is None and not reached():
             written = progress(self.text())
@@ -80,16 +67,10 @@ class Watched:
             time.sleep(_POLL_S)
 
     def wait(self) -> int:
-        """Wait for the end of the command, and return its exit code.
-
-        Raises:
-            HungError: as in `wait_until`.
-        """
         self.wait_until(lambda: False)
         return self.process.wait()
 
     def text(self) -> str:
-        """The log so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def processes(self) -> list[int]:
@@ -97,7 +78,6 @@ class Watched:
         return [int(file.name) for file in sorted(self._stacks.iterdir())]
 
     def compiles(self) -> bool:
-        """Whether one of `COMPILERS` runs for the command."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):  # ended meanwhile
                 name, _, fields = stat.read_text(errors="replace").partition("(")[2].rpartition(")")
@@ -107,12 +87,10 @@ class Watched:
         return False
 
     def end(self) -> None:
-        """End all processes of the command that are left."""
         end_group(self.process.pid)
         self.process.wait()
 
     def _all_stacks(self) -> str:
-        """The Python stacks of all running processes of the command, each with its title."""
         files = {self._stacks / str(pid): Path(f"/proc/{pid}/cmdline") for pid in self.processes()}
         # A signal that no handler takes would end the process: only the owners of a file have the handler.
         for file in files:
@@ -147,7 +125,6 @@ def watched(
     environment: Mapping[str, str] | None = None,
     silent_s: float = SILENT_S,
 ) -> Iterator[Watched]:
-    """A running command, of which no process is left afterwards. For the arguments see `Watched`."""
     running = Watched(command, log, environment, silent_s)
     try:
         yield running

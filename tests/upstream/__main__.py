@@ -90,7 +90,6 @@ def _test_files(path: Path) -> list[Path]:
 
 
 def expected_patches() -> dict[str, list[str]]:
-    """Patches that must be applied on this machine, with their modules."""
     return {
         spec.name: [target.module for target in spec.targets if RELEASE in target.fingerprints]
         for spec in load_ledger()
@@ -212,7 +211,6 @@ class _Comparison:
                 self.console.print(f"{title}: {each.case}\n  stock:  {each.stock}\n  plugin: {each.plugin}")
 
     def _print_uncollected(self, first: dict[str, tuple[FileRecord, FileRecord]]) -> None:
-        """What could not be compared, or only in part: by file, with the reason."""
         for file, (stock, _) in first.items():
             reasons = [
                 f"not collected: {detail}" for outcome, detail in stock.cases.values() if outcome == "not collected"

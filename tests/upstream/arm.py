@@ -1,8 +1,6 @@
 """One arm of `make test-upstream`: a process with vLLM imported, which forks for each file of upstream's tests.
 
-    arm.py JOB    where JOB is JSON: source, out, way, modules, files, seconds, case_seconds
-
-A fork costs nothing beside an import of vLLM, and a file that crashes or hangs takes no other with it.
+arm.py JOB    where JOB is JSON: source, out, way, modules, files, seconds, case_seconds
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""A Hugging Face cache with the configurations of the models that upstream's tests name most: no weights, no tokenizer.
-
-Upstream's scheduler and builders are tested with models of which nothing but the configuration is read.
-"""
+"""A Hugging Face cache with configurations of the models that upstream's tests name most: no weights, no tokenizer."""
 
 import json
 from pathlib import Path
@@ -54,7 +51,6 @@ _COMMIT = "0" * 40
 
 
 def write_hub(home: Path) -> None:
-    """Write what `HF_HOME` is to name."""
     for name, config in CONFIGS.items():
         model = home / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = model / "snapshots" / _COMMIT

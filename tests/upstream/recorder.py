@@ -18,8 +18,6 @@ _VARYING = (
 
 
 class Recorder:
-    """A pytest plugin that appends to one file."""
-
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._phases: list[tuple[str, str]] = []
@@ -61,7 +59,6 @@ def plugin_state() -> dict[str, str] | None:
 
 
 def _phase(report: pytest.TestReport) -> str | None:
-    """What this phase makes of the case, None if nothing."""
     if report.failed:
         return "failed" if report.when == "call" else f"failed in {report.when}"
     if report.skipped:

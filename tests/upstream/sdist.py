@@ -24,12 +24,9 @@ class SdistError(RuntimeError):
 
 
 def tests_of_vllm(cache: Path) -> Path:
-    """The directory that has `tests/` of vLLM `RELEASE`, downloaded unless it is there.
+    """The directory that has `tests/` of vLLM `RELEASE`, downloaded unless it is there; SdistError if it can't be had.
 
-    pip can't do it: `pip download --no-binary` runs the build of what it downloads.
-
-    Raises:
-        SdistError: no index has it, or what it has is not what we know.
+    `pip download --no-binary` would build what it downloads.
     """
     target = cache / f"vllm-{RELEASE}"
     if target.is_dir():
@@ -76,7 +73,6 @@ def _get(url: str) -> bytes:
 
 
 def _indexes() -> list[str]:
-    """Those that pip uses."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
     )

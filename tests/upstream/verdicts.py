@@ -14,8 +14,6 @@ MISSING: Result = ("not run", "")
 
 @dataclass
 class FileRecord:
-    """What one arm found in one file."""
-
     cases: dict[str, Result] = field(default_factory=dict)
     ended: str = "no record"
     plugin: list[dict[str, str] | None] = field(default_factory=list)
@@ -23,14 +21,11 @@ class FileRecord:
 
     @property
     def broke_off(self) -> bool:
-        """Whether its process was killed or crashed, so that cases may be missing."""
         return not self.ended.startswith("exit ") or len(self.plugin) < 2
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A case whose results with the plugin are not among those of stock vLLM."""
-
     case: str
     stock: tuple[Result, ...]
     plugin: tuple[Result, ...]
@@ -58,9 +53,9 @@ def results(record: FileRecord, file: str) -> dict[str, Result]:
 
 
 def differing(file: str, stock: Sequence[FileRecord], plugin: Sequence[FileRecord]) -> list[Difference]:
-    """Cases that the plugin gives a result that stock never gave, in as many runs as there are records.
+    """Cases that the plugin gives a result that stock never gave.
 
-    Where both arms broke off, what neither or only one got to can't be compared: how far one gets is a matter of time.
+    What an arm that broke off did not get to can't be compared: how far one gets is a matter of time.
     """
     both_broke_off = all(record.broke_off for record in (*stock, *plugin))
     found = [[results(record, file) for record in arm] for arm in (stock, plugin)]
@@ -90,7 +85,6 @@ def refusals_of_plugin(file: str, record: FileRecord, expected: Iterable[str]) -
 
 
 def refusals_of_stock(file: str, record: FileRecord) -> list[str]:
-    """Why this process is no stock vLLM."""
     if not record.plugin:
         return [f"{file}: its process recorded nothing ({record.ended})"]
     return [f"{file}: the plugin is loaded in stock vLLM"] if any(each is not None for each in record.plugin) else []
@@ -106,7 +100,6 @@ def too_few(passed: Mapping[str, int], least: Mapping[str, int]) -> list[str]:
 
 
 def counted(file: str, stock: FileRecord, plugin: FileRecord) -> Counter[str]:
-    """How many cases passed, failed and were skipped in both arms, or could not be compared."""
     counts: Counter[str] = Counter()
     for case in dict.fromkeys((*stock.cases, *plugin.cases)):
         one, other = (record.cases.get(case, MISSING)[0] for record in (stock, plugin))

@@ -1,4 +1,4 @@
-"""The plugin as a process loads it: its settings, `off` with and without an audit, and bad settings in a sentence."""
+"""The plugin as a process loads it."""
 
 import json
 import os

@@ -16,7 +16,6 @@ REGISTER = "from vllm_async_spec.vllm_plugin import register; register(); print(
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """A copy of the package and its ledger, to be broken."""
     keep = shutil.ignore_patterns("__pycache__", "*.txt", "compat", "demo", "generation")
     shutil.copytree(ROOT / "vllm_async_spec", tmp_path / "vllm_async_spec", ignore=keep)
     shutil.copytree(ROOT / "patches", tmp_path / "patches")
@@ -79,7 +78,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path) -> None:
+def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path):
     spoil, message = BROKEN[broken]
     spoil(installed)
     done = run(REGISTER, installed)
@@ -90,7 +89,7 @@ def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: 
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path) -> None:
+def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path):
     spoil, message = BROKEN[broken]
     spoil(installed)
     done = run(REGISTER, installed, "strict")
@@ -99,7 +98,7 @@ def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_the_copy_itself_is_right(installed: Path) -> None:
+def test_the_copy_itself_is_right(installed: Path):
     done = run(REGISTER, installed, "strict")
     assert (done.returncode, done.stdout) == (0, "served\n"), done.stderr
 
@@ -145,7 +144,7 @@ SWALLOWED = {
 
 
 @pytest.mark.parametrize("swallowed", SWALLOWED)
-def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: str, upstream: Path) -> None:
+def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: str, upstream: Path):
     engine = upstream / "vllm" / "v1" / "engine"
     engine.mkdir(parents=True)
     for folder in (engine, engine.parent, engine.parent.parent):
@@ -188,7 +187,7 @@ COPIES = """
 """
 
 
-def test_of_two_copies_under_different_names_one_stands_back(upstream: Path) -> None:
+def test_of_two_copies_under_different_names_one_stands_back(upstream: Path):
     """Each finds modules by the finders after it: neither asks the other for ever."""
     shutil.copytree(ROOT / "vllm_async_spec", upstream / "fork_of_it", ignore=shutil.ignore_patterns("__pycache__"))
     for path in (upstream / "fork_of_it").rglob("*.py"):

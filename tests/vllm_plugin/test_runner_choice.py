@@ -1,4 +1,4 @@
-"""The runner that the user asks the plugin for: taken, or left to vLLM with one sentence."""
+"""The runner that the user asks the plugin for."""
 
 import os
 import subprocess
@@ -30,7 +30,6 @@ def plugin(**environment: str) -> Plugin:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Plugin:
-    """The plugin of this process, which has asked vLLM for V2."""
     made = plugin(VLLM_ASYNC_SPEC_RUNNER="v2")
     monkeypatch.setenv(RUNNER, "v2")
     monkeypatch.setenv(VARIABLE, "1")
@@ -41,7 +40,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Plugin:
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is logged."""
     found: list[str] = []
     monkeypatch.setattr(runner_choice.logger, "warning", lambda message, *values: found.append(message % values))
     return found

@@ -10,7 +10,7 @@ import pytest
 from vllm_async_spec.vllm_plugin.scheduling import Inquiry, is_asking
 
 
-def test_an_inquiry_leaves_environment_arguments_and_log_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inquiry_leaves_environment_arguments_and_log_as_they_were(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CHANGED", "before")
     monkeypatch.setenv("REMOVED", "before")
     before, disabled = dict(os.environ), logging.root.manager.disable

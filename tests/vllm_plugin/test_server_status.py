@@ -1,4 +1,4 @@
-"""`status --url`: what a server's /metrics say, in words and as data."""
+"""`status --url`."""
 
 import http.server
 import json
@@ -53,7 +53,7 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-def test_a_server_tells_who_decided_and_counts_as_the_log_does(address: str) -> None:
+def test_a_server_tells_who_decided_and_counts_as_the_log_does(address: str):
     done = CliRunner().invoke(app, ["status", "--url", f"{address}/healthy", "--json"])
     found = json.loads(done.stdout)
     assert done.exit_code == 0, done.stderr
@@ -65,20 +65,20 @@ def test_a_server_tells_who_decided_and_counts_as_the_log_does(address: str) -> 
     assert "1 applied, 1 not needed" in words
 
 
-def test_a_refused_patch_is_a_problem_also_where_it_is_not_counted(address: str) -> None:
+def test_a_refused_patch_is_a_problem_also_where_it_is_not_counted(address: str):
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "--url", f"{address}/refused"])
     assert done.exit_code == 1
     assert "audit-route: changed" in done.stdout
     assert "asynchronous scheduling is off, decided by vLLM; runner V2, attention FLASH_ATTN" in done.stdout
 
 
-def test_a_server_that_does_not_tell_is_not_guessed_at(address: str) -> None:
+def test_a_server_that_does_not_tell_is_not_guessed_at(address: str):
     done = CliRunner().invoke(app, ["status", "--url", f"{address}/old", "--json"])
     assert json.loads(done.stdout)["async_scheduling"] is None
     assert "unknown" in CliRunner().invoke(app, ["status", "--url", f"{address}/old"]).stdout
 
 
-def test_a_server_without_the_plugin_and_arguments_that_it_has_itself_get_one_sentence(address: str) -> None:
+def test_a_server_without_the_plugin_and_arguments_that_it_has_itself_get_one_sentence(address: str):
     done = CliRunner().invoke(app, ["status", "--url", f"{address}/none"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "has no metrics of vllm-async-spec" in done.stderr

@@ -1,4 +1,4 @@
-"""What `status` says about the scheduling of an engine on vLLM's CPU platform: who decides, why, and what helps."""
+"""What `status` says about the scheduling of an engine on vLLM's CPU platform."""
 
 import importlib.util
 import json
@@ -179,7 +179,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
 
 
 @pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, cases in CASES.items() for name in cases])
-def test_each_case_has_its_own_true_reason_and_remedy(answers: Mapping[tuple[str, str], list[Any]], mode, name) -> None:
+def test_each_case_has_its_own_true_reason_and_remedy(answers: Mapping[tuple[str, str], list[Any]], mode, name):
     on, by, reason, remedy = CASES[mode][name][2]
     found = answers[mode, name]
     assert found[:2] == [on, by], found

@@ -13,7 +13,7 @@ import compat_unreached as unreached
 import compat_unreached_helper as helper
 import coverage
 import pytest
-from compat_checked import checked, subject
+from compat_checked import checked, report, subject
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,7 +25,7 @@ from vllm_async_spec.compat.branches.host_values import HostValues
 from vllm_async_spec.compat.branches.source_lines import functions_of
 from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
-from vllm_async_spec.compat.report import Report, Run
+from vllm_async_spec.compat.report import Run
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import HostDevice
 
@@ -34,7 +34,6 @@ CASES = [*BATCHES, "one request"]
 
 
 def told_in(*sources: object) -> set[str]:
-    """`file:line` of the lines that end in `# told`."""
     found = set()
     for source in sources:
         lines, first = inspect.getsourcelines(source)  # type: ignore[arg-type]
@@ -170,31 +169,17 @@ def test_what_could_wait_by_its_source(source: str, what: str | None):
     assert found == ([] if what is None else [what])
 
 
-def report_of(*results: BackendResult) -> Report:
-    return Report(
-        version="1.0",
-        release=None,
-        torch="2.13",
-        device="cpu",
-        patches=None,
-        date="2026-01-01",
-        command="vllm-async-spec compat",
-        stubs=(),
-        results=results,
-    )
-
-
 def test_each_form_of_the_result_tells_the_lines():
     found = checked(unreached.Thresholds, *CASES)
-    report, lines = report_of(found), list(map(str, found.unreached))
-    run = report.published
+    made, lines = report(found), list(map(str, found.unreached))
+    run = made.published
     assert run.line == "async-spec: none, not shown clean"
     assert "#7a5c00" in badge(run)
     assert "not shown clean" in badge(run)
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_report(report, console)
+    print_report(made, console)
     texts = {"terminal": console.export_text(), "markdown": markdown(run), "html": render_html([run])}
-    texts["json"] = json.dumps(report.to_dict())
+    texts["json"] = json.dumps(made.to_dict())
     for name, text in texts.items():
         assert "not shown clean" in text, name
         for line in lines:
@@ -202,24 +187,24 @@ def test_each_form_of_the_result_tells_the_lines():
     assert "| 2 of 4 |" in texts["markdown"]
     assert "2 of 4" in texts["terminal"]
     assert "2 of 4 branches reached" in texts["html"]
-    skipped = ET.fromstring(junit(report)).find("testsuite/testcase[@name='not shown clean']/skipped")
+    skipped = ET.fromstring(junit(made)).find("testsuite/testcase[@name='not shown clean']/skipped")
     assert skipped is not None
     assert skipped.text == "\n".join(f"no batch reached {line}" for line in lines)
-    assert ET.fromstring(junit(report)).find("testsuite").attrib["failures"] == "0"  # type: ignore[union-attr]
+    assert ET.fromstring(junit(made)).find("testsuite").attrib["failures"] == "0"  # type: ignore[union-attr]
 
 
 def test_a_builder_that_is_not_shown_clean_is_counted_apart_and_is_no_failure():
     clean, unsure = (checked(kind, *CASES) for kind in (planted.Clean, unreached.Thresholds))
-    report = report_of(clean, unsure)
-    assert report.exit_code == 0
-    assert report.summary == "1 of 2 builders run without a wait, 1 not shown clean"
-    assert report.published.line == "async-spec: 1 of 2 builders build from device seq_lens, 1 not shown clean"
-    assert "not shown clean" not in junit(report_of(clean))
-    assert "#1f6f43" in badge(report_of(clean).published)
+    made = report(clean, unsure)
+    assert made.exit_code == 0
+    assert made.summary == "1 of 2 builders run without a wait, 1 not shown clean"
+    assert made.published.line == "async-spec: 1 of 2 builders build from device seq_lens, 1 not shown clean"
+    assert "not shown clean" not in junit(report(clean))
+    assert "#1f6f43" in badge(report(clean).published)
 
 
 def test_a_published_file_keeps_the_lines_and_an_older_one_has_none():
-    run = report_of(checked(unreached.Thresholds, *CASES)).published
+    run = report(checked(unreached.Thresholds, *CASES)).published
     again = Run.read(json.loads(run.to_json()))
     assert again == run
     older = json.loads(run.to_json())

@@ -96,7 +96,6 @@ class Wrapper:
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A FlashInfer and a machine that decodes with XQA, which takes any shape here."""
     names = ["flashinfer", "flashinfer.decode", "flashinfer.prefill", "flashinfer.jit", "flashinfer.jit.env"]
     modules: dict[str, Any] = {name: ModuleType(name) for name in names}
     for name, module in modules.items():
@@ -132,7 +131,6 @@ def scaled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flash-attn that takes float32 too."""
     module: Any = ModuleType("flash_attn")
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(module, name, scaled(getattr(kernel_contract, name)))
@@ -146,9 +144,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
 @pytest.mark.parametrize(("installed", "page_size"), [("flashinfer", 16), ("flash_attn", 256)])
-def test_the_tokens_are_those_of_generate(
-    installed: str, page_size: int, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_tokens_are_those_of_generate(installed: str, page_size: int, kind: str, request: pytest.FixtureRequest):
     expected = [generated(kind, prompt, 12) for prompt in PROMPTS]
     request.getfixturevalue(installed)
     before = Wrapper.planned
@@ -164,8 +160,7 @@ def test_the_tokens_are_those_of_generate(
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_with_drafts_the_tokens_are_those_of_generate(
     drafts: int, installed: str, page_size: int, kind: str, request: pytest.FixtureRequest
-) -> None:
-    """And all drafts of a copy are accepted, so that both models attend rightly."""
+):
     request.getfixturevalue(installed)
     copied, new_tokens = drafter(kind, "the same"), 1 + 2 * (1 + drafts)
     with make(kind, page_size=page_size, draft_model=copied, draft_tokens=drafts, eos_token_id=[]) as batcher:
@@ -185,12 +180,12 @@ SHAPE = LayerShape(num_heads=2, num_kv_heads=2, head_size=8, dtype=torch.float32
         (256, torch.float32, r"the model's dtype is torch.float32; flash-attn takes torch.float16 and torch.bfloat16"),
     ],
 )
-def test_what_flash_attn_does_not_take_is_refused(page_size: int, dtype: torch.dtype, message: str) -> None:
+def test_what_flash_attn_does_not_take_is_refused(page_size: int, dtype: torch.dtype, message: str):
     with pytest.raises(AttentionChoiceError, match=message):
         FlashAttentionBackend([dataclasses.replace(SHAPE, dtype=dtype)], page_size)
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     device = torch.device("cuda", 0)
     with pytest.raises(AttentionChoiceError, match="FLASH_ATTN needs flash_attn, which is not installed"):
@@ -199,7 +194,7 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         assert choose_backend("auto", [SHAPE], page_size=64, slots=2, device=device).name == "TORCH_REFERENCE"
 
 
-def test_a_batcher_on_a_cpu_attends_by_the_reference() -> None:
+def test_a_batcher_on_a_cpu_attends_by_the_reference():
     with make(max_length=LENGTH) as batcher:
         assert batcher.attention == "TORCH_REFERENCE"
     assert tiny_models.model("llama").config._attn_implementation == "eager"

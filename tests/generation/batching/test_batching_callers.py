@@ -1,4 +1,4 @@
-"""`ContinuousBatcher` and its callers: whatever one of them does, the requests of the others go on and are right."""
+"""`ContinuousBatcher` and its callers."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,6 @@ def begin(loop: asyncio.AbstractEventLoop, request: Request) -> asyncio.Task[Any
 
 @contextlib.contextmanager
 def during_forward(action: Callable[[], None], call: int = 4) -> Iterator[None]:
-    """Do something in the model's forward of this number, so inside a step."""
     count = itertools.count(1)
 
     def act(*_: Any) -> None:
@@ -268,7 +267,6 @@ def test_an_iteration_whose_tokens_were_taken_off_lets_its_event_loop_go_on():
 
 
 def test_an_event_loop_that_closes_just_when_its_iteration_has_ended_ends_nothing():
-    """In another thread, after the one that steps has looked who iterates."""
     first, second = asyncio.Event(), asyncio.Event()
     request = Request((1,), 5)
 

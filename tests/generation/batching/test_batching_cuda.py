@@ -48,7 +48,6 @@ def make_model(attention: str) -> Any:
 
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def subject(request: pytest.FixtureRequest) -> tuple[Any, str]:
-    """A model and the name of an attention that this machine has."""
     if request.param == "FLASHINFER_TRTLLM":
         pytest.importorskip("flashinfer", reason="flashinfer-python is not installed")
         capability = torch.cuda.get_device_capability()
@@ -85,7 +84,6 @@ def tokens(
     lengths: Sequence[int] = PROMPTS,
     **options: Any,
 ) -> list[list[int]]:
-    """Of more requests than run at once, some of them sampled."""
     model, attention = subject
     with batcher_of(model, attention=attention, **(SETTINGS | options)) as batcher:
         free = batcher.free_pages
@@ -130,7 +128,7 @@ class DelayedLanes(CudaStreams):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_are_the_synchronous_ones_under_random_delays(
     seed: int, cuda_graphs: bool, subject: tuple[Any, str]
-) -> None:
+):
     expected = tokens(subject, seed, synchronous=True, cuda_graphs=cuda_graphs)
     assert len({len(each) for each in expected}) > 2
     for ahead in (1, 2):
@@ -145,7 +143,6 @@ def test_the_tokens_are_the_synchronous_ones_under_random_delays(
 
 
 def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -> tuple[list[list[int]], float]:
-    """Tokens, greedily, with a draft model that is the model with noise on its weights; and how many a step gave."""
     model, attention = subject
     generator = torch.Generator("cuda").manual_seed(1)
     drafter = copy.deepcopy(model)
@@ -167,7 +164,7 @@ def drafted(subject: tuple[Any, str], seed: int, noise: float, **options: Any) -
 @pytest.mark.parametrize("seed", range(3))
 def test_with_drafts_the_tokens_are_the_synchronous_ones_under_random_delays(
     seed: int, cuda_graphs: bool, subject: tuple[Any, str]
-) -> None:
+):
     expected, accepted = drafted(subject, seed, 0.02, synchronous=True, cuda_graphs=cuda_graphs)
     assert len({len(each) for each in expected}) > 2
     assert 1 < accepted < 1 + DRAFTS
@@ -185,7 +182,7 @@ def test_with_drafts_the_tokens_are_the_synchronous_ones_under_random_delays(
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 2.5, 4.0), (5.0, 1.0, 1.5)])
-def test_with_drafts_the_tokens_are_those_without(noise: float, least: float, most: float) -> None:
+def test_with_drafts_the_tokens_are_those_without(noise: float, least: float, most: float):
     """In float32, where one token or four in a call leave the largest logit where it is."""
     reference = (make_model("TORCH_REFERENCE"), "TORCH_REFERENCE")
     expected, _ = drafted(reference, 0, noise, draft_model=None, draft_tokens=None)
@@ -194,8 +191,7 @@ def test_with_drafts_the_tokens_are_those_without(noise: float, least: float, mo
     assert least < accepted <= most
 
 
-def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]) -> None:
-    """As above; drafts, counts and positions stay on the device."""
+def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]):
     model, attention = subject
     options: dict[str, Any] = {"draft_model": copy.deepcopy(model), "draft_tokens": DRAFTS, "attention": attention}
     for cuda_graphs in (True, False):
@@ -234,8 +230,7 @@ class UnfencedLanes(DelayedLanes):
 
 
 @pytest.mark.parametrize("fence", ["copied_in", "computed", "copied_out"])
-def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tuple[Any, str]) -> None:
-    """The control of the test above: it would see each of them missing."""
+def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tuple[Any, str]):
     if subject[1] != "TORCH_REFERENCE":
         pytest.skip("a kernel given lengths that don't fit its plan may read anywhere")
     # All of one length, so that what is read too early is always of a step of the same sizes.
@@ -245,12 +240,11 @@ def test_without_one_of_the_fences_the_tokens_are_others(fence: str, subject: tu
     assert found != expected
 
 
-def test_graphs_change_no_token(subject: tuple[Any, str]) -> None:
+def test_graphs_change_no_token(subject: tuple[Any, str]):
     assert tokens(subject, cuda_graphs=True) == tokens(subject, cuda_graphs=False)
 
 
-def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]) -> None:
-    """Under random delays too: the operator that attends is captured with the rest."""
+def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]):
     expected = tokens(subject, synchronous=True, torch_compile=True)
     found = tokens(subject, torch_compile=True, open_streams=lambda device, slots: DelayedLanes(device, slots, seed=0))
     assert found == expected
@@ -258,11 +252,11 @@ def test_compiled_decodes_give_the_synchronous_tokens(subject: tuple[Any, str]) 
         assert found == tokens(subject), "in float32 no rounding decides"
 
 
-def test_other_company_changes_no_token(subject: tuple[Any, str]) -> None:
+def test_other_company_changes_no_token(subject: tuple[Any, str]):
     assert tokens(subject, alone=True) == tokens(subject)
 
 
-def test_the_tokens_are_those_of_generate() -> None:
+def test_the_tokens_are_those_of_generate():
     model = make_model("TORCH_REFERENCE")
     expected = []
     for prompt in prompts():
@@ -276,7 +270,7 @@ def test_the_tokens_are_those_of_generate() -> None:
     assert [request.result() for request in found] == expected
 
 
-def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) -> None:
+def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]):
     """PyTorch itself refuses a copy that blocks. The wait for the event of the step before is not one."""
     model, attention = subject
     with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
@@ -290,7 +284,7 @@ def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]) ->
         assert all(request.result() for request in found)
 
 
-def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str]) -> None:
+def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str]):
     model, attention = subject
     expected = tokens(subject)
     with batcher_of(model, attention=attention, **SETTINGS) as batcher:
@@ -305,7 +299,6 @@ def test_a_step_that_finds_no_memory_fails_one_request(subject: tuple[Any, str])
 
 @contextlib.contextmanager
 def failing_prompt(model: Any, call: int) -> Iterator[None]:
-    """Let the model's call of this number ask for too much memory, after it has begun; graphs call nothing."""
     calls = itertools.count(1)
 
     def ask(*_: Any) -> None:

@@ -23,7 +23,6 @@ NOISE = {"the same": 0.0, "noisy": 0.15, "other": 5.0}
 
 @functools.cache
 def drafter(kind: str, similarity: str) -> Any:
-    """A copy of the model, with noise on its weights."""
     made = copy.deepcopy(tiny_models.model(kind))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -64,7 +63,6 @@ def test_a_good_drafter_s_drafts_are_accepted_and_a_bad_one_s_are_not(kind: str)
 @pytest.mark.parametrize("drafts", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", ["llama", "sliding"])
 def test_of_a_copy_every_draft_is_accepted(kind: str, drafts: int):
-    """So the drafter has seen each token of the sequence, also the last draft, which it did not feed to itself."""
     new_tokens = 1 + 4 * (1 + drafts)
     with make(kind, draft_model=drafter(kind, "the same"), draft_tokens=drafts, eos_token_id=[]) as batcher:
         found = [batcher.submit(prompt, max_new_tokens=new_tokens) for prompt in PROMPTS if len(prompt) < 30]
@@ -74,7 +72,6 @@ def test_of_a_copy_every_draft_is_accepted(kind: str, drafts: int):
 
 
 def test_compiled_decodes_give_the_same_tokens():
-    """The drafter's first call of a step, its others and the model's: three kinds of each size."""
     drafted = {"draft_model": drafter("llama", "noisy"), "draft_tokens": 3}
     expected = tokens("llama", **drafted)
     torch._dynamo.reset()
@@ -119,7 +116,6 @@ def test_the_tokens_are_those_without_drafts(
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_an_end_amid_accepted_tokens_is_the_end(kind: str, late: bool):
-    """An end of sequence at each place, and `max_new_tokens` of each number, where all four of a step are accepted."""
     options: dict[str, Any] = {"draft_model": drafter(kind, "the same"), "draft_tokens": 3}
     options |= {"open_streams": LateStreams().open, "steps_ahead": 2} if late else {}
     whole = {tuple(prompt): generated(kind, prompt, 20, ()) for prompt in PROMPTS[:4]}
@@ -172,7 +168,6 @@ def test_a_sequence_may_be_as_long_as_the_models_are(similarity: str, steps_ahea
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_nothing_waits_but_for_the_step_before(drafts: int):
-    """Under the policy that refuses every copy; of a late device's steps, each is waited for once."""
     streams = LateStreams()
     drafted = {"draft_model": drafter("llama", "noisy"), "draft_tokens": drafts} if drafts else {}
     with make(open_streams=streams.open, **drafted) as batcher, sync_policy("error"):

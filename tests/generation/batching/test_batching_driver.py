@@ -21,7 +21,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_caller_that_blocks_its_event_loop_stops_no_other():
-    """It holds its loop up until the others, in another one, have all their tokens."""
     done = threading.Event()
 
     async def blocks(batcher: ContinuousBatcher) -> list[int]:
@@ -77,7 +76,6 @@ def test_a_driver_restarted_while_the_last_step_runs_is_refused(at_once: bool):
             await asyncio.sleep(0.01)
         with pytest.raises(BatcherError, match=REFUSED):
             batcher.start()
-        # A stream waits for its turn, and then drives.
         tokens = asyncio.create_task(collect(stream(batcher, 1)))
         await asyncio.sleep(0.01)
         go.set()
@@ -169,8 +167,6 @@ def test_a_full_executor_of_the_event_loop_does_not_hold_the_batcher_up():
 
 
 def test_callers_in_many_threads_at_random():
-    """Event loops come and go, some of them closed in the middle; whoever reads to the end has every token once."""
-
     async def patient(batcher: ContinuousBatcher, chance: random.Random) -> None:
         index = chance.randrange(len(PROMPTS))
         found = []

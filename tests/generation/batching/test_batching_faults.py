@@ -21,7 +21,6 @@ REASONS = ("eos", "length", "cancelled", "error")
 
 
 def make(seed: int) -> ContinuousBatcher:
-    """Some way of batching; with drafts, late, or ahead by several steps."""
     options: dict[str, Any] = {"steps_ahead": 1 + seed % 3, "synchronous": seed % 5 == 0}
     if seed % 2:
         options |= {"draft_model": drafter("llama", "noisy"), "draft_tokens": DRAFTS}
@@ -39,7 +38,6 @@ def make(seed: int) -> ContinuousBatcher:
 
 
 def play(operations: int, first: int = 0) -> Counter[str]:
-    """Rounds of a few hundred operations on one batcher each, until there were as many."""
     seen: Counter[str] = Counter()
     seed, done = first, 0
     with stubbed():
@@ -62,7 +60,6 @@ def test_two_hundred_thousand_operations_lose_nothing_and_give_nothing_twice():
 
 
 def test_with_a_model_too():
-    """Nothing stubbed, so the tokens are those of `generate`."""
     expected = {prompt: generated("llama", list(prompt), LENGTH - len(prompt), [STOP]) for prompt in PROMPTS}
     seen: Counter[str] = Counter()
     for seed in range(4):
@@ -113,7 +110,6 @@ release = Scheduler._release_if_left
     ids=["a loop's error ends the batcher", "a loop's error ends nothing", "twice", "lost", "pages are kept"],
 )
 def test_each_fault_of_the_batcher_s_own_is_seen(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch):
-    """The controls of the tests above."""
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises((AssertionError, OSError, RuntimeError)):
         play(10_000)

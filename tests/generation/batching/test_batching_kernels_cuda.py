@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize("query_lens", [[1] * 6, [1 + DRAFTS] * 5, [7, 1, 300, 64, 1]])
-def test_kernels_attend_as_the_reference_does(query_lens: list[int], backend: tuple[Any, int]) -> None:
+def test_kernels_attend_as_the_reference_does(query_lens: list[int], backend: tuple[Any, int]):
     """|kernel - reference in float32| <= 0.02 + 0.02 |reference|: inputs are bfloat16."""
     made, page = backend
     choose = random.Random(len(query_lens))

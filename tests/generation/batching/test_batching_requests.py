@@ -1,4 +1,4 @@
-"""A request of continuous batching: streamed, cancelled, failed, refused."""
+"""A request of continuous batching."""
 
 import asyncio
 import contextlib

@@ -14,7 +14,6 @@ PAGE, BATCH, LENGTH, PAGES = 4, 4, 40, 24
 
 
 def whole(request: Request) -> list[int]:
-    """All the tokens that a request has to get."""
     tokens: list[int] = []
     while len(tokens) < request.max_new_tokens and STOP not in tokens:
         tokens.append(token_at(request.prompt, len(request.prompt) + len(tokens)))
@@ -33,10 +32,7 @@ def make(pages: int = PAGES, **options: int) -> Scheduler:
 
 
 class LateDevice:
-    """Runs steps, tells of each `late` steps later, and watches who writes where.
-
-    Of the drafts of a row it accepts some, at random; only it knows how far each request has got.
-    """
+    """Runs steps, tells of each `late` steps later, accepts random drafts; only it knows how far requests are."""
 
     def __init__(self, scheduler: Scheduler, late: int, drafts: int = 0) -> None:
         self.scheduler = scheduler
@@ -110,7 +106,6 @@ def random_request(choose: random.Random) -> Request:
 @pytest.mark.parametrize("drafts", [0, 1, 3])
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
 def test_ten_thousand_operations_leave_all_pages_free(late: int, drafts: int):
-    """Submit, cancel, step and run out of memory, at random; every token is there once, and none after the end."""
     choose = random.Random(late)
     device = LateDevice(make(drafts=drafts), late, drafts)
     scheduler = device.scheduler

@@ -1,4 +1,4 @@
-"""What a batcher is made with: settings and a model, which ones are refused, and who may use it meanwhile."""
+"""What a batcher is made with."""
 
 import dataclasses
 from typing import Any

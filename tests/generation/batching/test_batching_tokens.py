@@ -50,7 +50,6 @@ def test_the_tokens_are_the_synchronous_ones(
 
 
 def test_a_row_computed_too_late_to_matter_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    """Ahead by one step, each sequence that ends early is computed once more, and nobody sees it."""
     rows = {}
     for way in ({"synchronous": True}, {}, {"steps_ahead": 2}):
         with make(max_batch=8, **way) as batcher:
@@ -81,7 +80,6 @@ def test_sampling_depends_on_the_seed_and_not_on_the_company():
 
 
 def answers(*seeds: int | None, generator: int = 0) -> list[list[int]]:
-    """One prompt, sampled once with each seed, after `torch.manual_seed(generator)`."""
     torch.manual_seed(generator)
     with make() as batcher:
         found = [batcher.submit(PROMPTS[0], max_new_tokens=24, temperature=1.0, seed=seed) for seed in seeds]
@@ -137,7 +135,7 @@ def test_samples_are_of_the_softmax():
 
 
 def test_noise_of_neighbours_is_not_related():
-    """Of seeds, positions and tokens side by side; a correlation of 0.03 would be four standard deviations."""
+    """A correlation of 0.03 would be four standard deviations."""
     seeds, positions = torch.arange(150).repeat_interleave(2), torch.arange(2).repeat(150)
     noise = gumbel_noise(seeds, positions, 128).view(150, 2, 128)
     assert noise.isfinite().all()

@@ -1,13 +1,9 @@
 """A device that has yet to run what the host has launched.
 
-A `DeviceTensor` is not computed when its operator is called. The operator is queued on a stream and runs later: when
-the host waits for an event after it, or at a random moment before. So a copy to the host has not landed until somebody
-has waited for it, and a copy from the host reads its source as it is by then. Whatever a GPU gets wrong when a wait is
-missing, this gets wrong too, on the CPU and by a seed.
-
-Streams are queues of their own. What orders them is what orders CUDA's: `wait_stream`, `wait_event` and events.
-Operators run in one thread, so nothing here is ever half done. What it can't see: memory that the caching allocator
-hands out again, and the time of anything.
+A `DeviceTensor`'s operators are queued on a stream. They run when the host waits for an event behind them, or at
+a random moment before. A copy from the host reads its source then; one to the host has landed only after a wait.
+So a missing wait goes wrong as on a GPU, but by a seed. `wait_stream`, `wait_event` and events order the streams.
+Operators run in one thread. Not seen: memory that the caching allocator hands out again, and time.
 """
 
 from __future__ import annotations
@@ -45,10 +41,8 @@ class Gpu:
         self.current = self.default
         self.streams = [self.default]
         self.waits: list[str] = []
-        """What the host has waited for, oldest first."""
 
     def launch(self, run: Callable[[], Any]) -> None:
-        """Queue `run` on the current stream."""
         self.current.queue.append(run)
         self.current.launched += 1
         if self.late is None:
@@ -57,22 +51,18 @@ class Gpu:
             self.run_some(self.late)
 
     def run_some(self, late: random.Random) -> None:
-        """Let time pass: some streams run some of what they have."""
         for _ in range(late.randrange(_MOST_AT_ONCE)):
             late.choice(self.streams).run_one()
 
     def finish(self) -> None:
-        """Run all that is queued."""
         for stream in self.streams:
             stream.run_until(stream.launched)
 
     def wait(self, what: str) -> None:
-        """The host waits for all that is queued."""
         self.waits.append(what)
         self.finish()
 
     def kernel(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Queue a kernel, written for plain tensors, that writes some of its arguments."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DeviceTensor):
                 raise RuntimeError(f"{function} was given a tensor of the host's, of shape {tuple(leaf.shape)}")
@@ -80,7 +70,6 @@ class Gpu:
         self.launch(lambda: function(*plain_args, **plain_kwargs))
 
     def place(self, tensor: torch.Tensor) -> DeviceTensor:
-        """`tensor` itself as device memory; nobody else may hold it."""
         return DeviceTensor(tensor, self)
 
     def snapshot(self, values: Any) -> Any:
@@ -163,7 +152,6 @@ class DeviceTensor(torch.Tensor):
         return False
 
     def data_ptr(self) -> int:
-        """Where it is, for a kernel that is given addresses."""
         return self.inner.data_ptr()
 
     def __repr__(self, **kwargs: Any) -> str:
@@ -281,7 +269,6 @@ def _to_meta(leaf: Any) -> Any:
 
 
 def _garbage(dtype: torch.dtype) -> int:
-    """What is in memory that nothing has been written to yet."""
     return 1 if dtype is torch.bool else 77
 
 
@@ -329,7 +316,6 @@ class _Sides(TorchFunctionMode):
 
     @staticmethod
     def _copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> None:
-        """`torch._foreach_copy_`, one after the other."""
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=non_blocking)
 

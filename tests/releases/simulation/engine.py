@@ -1,7 +1,6 @@
 """One release's scheduler and runner, put together as its engine core does, with two batches in flight.
 
-Scheduler, KV cache manager, runner, input batch, sampler, rejection sampler and drafter are the release's own, and so
-are their Triton kernels. Stand-ins are the device, the two models, the attention backend and the process groups.
+Stand-ins are the device, the two models, the attention backend and the process groups; the rest is the release's.
 """
 
 import contextlib
@@ -30,16 +29,9 @@ from simulation.wishes import PLAIN, Wishes
 class Step:
     """What was seen of one step.
 
-    Attributes:
-        scheduled: The scheduler's output, as it was when it was given to the runner.
-        rows: Request ids by row, after the runner has updated its batch.
-        device: By name, as the device found it: `logits_indices`, `discard`, those of the speculation's metadata.
-        calls: The models' calls.
-        sampled: What the runner sampled: (rows, drafts + 1) or (rows, 1), -1 where rejected.
-        drafts: What the drafter proposed after it: (rows, drafts).
-        first: Whether no output was in flight when it was scheduled.
-        host: The runner's own account of each request.
-        places: The runner's row of each request.
+    `device` is by name as the device found it: `logits_indices`, `discard`, those of the speculation's metadata.
+    `sampled` is (rows, drafts + 1) or (rows, 1), -1 where rejected; `drafts` (rows, drafts) were proposed after it.
+    `first`: no output was in flight. `host` is the runner's account of each request, and `places` has its row.
     """
 
     scheduled: dict[str, Any]
@@ -54,13 +46,7 @@ class Step:
 
 
 class Engine:
-    """The engine core's loop over one scheduler and one runner.
-
-    Args:
-        runner_class: The release's `GPUModelRunner`, or what is made of it.
-        shape: Its size.
-        late: Where the delays of its device come from; None for none.
-    """
+    """The engine core's loop over one scheduler and one runner; `late` delays its device."""
 
     def __init__(self, runner_class: Any, shape: Shape, late: random.Random | None = None) -> None:
         self.gpu = Gpu(late)
@@ -196,7 +182,6 @@ class Engine:
         self.steps[-1].device = self.gpu.snapshot(device)
 
     def add(self, name: str, prompt: list[int], count: int, stop: int, wishes: Wishes = PLAIN) -> None:
-        """A new request: up to `count` tokens, or to the token `stop`."""
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.request import Request
 
@@ -223,7 +208,6 @@ class Engine:
         self.scheduler.add_request(request)
 
     def abort(self, name: str) -> None:
-        """The client has gone."""
         from vllm.v1.request import RequestStatus
 
         if name in self.scheduler.requests:
@@ -231,7 +215,6 @@ class Engine:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def plan(self, *, drafts: int, tokens: int) -> None:
-        """From now on the scheduler plans with so many drafts a request, and so many tokens a step."""
         if hasattr(self.scheduler, "dynamic_sd_lookup"):
             # From 0.24 the drafter makes no more than are planned; fewer come from a table by batch size.
             fewer = [drafts] * (self.shape.rows + 1)
@@ -244,16 +227,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do or to wait for."""
         return self.scheduler.has_requests() or bool(self.queue)
 
     def step(self, *, drained: bool = False, quiet: bool = False) -> None:
         """As `EngineCore.step_with_batch_queue`.
 
-        Args:
-            drained: All is done before there is time to schedule another, so all output comes first. vLLM's loop gets
-                there from an idle engine, and stays for as long as the device is faster than the host.
-            quiet: But not if the step has drafts.
+        `drained`: all output comes before another step is scheduled, as while the device is faster than the host; with
+        `quiet` not if the step has drafts.
         """
         with self._active():
             if self.scheduler.has_requests():
@@ -294,16 +274,13 @@ class Engine:
                     self.finished[each.request_id] = str(each.finish_reason)
 
     def drain(self) -> None:
-        """Process all outputs that are in flight."""
         while self.queue:
             self._process_oldest()
 
     def reset_prefix_cache(self, *, carefully: bool = True) -> None:
         """Preempt all that runs, and forget all blocks.
 
-        Args:
-            carefully: Only where the scheduler can: it discards the one token in flight of each request, and counts
-                wrong where there is none, or where there are drafts beside it.
+        `carefully`: only where the scheduler counts right, with one token of each request in flight and no drafts.
         """
         running = self.scheduler.running
         if carefully and not (len(self.queue) == 1 and all(each.num_output_placeholders == 1 for each in running)):

@@ -1,8 +1,7 @@
 """Structured output: a grammar that vLLM's manager asks for masks, and the kernel that applies them.
 
-The manager, the scheduler's part in it and the order of rows in the mask are the release's own. The grammar forbids a
-part of the vocabulary at each token, and which part depends on the one before and on how many there were. So a mask
-in another's row, for another draft or a token too early shows in what is said.
+What the grammar forbids depends on the token before and on the number of tokens. So a mask of another row or draft,
+or one that is a token early, shows.
 """
 
 import contextlib
@@ -22,27 +21,22 @@ _BITS = 32
 
 
 class Grammar(StructuredOutputGrammar):
-    """One whose allowed tokens are a request's wishes."""
-
     def __init__(self, wishes: Wishes) -> None:
         self._wishes, self._said = wishes, list[int]()
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Go on past these, if they are allowed."""
         if len(self.validate_tokens(tokens)) < len(tokens):
             return False
         self._said += tokens
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The first of these that are allowed."""
         for count, token in enumerate(tokens):
             if not self._wishes.allowed([*self._said, *tokens[:count]])[token]:
                 return tokens[:count]
         return tokens
 
     def rollback(self, num_tokens: int) -> None:
-        """Forget the last tokens."""
         del self._said[len(self._said) - num_tokens :]
 
     def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
@@ -51,16 +45,13 @@ class Grammar(StructuredOutputGrammar):
         bitmask[batch_index] = torch.from_numpy(bits)
 
     def is_terminated(self) -> bool:
-        """It goes on for ever."""
         return False
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self._said.clear()
 
 
 def manager(config: Any) -> Any:
-    """The release's manager of structured outputs."""
     from vllm.v1.structured_output import StructuredOutputManager
 
     made = StructuredOutputManager(config)
@@ -74,7 +65,6 @@ def manager(config: Any) -> Any:
 
 @contextlib.contextmanager
 def masking(gpu: Gpu) -> Iterator[None]:
-    """Masks are applied on `gpu`, within, as xgrammar's kernel does it."""
     from vllm.v1.structured_output import utils
 
     def run(logits: torch.Tensor, bitmask: torch.Tensor, indices: torch.Tensor | None) -> None:

@@ -26,7 +26,6 @@ EVERYTHING = frozenset(
 
 
 def happened(engine: Engine) -> set[str]:
-    """Which of `EVERYTHING` a finished run has seen."""
     ends = set(engine.finished.values())
     seen = {
         f"a request {words}"

@@ -14,17 +14,10 @@ from simulation.wishes import PLAIN
 
 
 def mistakes(engine: Engine, schedule: Schedule, *, waited: bool = True) -> Iterator[str]:
-    """Compare a finished run with what follows from the scheduler's output and from the tokens that were sampled.
+    """The mistakes of a finished run, oldest first, by the scheduler's output and the sampled tokens.
 
-    Args:
-        engine: Idle.
-        schedule: What it was given.
-        waited: Whether a step that needs exact counts had them on the host when its inputs were prepared. Stock's
-            runner of 0.19 and later has only bounds then, and puts the tokens right before it samples. It also forgets
-            tokens of requests in such a batch that need none.
-
-    Yields:
-        A sentence for each mistake, oldest first.
+    `waited`: a step that needs exact counts had them on the host. Stock's runner from 0.19 on has bounds then, and
+    forgets tokens of requests in such a batch that need none.
     """
     engine.gpu.finish()
     requests, wishes = schedule.requests, schedule.wishes
@@ -47,7 +40,6 @@ def mistakes(engine: Engine, schedule: Schedule, *, waited: bool = True) -> Iter
 
 
 def began(engine: Engine) -> Iterator[dict[str, int]]:
-    """For each step how many tokens of each of its requests were computed when it began."""
     carried: dict[str, int] = {}
     for step in engine.steps:
         at = {name: carried.get(name, step.scheduled["computed"][name]) for name in step.rows}
@@ -82,7 +74,6 @@ def _outputs(step: Step, name: str, at: int) -> int:
 
 
 def _advances(step: Step) -> Iterator[tuple[str, int]]:
-    """By how many tokens each request is further after the step."""
     for row, name in enumerate(step.rows):
         tokens, drafts = step.scheduled["tokens"][name], step.scheduled["drafts"].get(name, 0)
         accepted = int((step.sampled[row] >= 0).sum()) - 1
@@ -172,11 +163,7 @@ def _differ(what: str, got: Any, wanted: Any, names: Sequence[str], counts: Sequ
 
 
 def differences(stock: Engine, subject: Engine, schedule: Schedule) -> Iterator[str]:
-    """Compare two finished runs of one schedule, all that the device read in every step, and what the host holds.
-
-    Yields:
-        A sentence for each difference, oldest first.
-    """
+    """Differences of two finished runs of one schedule, oldest first: what the device read and the host holds."""
     stock.gpu.finish()
     subject.gpu.finish()
     before: Step | None = None
@@ -214,10 +201,8 @@ def _between(stock: Step, subject: Step) -> Iterator[str]:
 def _between_hosts(stock: Step, subject: Step, before: Step | None, waited: bool) -> Iterator[str]:
     """What the runner holds of each request that has nothing in flight, or of all in a step that has waited.
 
-    `num_tokens_no_spec` may be more than stock's, and rightly. vLLM adds one a step, not the drafts that were accepted,
-    so its number falls behind; where a list of output tokens is too long, it cuts that and sets the number right. Stock
-    seldom gets there, and the plugin does in nearly every step, for its lists are too long. Between the two numbers
-    nothing has been written, and nothing is read: there the device puts the tokens that it has itself.
+    `num_tokens_no_spec` may rightly be more than stock's, which falls behind until vLLM cuts a list of output tokens;
+    the plugin's lists are too long in nearly every step. Nothing is read between the two numbers.
     """
     if stock.places != subject.places:
         yield f"req_id_to_index is {subject.places} instead of {stock.places}"

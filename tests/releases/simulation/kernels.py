@@ -1,7 +1,4 @@
-"""Triton kernels run on the simulated device, each by Triton's own interpreter when its turn comes.
-
-So vLLM's kernels and the plugin's are the ones that a GPU would run, and none is written twice.
-"""
+"""Triton kernels of vLLM and the plugin, run on the simulated device by Triton's own interpreter."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +11,6 @@ _interpreted: dict[Any, Any] = {}
 
 
 def interpreted(kernel: Any) -> Any:
-    """The interpreted form of a `JITFunction`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     if kernel.fn not in _interpreted:
@@ -24,7 +20,6 @@ def interpreted(kernel: Any) -> Any:
 
 @contextlib.contextmanager
 def interpreting(gpu: Gpu) -> Iterator[None]:
-    """Queue every launch of a Triton kernel on `gpu`, within."""
     from triton.runtime.jit import JITFunction
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:

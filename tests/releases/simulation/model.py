@@ -1,12 +1,9 @@
 """A model whose every token depends on all that attention reads, a drafter that is sometimes wrong, and what they say.
 
-The next token is a function of the tokens so far and of where they stand. The model finds it as a transformer would: it
-writes each token with its position to the KV cache at the slot that it is told, and reads keys through the block table
-up to the length that it is told. So a wrong position, length, slot or block shows in the tokens. `greedy` finds it from
-the list of tokens alone.
-
-A draft head sees each token one position early, as EAGLE's do, and so nothing of a request's first token; therefore
-that counts for nothing.
+The model writes each token with its position to the slot that it is told, and reads keys through the block table up
+to the length that it is told. So a wrong position, length, slot or block shows in the tokens. `greedy` finds them
+from the list of tokens alone. A draft head sees each token one position early, as EAGLE's do, and nothing of the
+first; so that counts for nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +22,6 @@ _PRIME = 1_000_003
 
 
 def _entries(tokens: Any, positions: Any) -> Any:
-    """What is kept of each token in the KV cache."""
     return np.where(positions == 0, 0, (tokens * 7919 + positions * 104_729 + 13) % 65_521)
 
 
@@ -57,13 +53,7 @@ def greedy(
 
 @dataclass(slots=True)
 class Seen:
-    """What one call of a model was given, on the device and at the moment that it ran there.
-
-    Attributes:
-        layer: Which model: `target`, or `draft` and the number of the draft step.
-        values: By name; a list has one entry for each KV cache group.
-        host: What was given by the host beside it.
-    """
+    """What one call of `target` or of `draft N` was given when it ran, by name; lists are by KV cache group."""
 
     layer: str
     values: dict[str, Any]
@@ -72,8 +62,6 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A builder's metadata: the common metadata as it was when the builder was asked."""
-
     common: dict[str, Any]
     draft_index: int | None = None
 
@@ -83,8 +71,6 @@ _SIZES = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
 
 
 class Builder:
-    """Stands for an attention backend of vLLM's own; keeps what it is given."""
-
     __module__ = "vllm.v1.attention.backends.simulated"
 
     supports_update_block_table = False
@@ -92,11 +78,9 @@ class Builder:
     kv_cache_spec: Any = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> Given:
-        """For the target model."""
         return Given({name: getattr(common_attn_metadata, name) for name in _FIELDS + _SIZES})
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Given:
-        """For a draft step."""
         return Given(self.build(0, common_attn_metadata).common, draft_index)
 
 
@@ -163,7 +147,6 @@ class Target(_Model):
     supports_mrope = True
 
     def get_mrope_input_positions(self, tokens: Sequence[int], features: Any) -> tuple[torch.Tensor, int]:
-        """M-RoPE's positions of a text: the same on three axes."""
         return torch.arange(len(tokens)).expand(3, -1).clone(), 0
 
     def __call__(self, input_ids: DeviceTensor, positions: DeviceTensor, **kwargs: Any) -> DeviceTensor:

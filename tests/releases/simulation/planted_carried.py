@@ -13,12 +13,7 @@ MISTAKES = {
 
 
 def carried(stock: Any, mistake: str) -> Any:
-    """The class that is made of a release's `GPUModelRunner`.
-
-    Args:
-        stock: The release's class.
-        mistake: One of `MISTAKES`.
-    """
+    """The class that is made of a release's `GPUModelRunner`, with one of `MISTAKES`."""
     return type("Faulty", (_FAULTY[mistake], stock), {})
 
 

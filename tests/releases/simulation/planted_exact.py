@@ -6,8 +6,6 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """What is done wrong, and a word of what is then found."""
-
     what: str
     shows: str
 
@@ -21,12 +19,7 @@ MISTAKES = {
 
 
 def exact(plugins: Any, mistake: str) -> Any:
-    """The class that is made of the plugin's.
-
-    Args:
-        plugins: The plugin's class of a release.
-        mistake: One of `MISTAKES`.
-    """
+    """The class that is made of the plugin's class of a release, with one of `MISTAKES`."""
 
     class Faulty(plugins):  # type: ignore[misc]
         _wanted: str | None = None

@@ -15,12 +15,7 @@ MISTAKES = {
 
 
 def featured(plugins: Any, mistake: str) -> Any:
-    """The class that is made of the plugin's.
-
-    Args:
-        plugins: The plugin's class of a release.
-        mistake: One of `MISTAKES`.
-    """
+    """The class that is made of the plugin's class of a release, with one of `MISTAKES`."""
 
     class Faulty(plugins):  # type: ignore[misc]
         _drafts_before: Any = None

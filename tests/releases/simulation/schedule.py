@@ -14,16 +14,7 @@ from simulation.wishes import PLAIN, VOCABULARY, Wishes, penalties
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What happens before one step is scheduled.
-
-    Attributes:
-        arrivals: Requests that arrive.
-        aborts: Requests that are aborted.
-        drafts: How many drafts the scheduler plans with from now on.
-        budget: How many tokens it may schedule from now on.
-        reset: Whether the prefix cache is reset, and all that runs is preempted.
-        drained: Whether all output is processed before the next step is scheduled.
-    """
+    """What happens before one step: `drafts` and `budget` (tokens) are planned with from now on."""
 
     arrivals: tuple[str, ...]
     aborts: tuple[str, ...]
@@ -35,16 +26,10 @@ class Events:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A load.
+    """A load: `requests` are prompt, number of tokens and stop token by name; `events` are by step.
 
-    Attributes:
-        seed: Where it comes from.
-        shape: The engine's size.
-        requests: By name: prompt, number of tokens, stop token.
-        events: By step; after the last, nothing more happens.
-        careful: Whether the prefix cache is only reset where the scheduler can.
-        wishes: What some of the requests ask of their sampler.
-        quiet: Whether outputs only come early if there are no drafts in the last step. Then stock is right, too.
+    `careful`: the prefix cache is only reset where the scheduler can. `quiet`: outputs come early only after a step
+    without drafts, where stock is right, too.
     """
 
     seed: int
@@ -62,7 +47,6 @@ class Schedule:
 
 
 def random_schedule(seed: int, *, drained: bool = False) -> Schedule:
-    """Arrivals, aborts, few blocks and tokens, dropped drafts, resets; and, if asked, outputs that come early."""
     return _random_schedule(seed, 30, 12, drained)
 
 
@@ -146,7 +130,6 @@ def _wishful_schedule(seed: int, kinds: tuple[str, ...], drained: bool) -> Sched
 
 
 def _bad_words(choose: random.Random, prompt: list[int], count: int) -> Wishes:
-    """Words that the request would say, and after those what it would say instead."""
     wishes = Wishes()
     for _ in range(4):
         tokens = greedy(prompt, count, -1, LONGEST, wishes)
@@ -156,10 +139,9 @@ def _bad_words(choose: random.Random, prompt: list[int], count: int) -> Wishes:
 
 
 def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: int) -> tuple[int, Wishes]:
-    """A stop token that would come at once, or soon, and how many must come first.
+    """A stop token that would come soon, and how many tokens must come first.
 
-    In a step that begins below `min_tokens` vLLM also keeps it from the token after the last draft, which may be past
-    them. So there it does not want to come.
+    In a step that begins below `min_tokens` vLLM also keeps it from the token after the last draft, perhaps past them.
     """
     for _ in range(LONGEST):
         stop = choose.choice(greedy(prompt, count, -1, LONGEST)[:3])
@@ -171,18 +153,12 @@ def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: in
 
 
 def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
-    """An engine of this class of runners that has served the load; its device is late at random, or never."""
     engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
     play(schedule, engine)
     return engine
 
 
 def play(schedule: Schedule, engine: Engine, limit: int = 600) -> None:
-    """Give a load to an engine, and run it until it is idle.
-
-    Raises:
-        RuntimeError: It is not after `limit` steps.
-    """
     for happens in schedule.events:
         engine.plan(drafts=happens.drafts, tokens=happens.budget)
         for name in happens.arrivals:

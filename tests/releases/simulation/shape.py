@@ -22,19 +22,11 @@ DRAFT_LAYER = "draft.full"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The size of an engine.
+    """The size of an engine: drafts of a step, rows and tokens of a batch, blocks that the KV cache groups share.
 
-    Attributes:
-        drafts: Draft tokens of each step.
-        rows: Requests in a batch.
-        tokens: Tokens in a batch.
-        blocks: Blocks of the KV cache, which the groups share.
-        prefix_caching: Whether blocks are found again.
-        kept: Tokens that the scheduler keeps of a window beyond those that the model sees. It frees blocks by lengths
-            in which drafts in flight count, so with 0 it frees keys that are still seen.
-        long_drafter: Whether the drafter takes longer sequences than the model, and so never stops for their length.
-            Otherwise it stops a few tokens earlier where lengths are bounds, after which two runs differ rightly.
-        axes: Whether positions have M-RoPE's three axes, which are alike for a text.
+    `kept`: tokens that the scheduler keeps of a window beyond those that the model sees; it frees blocks by lengths in
+    which drafts in flight count. `long_drafter`: a drafter that never stops for the length, where bounds would stop it
+    early. `axes`: M-RoPE's three axes, which are alike for a text.
     """
 
     drafts: int = 3
@@ -48,7 +40,6 @@ class Shape:
 
 
 def configuration(shape: Shape) -> Any:
-    """The release's configuration of a tiny model with an EAGLE head and asynchronous scheduling."""
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 8, "max_model_len": LONGEST}
     with tempfile.TemporaryDirectory() as scratch:
         model = builders.write_llama(Path(scratch) / "target", **sizes)
@@ -77,7 +68,6 @@ def configuration(shape: Shape) -> Any:
 
 
 def kv_cache(shape: Shape) -> Any:
-    """Two groups of one layer each, full attention and a sliding window; the draft head is in the first."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -90,7 +80,6 @@ def kv_cache(shape: Shape) -> Any:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Process groups of one, and pinned memory."""
     from vllm.distributed import parallel_state
 
     group = SimpleNamespace(

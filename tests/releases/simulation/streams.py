@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """A queue of work, run in order."""
-
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.queue: deque[Callable[[], Any] | Event] = deque()
@@ -23,7 +21,6 @@ class Stream:
             gpu.streams.append(self)
 
     def run_one(self) -> bool:
-        """Run the next of its work, if there is any and no other stream must come first."""
         if not self.queue:
             return False
         work = self.queue[0]
@@ -38,7 +35,6 @@ class Stream:
         return True
 
     def run_until(self, count: int) -> None:
-        """Run until as much has been done, and what it depends on of other streams."""
         while self.done < count:
             work = self.queue[0]
             if isinstance(work, Event):
@@ -46,45 +42,36 @@ class Stream:
             self.run_one()
 
     def wait_event(self, event: Event) -> None:
-        """What is queued from now on runs after `event`."""
         self.queue.append(event.mark())
         self.launched += 1
 
     def wait_stream(self, stream: Stream) -> None:
-        """What is queued from now on runs after what `stream` has by now."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event after what is queued."""
         event = event or Event(self.gpu)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """The host waits for what is queued."""
         self.gpu.waits.append("stream")
         self.run_until(self.launched)
 
     def query(self) -> bool:
-        """Whether all has run."""
         return self.done == self.launched
 
 
 class Event:
-    """A moment of a stream."""
-
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.stream: Stream | None = None
         self.count = 0
 
     def record(self, stream: Stream | None = None) -> None:
-        """From now on it is this moment of `stream`, the current one if None."""
         self.stream = stream or self.gpu.current
         self.count = self.stream.launched
 
     def wait(self, stream: Stream | None = None) -> None:
-        """`stream` waits for it."""
         (stream or self.gpu.current).wait_event(self)
 
     def mark(self) -> Event:
@@ -98,18 +85,15 @@ class Event:
         return self.stream is None or self.stream.done >= self.count
 
     def happen(self) -> None:
-        """Let the stream run until it is past."""
         if self.stream is not None:
             self.stream.run_until(self.count)
 
     def query(self) -> bool:
-        """`has_happened`, after some time."""
         if self.gpu.late is not None and self.gpu.chance_to_run:
             self.gpu.run_some(self.gpu.late)
         return self.has_happened()
 
     def synchronize(self) -> None:
-        """The host waits for it."""
         if not self.has_happened():
             self.gpu.waits.append("event")
         self.happen()

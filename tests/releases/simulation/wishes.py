@@ -1,7 +1,6 @@
 """What a request asks of its sampler beside the likeliest token, and which token that makes it.
 
-Penalties, bad words and min_tokens depend on the tokens that the request has had so far, so the runner needs them on
-the host. So do grammars, which are the scheduler's, and it waits for the tokens; the runner only applies its masks.
+The runner needs a request's tokens on the host for penalties, bad words and min_tokens, the scheduler for grammars.
 """
 
 import random
@@ -18,16 +17,9 @@ RANKED = np.float32(8) - np.float32(0.0937) * np.arange(VOCABULARY, dtype=np.flo
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """Sampling parameters.
+    """Sampling parameters; `bad_words` are pairs of tokens of which the second must not follow the first.
 
-    Attributes:
-        repetition: Divides the logits of tokens of prompt and output; 1 for none.
-        frequency: Is taken off the logits of tokens of the output, once for each time.
-        presence: Is taken off them once.
-        bad_words: Pairs of tokens of which the second must not follow the first within the output.
-        min_tokens: Tokens before its stop token may come.
-        grammar: Of so many tokens one is not allowed, another at each place; 0 for none.
-        logprobs: Whether it wants the log-probabilities of its tokens.
+    `grammar`: of so many tokens one is not allowed, another at each place; 0 for none.
     """
 
     repetition: float = 1.0
@@ -40,7 +32,6 @@ class Wishes:
 
     @property
     def penalties(self) -> bool:
-        """Whether tokens that have been are less likely."""
         return (self.repetition, self.frequency, self.presence) != (1.0, 0.0, 0.0)
 
     def parameters(self) -> dict[str, Any]:
@@ -54,12 +45,10 @@ class Wishes:
         }
 
     def allowed(self, outputs: Sequence[int]) -> Any:
-        """Which tokens the grammar lets follow the outputs: (vocabulary,) bool."""
         last = outputs[-1] if outputs else 0
         return (np.arange(VOCABULARY) * 5 + 3 * last + len(outputs)) % self.grammar != 0
 
     def token(self, first: int, prompt: Sequence[int], outputs: Sequence[int], stop: int) -> int:
-        """The token for which the model says `first`."""
         logits = np.roll(RANKED, first)
         counts = np.bincount(np.array(outputs, dtype=np.int64), minlength=VOCABULARY).astype(np.float32)
         been = counts > 0
@@ -81,5 +70,4 @@ PLAIN = Wishes()
 
 
 def penalties(choose: random.Random) -> Wishes:
-    """One or several penalties."""
     return choose.choice([Wishes(frequency=1.7), Wishes(repetition=1.3), Wishes(presence=1.1), Wishes(1.2, 0.6, 0.3)])

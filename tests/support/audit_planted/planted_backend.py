@@ -1,8 +1,4 @@
-"""An attention backend whose metadata builder waits, once in each way that an audit must find.
-
-It stands on vLLM's own of the platform. The lines that wait are marked with what the audit must say of them;
-PLANTED_WAITS names those that are wanted.
-"""
+"""vLLM's own backend with a builder that waits in each way of PLANTED_WAITS, which an audit must find."""
 
 import os
 from typing import Any

@@ -1,7 +1,7 @@
 """A vLLM plugin: the platform's own attention backend, with a builder that reads every host property in each build.
 
-HOST_READER names the file that gets a line of JSON for each build. HOST_READER_CONTROL=keep breaks `seq_lens_cpu` on
-purpose: it keeps what it copied of a tensor, since V2 makes new metadata of the same tensor for each build.
+HOST_READER names the file for a line of JSON a build. HOST_READER_CONTROL=keep breaks `seq_lens_cpu` on purpose: it
+keeps what it copied of a tensor.
 """
 
 import torch

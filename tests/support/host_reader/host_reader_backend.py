@@ -29,7 +29,6 @@ if os.environ.get("HOST_READER_CONTROL") == "keep":
 
 
 def stale(metadata: Any) -> list[str]:
-    """The host properties that are not what the device has."""
     lengths = metadata.seq_lens.to("cpu", copy=True)
     computed = (metadata.seq_lens - metadata.query_start_loc.diff()).to("cpu", copy=True)
     exact = {"seq_lens_cpu": lengths, "num_computed_tokens_cpu": computed}

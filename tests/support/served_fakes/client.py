@@ -19,10 +19,7 @@ SPEED = {"stock": 1.0, "noop": 1.0, "plugin": 2.0}
 
 
 class Client:
-    """As `benchmarks.serving.client.Client`."""
-
     def measure(self, arguments: list[str]) -> dict[str, Any]:
-        """A result for the arm whose server has the port, at its speed."""
         options = dict(itertools.pairwise(arguments))
         arm, pid = (FOLDER / options["--base-url"].rpartition(":")[2]).read_text().split()
         load = Path(options["--dataset-path"]).stem.removeprefix("made-up-")

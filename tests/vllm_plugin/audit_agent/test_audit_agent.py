@@ -20,8 +20,6 @@ from vllm_async_spec.vllm_plugin.audit_agent.agent import Agent
 
 
 class Runner:
-    """As much of a model runner as is looked at."""
-
     def __init__(self) -> None:
         self.model = torch.nn.Linear(2, 2)
         self.steps = 0
@@ -36,8 +34,6 @@ class Scheduler:
 
 
 class EngineOf:
-    """One process that has the engine core and a worker, or, `apart`, two of them."""
-
     def __init__(self, *, apart: bool = False, rank: int = 0) -> None:
         self.scheduler, self.runner = Scheduler(), Runner()
         wrapper = SimpleNamespace(worker=SimpleNamespace(rank=rank, model_runner=self.runner))
@@ -60,7 +56,6 @@ class EngineOf:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """As the front end of an audit makes it."""
     with make_folder() as made:
         yield Path(made)
 

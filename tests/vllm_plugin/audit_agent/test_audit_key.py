@@ -1,4 +1,4 @@
-"""The key of a server that is audited: who gets it, and where it is not seen."""
+"""The key of a server that is audited."""
 
 import json
 import threading
@@ -80,20 +80,20 @@ def audit(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["audit", *arguments])
 
 
-def test_the_option_gives_the_server_its_key(server: Server) -> None:
+def test_the_option_gives_the_server_its_key(server: Server):
     done = audit("--url", server.url, "--api-key", KEY)
     assert done.exit_code == 0, done.stderr
     assert server.seen == [("/async_spec/audit", f"Bearer {KEY}")]
 
 
-def test_so_does_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     assert audit("--url", server.url).exit_code == 0
     assert server.seen == [("/async_spec/audit", f"Bearer {KEY}")]
 
 
 @pytest.mark.parametrize("options", [[], ["--api-key", "another"], ["--api-key", ""]])
-def test_a_server_that_wants_another_key_names_the_option(server: Server, options: list[str]) -> None:
+def test_a_server_that_wants_another_key_names_the_option(server: Server, options: list[str]):
     done = audit("--url", server.url, *options)
     assert done.exit_code == 1
     assert done.stderr == (
@@ -102,13 +102,13 @@ def test_a_server_that_wants_another_key_names_the_option(server: Server, option
     )
 
 
-def test_where_a_server_sends_us_to_the_key_is_not_shown(server: Server) -> None:
+def test_where_a_server_sends_us_to_the_key_is_not_shown(server: Server):
     assert audit("--url", server.url, "--api-key", KEY, "--load", "decode").exit_code == 1
     assert server.seen == [("/v1/models", f"Bearer {KEY}"), ("/elsewhere", None)]
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\n", f"{KEY}\r\nHost: x", f"{KEY}\N{EURO SIGN}"])
-def test_what_can_not_be_a_key_is_refused_and_not_told(server: Server, key: str) -> None:
+def test_what_can_not_be_a_key_is_refused_and_not_told(server: Server, key: str):
     done = audit("--url", server.url, "--api-key", key)
     assert done.exit_code == 1
     assert done.stderr == (
@@ -117,7 +117,7 @@ def test_what_can_not_be_a_key_is_refused_and_not_told(server: Server, key: str)
     assert server.seen == []
 
 
-def test_an_engine_of_its_own_has_no_key() -> None:
+def test_an_engine_of_its_own_has_no_key():
     done = audit("--model", "m", "--api-key", KEY)
     assert done.exit_code == 1
     assert done.stderr == (
@@ -127,13 +127,13 @@ def test_an_engine_of_its_own_has_no_key() -> None:
 
 
 @pytest.mark.parametrize("given", [["--api-key", KEY], [f"--api-key={KEY}"]])
-def test_a_report_does_not_keep_the_key(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_does_not_keep_the_key(given: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["/bin/vllm-async-spec", "audit", *given, "--url", "http://x"])
     kept = " ".join(given).replace(KEY, "KEY")
     assert engine.command_line() == f"vllm-async-spec audit {kept} --url http://x"
 
 
-def test_the_help_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_shows_no_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     done = audit("--help")
     assert "VLLM_API_KEY" in done.output

@@ -108,8 +108,6 @@ def ran(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def asked(app: FastAPI, *pieces: bytes, **headers: str) -> Answer:
-    """The answer to one request."""
-
     async def ask() -> Answer:
         async with open_door(app):
             return await Client(*pieces or (b"{}",), **headers).post(app)
@@ -120,7 +118,6 @@ def asked(app: FastAPI, *pieces: bytes, **headers: str) -> Answer:
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary directory, and an analysis that is quick."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -133,7 +130,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_an_audit_is_answered_with_its_report_and_leaves_no_folder(scratch: Path) -> None:
+def test_an_audit_is_answered_with_its_report_and_leaves_no_folder(scratch: Path):
     engine = Engine()
     assert asked(server(engine)) == (200, {"recorded": ["full", "plain"]})
     assert engine.asked == ["describe", "arm", "save", "arm", "save"]
@@ -157,7 +154,7 @@ KEYS: dict[str, tuple[Callable[[], FastAPI], dict[str, str], int]] = {
 
 @pytest.mark.parametrize("case", KEYS)
 @pytest.mark.parametrize("path", [PATH, "/v1" + PATH])
-def test_the_route_obeys_the_servers_keys_before_it_reads_the_request(case: str, path: str) -> None:
+def test_the_route_obeys_the_servers_keys_before_it_reads_the_request(case: str, path: str):
     make, headers, expected = KEYS[case]
     app = make()
 
@@ -172,7 +169,7 @@ def test_the_route_obeys_the_servers_keys_before_it_reads_the_request(case: str,
         assert (said, read) == ({"error": "Unauthorized"}, 0)
 
 
-def test_the_key_of_the_environment_counts_unless_the_option_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_the_environment_counts_unless_the_option_is_given(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_API_KEY", "two")
     assert asked(server())[0] == 401
     assert asked(server(), Authorization="Bearer two")[0] == 200
@@ -180,7 +177,7 @@ def test_the_key_of_the_environment_counts_unless_the_option_is_given(monkeypatc
     assert asked(server(None, "one"), Authorization="Bearer two")[0] == 401
 
 
-def test_where_the_keys_have_moved_nobody_is_let_in() -> None:
+def test_where_the_keys_have_moved_nobody_is_let_in():
     app = server()
     app.state.args = SimpleNamespace(api_keys=["one"])
     why = "this server can't be audited over HTTP, because its keys can't be found in this vLLM"
@@ -207,7 +204,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("body", MISTAKES)
-def test_a_bad_request_is_refused_in_one_sentence(body: str) -> None:
+def test_a_bad_request_is_refused_in_one_sentence(body: str):
     engine = Engine()
     status, said = asked(server(engine), body.encode("latin-1"))
     assert status == 400
@@ -216,7 +213,7 @@ def test_a_bad_request_is_refused_in_one_sentence(body: str) -> None:
     assert engine.asked == []
 
 
-def test_no_more_is_read_than_a_request_may_have() -> None:
+def test_no_more_is_read_than_a_request_may_have():
     app = server()
 
     async def ask() -> tuple[Answer, int]:
@@ -229,7 +226,7 @@ def test_no_more_is_read_than_a_request_may_have() -> None:
     assert said["error"].startswith("the request is longer than 4096 bytes; send an object")
 
 
-def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(audit_route, "_BODY_S", 0.05)
     app = server()
 
@@ -246,7 +243,6 @@ def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.Monk
 
 @asynccontextmanager
 async def under_way(app: FastAPI, engine: Engine, reached: Callable[[], bool]) -> AsyncIterator[Any]:
-    """An audit that has come so far: its client, and the task of its answer."""
     client = Client(b"{}")
     task = asyncio.create_task(client.post(app))
     while not reached():
@@ -259,7 +255,7 @@ def recording(engine: Engine) -> Callable[[], bool]:
     return lambda: engine.asked[-1:] == ["arm"]
 
 
-def test_one_audit_at_a_time() -> None:
+def test_one_audit_at_a_time():
     engine = Engine(idle=True)
     app = server(engine)
 
@@ -275,7 +271,7 @@ def test_one_audit_at_a_time() -> None:
     ran(ask)
 
 
-def test_an_audit_takes_no_longer_than_all_of_it_may(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
+def test_an_audit_takes_no_longer_than_all_of_it_may(monkeypatch: pytest.MonkeyPatch, scratch: Path):
     monkeypatch.setattr(audit_route, "most_seconds", lambda seconds: 0.2)
     engine = Engine(idle=True)
     status, said = asked(server(engine))
@@ -304,35 +300,22 @@ def is_running(pid: int | None) -> bool:
     return True
 
 
-def ended_while_recording(scratch: Path, end: Callable[[FastAPI, Client], None]) -> tuple[Answer, list[str]]:
-    engine = Engine(idle=True)
+def ended(scratch: Path, end: Callable[[FastAPI, Client], None], child: Any = None) -> tuple[Answer, list[str]]:
+    """The answer to an audit that ends while it records, or while `child` analyses; what the engine was asked."""
+    engine = Engine(idle=child is None)
     app = server(engine)
+    reached = recording(engine) if child is None else lambda: child() is not None
 
     async def ask() -> Answer:
-        async with open_door(app), under_way(app, engine, recording(engine)) as (client, task):
-            assert len(list(scratch.iterdir())) == 1
+        async with open_door(app), under_way(app, engine, reached) as (client, task):
+            assert len(list(scratch.iterdir())) == 1 if child is None else is_running(child())
             end(app, client)
             answer: Answer = await task
+            assert child is None or not is_running(child())
             assert list(scratch.iterdir()) == []
             return answer
 
     return ran(ask), engine.asked
-
-
-def ended_while_analysing(scratch: Path, end: Callable[[FastAPI, Client], None], child: Callable[[], Any]) -> Answer:
-    engine = Engine()
-    app = server(engine)
-
-    async def ask() -> Answer:
-        async with open_door(app), under_way(app, engine, lambda: child() is not None) as (client, task):
-            assert is_running(child())
-            end(app, client)
-            answer: Answer = await task
-            assert not is_running(child())
-            assert list(scratch.iterdir()) == []
-            return answer
-
-    return ran(ask)
 
 
 def client_goes(app: FastAPI, client: Client) -> None:
@@ -343,26 +326,23 @@ def server_ends(app: FastAPI, client: Client) -> None:
     app.state.server.should_exit = True
 
 
-def test_recording_ends_with_its_client(scratch: Path) -> None:
-    (status, _), requests = ended_while_recording(scratch, client_goes)
+def test_recording_ends_with_its_client(scratch: Path):
+    (status, _), requests = ended(scratch, client_goes)
     assert (status, requests[-1]) == (499, "cancel")
 
 
-def test_analysis_ends_with_its_client(scratch: Path, slow_analysis: Callable[[], int | None]) -> None:
-    assert ended_while_analysing(scratch, client_goes, slow_analysis)[0] == 499
-
-
-def test_recording_ends_with_the_server_and_the_engine_is_not_asked(scratch: Path) -> None:
-    (status, said), requests = ended_while_recording(scratch, server_ends)
+def test_recording_ends_with_the_server_and_the_engine_is_not_asked(scratch: Path):
+    (status, said), requests = ended(scratch, server_ends)
     assert (status, said["error"]) == (503, "the server is shutting down; send the audit request after its restart")
     assert requests[-1] == "arm"
 
 
-def test_analysis_ends_with_the_server(scratch: Path, slow_analysis: Callable[[], int | None]) -> None:
-    assert ended_while_analysing(scratch, server_ends, slow_analysis)[0] == 503
+@pytest.mark.parametrize(("end", "status"), [(client_goes, 499), (server_ends, 503)])
+def test_analysis_ends_with_its_client_and_with_the_server(scratch: Path, slow_analysis: Any, end: Any, status: int):
+    assert ended(scratch, end, slow_analysis)[0][0] == status
 
 
-def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path) -> None:
+def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path):
     """`serve_http` returns before uvicorn waits for its connections; up to 0.17 nothing else tells of the end."""
     engine = Engine(idle=True)
     app = server(engine)
@@ -381,7 +361,7 @@ def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path) -
     assert engine.asked[-1] == "arm"
 
 
-def test_an_engine_that_dies_is_not_waited_for() -> None:
+def test_an_engine_that_dies_is_not_waited_for():
     engine = Engine(idle=True)
     engine.errored = True
     status, said = asked(server(engine))
@@ -389,7 +369,7 @@ def test_an_engine_that_dies_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["engine", "routes"])
-def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture):
     app = server()
     owner, name = (app.state, "engine_client") if lacks == "engine" else (app, "add_route")
     setattr(owner, name, None)

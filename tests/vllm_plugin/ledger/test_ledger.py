@@ -1,4 +1,4 @@
-"""The ledger on a module of its own: what is applied, refused, left alone and undone."""
+"""The ledger on a module of its own."""
 
 import dataclasses
 import functools

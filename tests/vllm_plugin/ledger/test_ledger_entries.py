@@ -1,4 +1,4 @@
-"""The entries beside the ledger: that they fit the code and their README, and which releases and targets they name."""
+"""The entries beside the ledger."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def test_releases_are_shown_as_runs_without_gaps():
         ({"m:f": "9"}, []),  # as in no release, which is said of f
     ],
 )
-def test_a_target_is_gone_where_every_release_alike_has_it(found: dict[str, str], gone: list[str]) -> None:
+def test_a_target_is_gone_where_every_release_alike_has_it(found: dict[str, str], gone: list[str]):
     targets = [
         Target("m", "f", {"1.0": "1", "2.0": "2"}),
         Target("m", "g", {"1.0": "5"}),

@@ -1,4 +1,4 @@
-"""`patches verify --pip`: what a release means for the ledger, in about ten lines."""
+"""`patches verify --pip`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path) -> None:
+def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path):
     assert release_summary(LEDGER, verify(LEDGER, source), "2.0") == [
         "vLLM 2.0; the ledger ends with 1.0.",
         "Still apply: 3 (applies, leans, leans-on-it)",
@@ -61,7 +61,7 @@ def test_it_says_what_applies_what_is_not_needed_and_what_changed(source: Path) 
     ]
 
 
-def test_for_a_known_release_nothing_is_left_to_do(source: Path) -> None:
+def test_for_a_known_release_nothing_is_left_to_do(source: Path):
     known = (entry("applies", "vllm.same", known=("1.0", "2.0")),)
     assert release_summary(known, verify(known, source), "2.0") == [
         "vLLM 2.0; the ledger has it.",
@@ -75,7 +75,6 @@ def test_for_a_known_release_nothing_is_left_to_do(source: Path) -> None:
 
 @pytest.fixture
 def downloads(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Path]]]:
-    """What was asked of pip and where it was put; the source stands for every release."""
     asked: list[tuple[str, Path]] = []
 
     def fetch(version: str, cache: Path) -> Path:
@@ -89,7 +88,7 @@ def downloads(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     assert load_ledger is not cli.load_ledger
 
 
-def test_pip_downloads_compares_and_keeps_nothing(downloads: list[tuple[str, Path]], tmp_path: Path) -> None:
+def test_pip_downloads_compares_and_keeps_nothing(downloads: list[tuple[str, Path]], tmp_path: Path):
     done = CliRunner().invoke(app, ["patches", "verify", "--pip", "latest"])
     assert (done.exit_code, done.output.splitlines()[0]) == (1, "vLLM 2.0; the ledger ends with 1.0.")
     assert len(done.output.splitlines()) <= 12
@@ -101,9 +100,7 @@ def test_pip_downloads_compares_and_keeps_nothing(downloads: list[tuple[str, Pat
     assert '"release": "2.0"' in kept.output
 
 
-def test_a_release_with_no_change_ends_with_0(
-    downloads: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_with_no_change_ends_with_0(downloads: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cli, "load_ledger", lambda: LEDGER[:1])
     assert CliRunner().invoke(app, ["patches", "verify", "--pip", "2.0"]).exit_code == 0
 
@@ -115,7 +112,7 @@ def test_a_release_with_no_change_ends_with_0(
         (PermissionError(13, "denied"), "--pip 9.9: its Python can't be kept in"),
     ],
 )
-def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch):
     def fetch(version: str, cache: Path) -> Path:
         raise error
 
@@ -137,7 +134,7 @@ def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, m
         ),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: list[str], sentence: str) -> None:
+def test_options_that_do_not_fit_are_refused(options: list[str], sentence: str):
     done = CliRunner().invoke(app, ["patches", "verify", *options])
     assert done.exit_code == 1
     assert done.output.startswith(f"vllm-async-spec: {sentence}")

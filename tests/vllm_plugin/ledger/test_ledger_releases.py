@@ -34,7 +34,7 @@ def unknown_releases(
     return [str(each) for each in unknown if each < newest], [str(each) for each in unknown if each > newest]
 
 
-def test_the_ledger_knows_each_release_that_pip_finds() -> None:
+def test_the_ledger_knows_each_release_that_pip_finds():
     known = known_releases(load_ledger())
     try:
         found = releases_of_pip()
@@ -51,10 +51,6 @@ def test_the_ledger_knows_each_release_that_pip_finds() -> None:
 
 
 def without_fingerprints(specs: Iterable[PatchSpec]) -> dict[str, list[str]]:
-    """Of each entry the known releases in its ranges for which no target has a fingerprint, or a guard has none.
-
-    There the plugin would refuse the patch, though the ledger knows the release.
-    """
     specs = tuple(specs)
     found = {
         spec.name: [
@@ -68,12 +64,11 @@ def without_fingerprints(specs: Iterable[PatchSpec]) -> dict[str, list[str]]:
     return {name: releases for name, releases in found.items() if releases}
 
 
-def test_each_entry_has_fingerprints_of_each_known_release_in_its_ranges() -> None:
-    """Needs no index: what pip finds is compared above."""
+def test_each_entry_has_fingerprints_of_each_known_release_in_its_ranges():
     assert without_fingerprints(load_ledger()) == {}
 
 
-def test_an_entry_without_the_fingerprints_of_a_release_is_listed() -> None:
+def test_an_entry_without_the_fingerprints_of_a_release_is_listed():
     full, ranges = spec("vllm.a"), (SpecifierSet(">=1.0"),)
     (target,) = full.targets
     newer = dataclasses.replace(target, fingerprints={"1.0": "00", "2.0": "00"})
@@ -86,12 +81,12 @@ def test_an_entry_without_the_fingerprints_of_a_release_is_listed() -> None:
     assert without_fingerprints(specs) == {"lacking": ["2.0"], "without a guard's": ["2.0"]}
 
 
-def test_what_is_left_out_has_a_reason_and_is_not_known() -> None:
+def test_what_is_left_out_has_a_reason_and_is_not_known():
     assert all(LEFT_OUT.values())
     assert not set(LEFT_OUT) & set(known_releases(load_ledger()))
 
 
-def test_gaps_are_told_from_newer_releases() -> None:
+def test_gaps_are_told_from_newer_releases():
     found = ["0.34.0rc1", "0.33.0", "0.32.0.post1", "0.32.0", "0.31.0", "0.30.1", "0.30.0", "0.12.0rc1", "0.11.2"]
     known = ["0.30.0", "0.32.0"]
     assert unknown_releases(found, known, []) == (["0.30.1", "0.31.0"], ["0.32.0.post1", "0.33.0"])

@@ -1,4 +1,4 @@
-"""`patches verify`: the ledger compared with the source of a release, and brought up to it."""
+"""`patches verify`."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plugin's metrics: what several real processes count is what one of them shows."""
+"""The plugin's metrics."""
 
 import json
 import os
@@ -72,7 +72,6 @@ def directory():
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., list[object]]:
-    """Runs the lines as the main process of a server; what it gives to `print` as JSON is returned."""
     (tmp_path / "temporary").mkdir()
 
     def run(lines: str, **variables: str) -> list[object]:
@@ -86,7 +85,7 @@ def serve(tmp_path: Path) -> Callable[..., list[object]]:
     return run
 
 
-def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: Callable[..., list[object]]) -> None:
+def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: Callable[..., list[object]]):
     lines = """
         load()
         count(1)  # a child that is forked must not count this again
@@ -110,7 +109,7 @@ def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: C
 
 def test_a_process_publishes_by_itself_once_it_counts_and_its_server_cleans_up(
     serve: Callable[..., list[object]], tmp_path: Path
-) -> None:
+):
     lines = """
         load()
         print(json.dumps(threads()))
@@ -144,7 +143,7 @@ def test_a_process_publishes_by_itself_once_it_counts_and_its_server_cleans_up(
 
 def test_servers_keep_apart_and_what_a_killed_one_left_is_removed_by_the_next(
     serve: Callable[..., list[object]], tmp_path: Path
-) -> None:
+):
     lines = """
         load()
         count(1)
@@ -160,7 +159,7 @@ def test_servers_keep_apart_and_what_a_killed_one_left_is_removed_by_the_next(
     assert list(tmp_path.glob("temporary/*/run-*")) == []
 
 
-def test_without_a_directory_this_process_is_all_there_is(serve: Callable[..., list[object]]) -> None:
+def test_without_a_directory_this_process_is_all_there_is(serve: Callable[..., list[object]]):
     lines = """
         import tempfile
         tempfile.tempdir = "/proc/nowhere"
@@ -175,14 +174,14 @@ def test_without_a_directory_this_process_is_all_there_is(serve: Callable[..., l
     assert serve(lines, ASYNC_SPEC_RUN_DIRECTORY="/elsewhere") == [[2, 2], [False, True, []]]
 
 
-def test_a_process_with_the_number_of_one_that_has_ended_has_another_file(tmp_path: Path) -> None:
+def test_a_process_with_the_number_of_one_that_has_ended_has_another_file(tmp_path: Path):
     SnapshotFile(tmp_path).replace("first")
     second = SnapshotFile(tmp_path)
     second.replace("second")
     assert second.others() == ["first"]
 
 
-def test_a_file_that_cannot_be_written_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_warned_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -219,7 +218,7 @@ def scraped(collector: Collector) -> dict[str, float]:
     return {name: float(value) for name, _, value in samples}
 
 
-def test_names_and_labels_are_those_of_the_documentation() -> None:
+def test_names_and_labels_are_those_of_the_documentation():
     found = snapshot(
         site(3, count=2),
         fallbacks={"min_tokens": 7},
@@ -248,7 +247,7 @@ def test_names_and_labels_are_those_of_the_documentation() -> None:
     assert documented == [family.name + "_total" * (family.type == "counter") for family in families]
 
 
-def test_causes_beyond_the_cap_are_other_and_no_counter_goes_backwards() -> None:
+def test_causes_beyond_the_cap_are_other_and_no_counter_goes_backwards():
     sites = [site(line) for line in range(100, 100 + MAX_CAUSES + 20)]
     now: list[SiteReport] = []
     collector = Collector(lambda: snapshot(*now), Settings.read({}))
@@ -265,12 +264,12 @@ def test_causes_beyond_the_cap_are_other_and_no_counter_goes_backwards() -> None
     assert sum(waits.values()) == len(sites)
 
 
-def test_a_snapshot_survives_its_way_through_a_file() -> None:
+def test_a_snapshot_survives_its_way_through_a_file():
     one = snapshot(site(1), site(2, count=3), fallbacks={"min_tokens": 7}, patch=State.NOT_NEEDED)
     assert Snapshot.from_json(one.to_json()) == one
 
 
-def test_together_adds_counts_and_shows_the_state_that_tells_most() -> None:
+def test_together_adds_counts_and_shows_the_state_that_tells_most():
     processes = [
         snapshot(site(1), fallbacks={"min_tokens": 1}, a=State.WAITING, b=State.APPLIED, c=State.WAITING),
         snapshot(
@@ -285,7 +284,7 @@ def test_together_adds_counts_and_shows_the_state_that_tells_most() -> None:
         assert total.patches == {"a": State.APPLIED, "b": State.REFUSED, "c": State.WAITING}
 
 
-def test_together_settles_what_an_engine_foresees_unless_a_process_knows_better() -> None:
+def test_together_settles_what_an_engine_foresees_unless_a_process_knows_better():
     front = snapshot(a=State.WAITING, b=State.WAITING, c=State.REFUSED, d=State.WAITING)
     worker = snapshot(a=State.WAITING, b=State.WAITING, c=State.WAITING, d=State.WAITING)
     worker.foreseen = {"a": (State.APPLIED, ""), "b": (State.REFUSED, "changed"), "c": (State.APPLIED, "")}
@@ -296,7 +295,7 @@ def test_together_settles_what_an_engine_foresees_unless_a_process_knows_better(
     assert count_states(total.patches) == {"applied": 1, "not needed": 0, "refused": 2, "waiting": 1}
 
 
-def test_together_takes_the_workers_word_on_the_engine_before_the_front_ends() -> None:
+def test_together_takes_the_workers_word_on_the_engine_before_the_front_ends():
     front, first, second = snapshot(), snapshot(), snapshot()
     front.engines = [Engine(False, "vLLM")]
     assert Snapshot.together([front, front]).engines == front.engines
@@ -306,14 +305,14 @@ def test_together_takes_the_workers_word_on_the_engine_before_the_front_ends() -
         assert total.engines == first.engines
 
 
-def test_engines_with_the_same_labels_are_one_sample() -> None:
+def test_engines_with_the_same_labels_are_one_sample():
     found = snapshot()
     found.engines = [Engine(on, "vLLM", "V1", "FLASHINFER") for on in (True, False, True)]
     samples = scraped(Collector(lambda: found, Settings.read({})))
     assert samples['vllm:async_spec_async_scheduling{backend="FLASHINFER",decided_by="vLLM",runner="V1"}'] == 0
 
 
-def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Callable[..., list[object]]) -> None:
+def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Callable[..., list[object]]):
     lines = """
         load()
         publisher.report(engine=Engine(True, "user"))
@@ -325,7 +324,7 @@ def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Cal
     assert serve(lines) == [[[True, "user", "V1", "TORCH_SDPA"]]]
 
 
-def test_a_cause_names_its_file_as_python_imports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cause_names_its_file_as_python_imports_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", ["", "/venv", "/venv/site-packages", "/venv/site-packages/vl"])
     (cause, _), *_ = snapshot(site(7, file="/venv/site-packages/vllm/v1/attention/backend.py")).waits
     assert cause == "seq_lens at vllm/v1/attention/backend.py:7 run"

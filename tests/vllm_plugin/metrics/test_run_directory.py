@@ -26,7 +26,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     return World(tmp_path, monkeypatch)
 
 
-def test_a_server_leaves_its_surroundings_and_one_marked_directory(world: World) -> None:
+def test_a_server_leaves_its_surroundings_and_one_marked_directory(world: World):
     before = world.listing()
     server = world.server()
     assert server.directory.parent == world.parent
@@ -43,7 +43,7 @@ def test_a_server_leaves_its_surroundings_and_one_marked_directory(world: World)
 
 
 @pytest.mark.parametrize("spoil", [*FOREIGN, *UNMARKED])
-def test_what_is_foreign_in_the_parent_stays_and_what_was_abandoned_goes(world: World, spoil: str) -> None:
+def test_what_is_foreign_in_the_parent_stays_and_what_was_abandoned_goes(world: World, spoil: str):
     abandoned, spoilt = world.abandoned(2)
     (FOREIGN | UNMARKED)[spoil](spoilt, world.home)
     kept = {path: entry for path, entry in world.listing().items() if abandoned.name not in path}
@@ -55,7 +55,7 @@ def test_what_is_foreign_in_the_parent_stays_and_what_was_abandoned_goes(world: 
 
 
 @pytest.mark.parametrize("spoil", [*FOREIGN, *UNMARKED])
-def test_a_server_leaves_its_own_directory_if_it_is_no_longer_its_own(world: World, spoil: str) -> None:
+def test_a_server_leaves_its_own_directory_if_it_is_no_longer_its_own(world: World, spoil: str):
     server = world.server()
     written(server.directory / SNAPSHOT)
     (FOREIGN | UNMARKED)[spoil](server.directory, world.home)
@@ -64,7 +64,7 @@ def test_a_server_leaves_its_own_directory_if_it_is_no_longer_its_own(world: Wor
     assert world.listing() == before
 
 
-def test_foreign_entries_in_the_parent_stay(world: World) -> None:
+def test_foreign_entries_in_the_parent_stay(world: World):
     (abandoned,) = world.abandoned()
     written(world.parent / "notes.txt")
     written(world.parent / "run-file")
@@ -82,7 +82,7 @@ def test_foreign_entries_in_the_parent_stay(world: World) -> None:
 
 
 @pytest.mark.parametrize("spoil", UNMARKED)
-def test_a_foreign_parent_is_not_used_and_not_changed(world: World, spoil: str) -> None:
+def test_a_foreign_parent_is_not_used_and_not_changed(world: World, spoil: str):
     world.abandoned()
     UNMARKED[spoil](world.parent, world.home)
     before = world.listing()
@@ -111,7 +111,7 @@ def test_a_foreign_parent_is_not_used_and_not_changed(world: World, spoil: str) 
     ],
     ids=["file", "empty", "directory", "link", "link to nothing", "pipe"],
 )
-def test_what_has_the_parents_name_already_is_left_alone(world: World, make: Spoil) -> None:
+def test_what_has_the_parents_name_already_is_left_alone(world: World, make: Spoil):
     make(world.parent, world.home)
     before = world.listing()
     server = world.server()
@@ -122,7 +122,7 @@ def test_what_has_the_parents_name_already_is_left_alone(world: World, make: Spo
 
 
 @pytest.mark.parametrize("link", [True, False])
-def test_a_parent_that_is_replaced_meanwhile(world: World, link: bool) -> None:
+def test_a_parent_that_is_replaced_meanwhile(world: World, link: bool):
     server = world.server()
     written(server.directory / SNAPSHOT)
     (world.home / server.directory.name).mkdir()
@@ -136,7 +136,7 @@ def test_a_parent_that_is_replaced_meanwhile(world: World, link: bool) -> None:
     assert world.listing() == before
 
 
-def test_a_parent_that_is_replaced_while_a_directory_is_removed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_that_is_replaced_while_a_directory_is_removed(world: World, monkeypatch: pytest.MonkeyPatch):
     """Here an empty directory of somebody's has the name of the one that is removed."""
     (abandoned,) = world.abandoned()
     (world.home / abandoned.name).mkdir()
@@ -154,7 +154,7 @@ def test_a_parent_that_is_replaced_while_a_directory_is_removed(world: World, mo
     assert not (world.home / "moved" / abandoned.name).exists()
 
 
-def test_a_directory_stays_as_long_as_any_process_of_its_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_stays_as_long_as_any_process_of_its_server(world: World, monkeypatch: pytest.MonkeyPatch):
     server = world.server()
     with monkeypatch.context() as patch:
         patch.setattr(run_directory, "is_main_process", lambda: False)
@@ -172,7 +172,7 @@ def test_a_directory_stays_as_long_as_any_process_of_its_server(world: World, mo
 @pytest.mark.parametrize("given", ["home", "tmp/vllm-async-spec-main", "nowhere", ""])
 def test_a_child_that_is_given_a_foreign_directory_writes_nothing_there(
     world: World, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+):
     world.server().end()
     monkeypatch.setattr(run_directory, "is_main_process", lambda: False)
     monkeypatch.setenv(run_directory.VARIABLE, str(world.root / given) if given else "")
@@ -186,11 +186,10 @@ def test_a_child_that_is_given_a_foreign_directory_writes_nothing_there(
     assert f"{run_directory.VARIABLE} is '{os.path.join(world.root, given) if given else ''}'" in world.warnings[0]
 
 
-def test_a_directory_is_not_taken_for_abandoned_while_it_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_not_taken_for_abandoned_while_it_is_made(world: World, monkeypatch: pytest.MonkeyPatch):
     mark = private_directory._mark
 
     def clean_up_around(descriptor: int, name: str) -> None:
-        """As a server that starts at that moment."""
         for step in (lambda: None, lambda: mark(descriptor, name)):
             step()
             for path in world.parent.glob("run-*"):
@@ -203,9 +202,7 @@ def test_a_directory_is_not_taken_for_abandoned_while_it_is_made(world: World, m
     assert world.warnings == []
 
 
-def test_a_directory_that_a_process_writes_to_meanwhile_stays_ours(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_a_process_writes_to_meanwhile_stays_ours(world: World, monkeypatch: pytest.MonkeyPatch):
     server = world.server()
     rmdir = os.rmdir
 
@@ -221,7 +218,7 @@ def test_a_directory_that_a_process_writes_to_meanwhile_stays_ours(
     assert not server.directory.exists()
 
 
-def test_without_locks_nothing_is_taken_for_abandoned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_nothing_is_taken_for_abandoned(world: World, monkeypatch: pytest.MonkeyPatch):
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -235,7 +232,7 @@ def test_without_locks_nothing_is_taken_for_abandoned(world: World, monkeypatch:
 
 def test_a_directory_that_cannot_be_marked_or_kept_private_is_not_left_behind(
     world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def full(*_: object) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -267,7 +264,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), NAMES, st.sampled_from(sorted(KINDS))), max_size=12))
-def test_whatever_is_there_only_clean_directories_of_killed_servers_go(planted: list[tuple[int, str, str]]) -> None:
+def test_whatever_is_there_only_clean_directories_of_killed_servers_go(planted: list[tuple[int, str, str]]):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         world = World(Path(folder), patch)
         abandoned = world.abandoned(3)
@@ -314,7 +311,7 @@ for round in range(int(sys.argv[1])):
 """
 
 
-def test_servers_that_start_at_once_share_one_parent(tmp_path: Path) -> None:
+def test_servers_that_start_at_once_share_one_parent(tmp_path: Path):
     command = [sys.executable, "-c", RACE, "25", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -323,7 +320,7 @@ def test_servers_that_start_at_once_share_one_parent(tmp_path: Path) -> None:
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[[0] * 6, 4]] * 25
 
 
-def test_status_leaves_a_checkout_and_the_folder_of_an_audit_alone(world: World) -> None:
+def test_status_leaves_a_checkout_and_the_folder_of_an_audit_alone(world: World):
     """As it was found: both were gone after it."""
     pytest.importorskip("vllm", reason="status describes an installed vLLM")
     (world.root / "work").mkdir()

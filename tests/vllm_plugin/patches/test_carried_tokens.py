@@ -37,7 +37,6 @@ class Runner:
         self.calls.append("tokens")
 
     def _calc_spec_decode_metadata(self, drafts: Any, ends: Any) -> Any:
-        """Indices for rows that all have drafts."""
         self.calls.append("indices")
         ends = torch.as_tensor(ends).long()
         counts = torch.as_tensor(drafts).long()
@@ -54,7 +53,6 @@ class Runner:
 
 @pytest.fixture
 def runner_class() -> Iterator[type[Runner]]:
-    """The class with the patch."""
     with temporarily() as changes:
         carried_inputs._apply(changes, SimpleNamespace(GPUModelRunner=Runner))  # type: ignore[arg-type]
         yield Runner
@@ -72,7 +70,7 @@ def prepare(runner: Any, counts: Sequence[int], lengths: Sequence[int] | None = 
 
 
 @pytest.mark.parametrize("rows", [1, 2, ROWS])
-def test_a_batch_that_goes_on_takes_its_tokens_from_the_device(runner_class: Any, rows: int) -> None:
+def test_a_batch_that_goes_on_takes_its_tokens_from_the_device(runner_class: Any, rows: int):
     runner = runner_class()
     tokens = prepare(runner, [DRAFTS] * rows)
     assert runner.calls == []
@@ -115,7 +113,7 @@ OTHERS: dict[str, tuple[Callable[[Any], None], list[int], list[int] | None]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_batches_run_vllms_function(runner_class: Any, name: str) -> None:
+def test_other_batches_run_vllms_function(runner_class: Any, name: str):
     change, counts, lengths = OTHERS[name]
     runner = runner_class()
     prepare(runner, [DRAFTS] * ROWS)
@@ -126,7 +124,7 @@ def test_other_batches_run_vllms_function(runner_class: Any, name: str) -> None:
     assert torch.equal(runner.input_ids.gpu, before)
 
 
-def test_the_number_of_drafts_may_change_from_step_to_step(runner_class: Any) -> None:
+def test_the_number_of_drafts_may_change_from_step_to_step(runner_class: Any):
     """From 0.24 on the scheduler may choose it by the size of the batch."""
     runner = runner_class()
     for count in (3, 1, 2, 3):
@@ -137,7 +135,6 @@ def test_the_number_of_drafts_may_change_from_step_to_step(runner_class: Any) ->
 
 
 def indices(runner: Any, counts: Sequence[int], lengths: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-    """The rows whose logits are computed, and the drafts."""
     drafts = np.array(counts, dtype=np.int32)
     ends = np.cumsum(drafts + 1 if lengths is None else lengths, dtype=np.int32)
     made = runner._calc_spec_decode_metadata(drafts, ends)
@@ -155,7 +152,7 @@ STEPS: list[tuple[list[int], list[int] | None]] = [
 ]
 
 
-def test_kept_indices_are_those_that_vllm_would_make(runner_class: Any) -> None:
+def test_kept_indices_are_those_that_vllm_would_make(runner_class: Any):
     runner, other, stock = runner_class(), runner_class(), Runner.__new__(Runner)
     plain = inspect.unwrap(Runner._calc_spec_decode_metadata)
     for number, (counts, lengths) in enumerate(step for step in STEPS for _ in range(3)):
@@ -170,7 +167,7 @@ def test_kept_indices_are_those_that_vllm_would_make(runner_class: Any) -> None:
     assert runner.calls == ["indices"] * 6  # the first two of STEPS are alike
 
 
-def test_the_metadata_of_a_step_stays_as_it_was(runner_class: Any) -> None:
+def test_the_metadata_of_a_step_stays_as_it_was(runner_class: Any):
     """The step before may still be on its way, and arguments are the runner's buffers."""
     runner, drafts, ends = runner_class(), np.array([3, 3], dtype=np.int32), np.array([4, 8], dtype=np.int32)
     runner.input_ids.gpu = torch.arange(64, dtype=torch.int32)

@@ -30,7 +30,7 @@ def by_hand(length: int, ranks: int, rank: int, interleave: int) -> int:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_ranks_divide_the_tokens(ranks: int, interleave: int, device: str) -> None:
+def test_ranks_divide_the_tokens(ranks: int, interleave: int, device: str):
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
     for rank in range(ranks):
         local = LocalLengths(buffer(device), lengths, ranks, rank, interleave)
@@ -40,7 +40,7 @@ def test_ranks_divide_the_tokens(ranks: int, interleave: int, device: str) -> No
     assert lengths.tolist() == LENGTHS
 
 
-def test_only_the_batchs_requests_are_written_and_the_host_keeps_its_bound() -> None:
+def test_only_the_batchs_requests_are_written_and_the_host_keeps_its_bound():
     given = buffer()
     local = LocalLengths(given, torch.tensor(LENGTHS, dtype=torch.int32), 2, 0, 1)
     assert local.copy_to_gpu(4).tolist() == [0, 1, 1, 8]
@@ -65,7 +65,7 @@ class Runner:
         return num_tokens
 
 
-def test_a_runner_of_several_ranks_gets_its_buffer_once() -> None:
+def test_a_runner_of_several_ranks_gets_its_buffer_once():
     class Patched(Runner):
         pass
 

@@ -27,10 +27,7 @@ VOCABULARY = 997
 
 
 class Drafter:
-    """Drafts by integers that depend on all that attention would read, over pages that it writes as a drafter does.
-
-    Like vLLM's it changes the lengths in place, which are of the batch with its rejected tokens.
-    """
+    """Drafts by integers of all that attention would read, over pages; like vLLM's it changes the lengths."""
 
     def __init__(self, device: str) -> None:
         self.keys = torch.zeros((1 + ROWS * PAGES) * PAGE, dtype=torch.int64, device=device)
@@ -67,7 +64,6 @@ class Drafter:
 
 
 def batch(rows: int, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """A batch whose requests have pages of their own and are somewhere in them, as vLLM would give it."""
     source = torch.Generator().manual_seed(seed)
 
     def draw(*size: int, below: int = VOCABULARY) -> torch.Tensor:

@@ -19,8 +19,6 @@ Start = Callable[..., tuple[Publisher, list[str]]]
 
 
 class WorkerWrapperBase:
-    """As vLLM's."""
-
     def __init__(self, worker: object) -> None:
         self.worker = worker
 
@@ -30,8 +28,6 @@ class WorkerWrapperBase:
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts a worker, and returns what it published and logged."""
-
     def run(rank: int, runner: Any) -> tuple[Publisher, list[str]]:
         lines: list[str] = []
         publisher = Publisher()
@@ -62,7 +58,7 @@ def runner(*backends: str, decision: Decision | None = None, on: bool = True) ->
     return types.SimpleNamespace(vllm_config=config, attn_groups=[groups])
 
 
-def test_the_engines_runner_backends_and_patches_are_published_and_logged(start: Start) -> None:
+def test_the_engines_runner_backends_and_patches_are_published_and_logged(start: Start):
     decided = Decision(True, "user", "--async-scheduling was given")
     publisher, lines = start(0, runner("FLASH_ATTN", "FLASHINFER", "FLASH_ATTN", decision=decided))
     assert publisher.snapshot().engines == [Engine(True, "user", "V1", "FLASH_ATTN, FLASHINFER")]
@@ -71,7 +67,7 @@ def test_the_engines_runner_backends_and_patches_are_published_and_logged(start:
     ]
 
 
-def test_another_runner_is_offered_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_runner_is_offered_once(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_report, "alternative", lambda config, plugin: "to try V2, set A")
     _, lines = start(0, runner("FLASH_ATTN"))
     assert lines[1:] == ["vllm-async-spec: to try V2, set A"]
@@ -82,17 +78,17 @@ def test_another_runner_is_offered_once(start: Start, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("decision", "by"), [(None, "unknown"), (Decision(True, "vllm-async-spec", "because"), "vLLM")]
 )
-def test_a_decision_that_does_not_hold_is_not_repeated(start: Start, decision: Decision | None, by: str) -> None:
+def test_a_decision_that_does_not_hold_is_not_repeated(start: Start, decision: Decision | None, by: str):
     publisher, _ = start(0, runner("FLASH_ATTN", decision=decision, on=False))
     assert publisher.snapshot().engines == [Engine(False, by, "V1", "FLASH_ATTN")]
 
 
-def test_only_the_first_rank_reports(start: Start) -> None:
+def test_only_the_first_rank_reports(start: Start):
     publisher, lines = start(1, runner("FLASH_ATTN"))
     assert (publisher.snapshot().engines, lines) == ([], [])
 
 
-def test_a_runner_that_nobody_knows_costs_one_line(start: Start) -> None:
+def test_a_runner_that_nobody_knows_costs_one_line(start: Start):
     publisher, lines = start(0, types.SimpleNamespace())
     assert publisher.snapshot().engines == []
     assert len(lines) == 1

@@ -66,7 +66,7 @@ def source(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 @pytest.mark.parametrize("capability", [90, 120, 121])
-def test_a_machine_with_xqa_asks_no_server(capability: int, source: list[str | None]) -> None:
+def test_a_machine_with_xqa_asks_no_server(capability: int, source: list[str | None]):
     module = patched(capability, server=False)
     assert module.supports_trtllm_attention() is True
     assert module.supports_trtllm_attention(is_prefill=False) is True
@@ -75,7 +75,7 @@ def test_a_machine_with_xqa_asks_no_server(capability: int, source: list[str | N
 
 
 @pytest.mark.parametrize(("capability", "server"), [(90, True), (90, False), (100, True), (100, False), (80, True)])
-def test_otherwise_upstreams_answer_stands(capability: int, server: bool, source: list[str | None]) -> None:
+def test_otherwise_upstreams_answer_stands(capability: int, server: bool, source: list[str | None]):
     module = patched(capability, server=server)
     assert module.supports_trtllm_attention(is_prefill=True) is (server and capability == 100)
     if capability != 90:
@@ -85,7 +85,7 @@ def test_otherwise_upstreams_answer_stands(capability: int, server: bool, source
 @pytest.mark.parametrize("server", [True, False])
 def test_a_machine_that_can_have_no_xqa_is_told_how(
     server: bool, source: list[str | None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")  # the compatibility suite sets another where it runs in this process
     source[0] = None
@@ -100,7 +100,7 @@ def test_a_machine_that_can_have_no_xqa_is_told_how(
 )
 def test_a_machine_that_lacks_cubins_alone_is_told_once_how_to_get_them(
     capability: int, server: bool, told: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")  # the compatibility suite sets another where it runs in this process
     module = patched(capability, server=server)
@@ -112,7 +112,7 @@ def test_a_machine_that_lacks_cubins_alone_is_told_once_how_to_get_them(
     assert module.has_nvidia_artifactory() is server, "what stood in for the server is still there"
 
 
-def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     installed = {"flashinfer"}
     monkeypatch.setattr(flashinfer_xqa, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setenv("PATH", "")
@@ -130,7 +130,6 @@ def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    """flashinfer's, which writes a file for each kernel; what it was asked to build."""
     built: list[tuple[Any, ...]] = []
 
     class Spec:
@@ -156,7 +155,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any,
 
 def test_kernels_are_compiled_once(
     compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")  # the compatibility suite sets another where it runs in this process
     flashinfer_xqa.compile_xqa([(1,), (4,), (4, True), (1,)])
@@ -169,7 +168,7 @@ def test_kernels_are_compiled_once(
 
 def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
     compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+):
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")
     folder = tmp_path / "server"
@@ -185,6 +184,6 @@ def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
     assert said == [compiling, waiting, compiling]
 
 
-def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]) -> None:
+def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]):
     with pytest.raises(RuntimeError, match="ninja: build stopped"):
         flashinfer_xqa.compile_xqa([("bad",)])

@@ -1,7 +1,4 @@
-"""The two parts of the patch min-tokens: output tokens without placeholders, and a wait that is counted.
-
-tests/engine serves requests with min_tokens, and tests/releases applies the patch to each release.
-"""
+"""The two parts of the patch min-tokens: output tokens without placeholders, and a wait that is counted."""
 
 from types import SimpleNamespace
 

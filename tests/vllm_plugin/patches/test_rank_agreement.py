@@ -26,7 +26,6 @@ class XqaBuilder:
 
 
 def wrapper(pipeline: int = 1) -> Any:
-    """A worker, as `decisions` asks it."""
     group = types.SimpleNamespace(metadata_builders=[XqaBuilder(), XqaBuilder()], kv_cache_spec="pages")
     config = types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline),
@@ -44,7 +43,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Plugin:
     return plugin
 
 
-def test_a_rank_says_what_it_decided(plugin: Plugin) -> None:
+def test_a_rank_says_what_it_decided(plugin: Plugin):
     expected = {
         "the plugin": f"version {__version__}",
         "refused patches": "none",
@@ -58,18 +57,18 @@ def test_a_rank_says_what_it_decided(plugin: Plugin) -> None:
     assert decisions(wrapper()) == expected | {"refused patches": "a-patch"}
 
 
-def test_stages_of_a_pipeline_differ_by_right(plugin: Plugin) -> None:
+def test_stages_of_a_pipeline_differ_by_right(plugin: Plugin):
     assert decisions(wrapper(pipeline=2)) == {"the plugin": f"version {__version__}"}
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_rank_without_the_plugin_says_so(loaded: bool, plugin: Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_the_plugin_says_so(loaded: bool, plugin: Plugin, monkeypatch: pytest.MonkeyPatch):
     plugin.ledger = None
     monkeypatch.setattr(rank_agreement, "active_plugin", lambda: plugin if loaded else None)
     assert decisions(wrapper()) == {"the plugin": "off"}
 
 
-def test_ranks_that_agree_start() -> None:
+def test_ranks_that_agree_start():
     refuse_differences([])
     refuse_differences([ALIKE, dict(ALIKE)])
 
@@ -83,7 +82,7 @@ def test_ranks_that_agree_start() -> None:
         (ALIKE | {"graphs": "FULL"}, "graphs: absent on rank 0, FULL on rank 2"),
     ],
 )
-def test_a_difference_is_named(another: dict[str, str], told: str) -> None:
+def test_a_difference_is_named(another: dict[str, str], told: str):
     with pytest.raises(RanksDifferError, match="VLLM_ASYNC_SPEC=off") as raised:
         refuse_differences([ALIKE, ALIKE, another])
     assert told in str(raised.value)
@@ -95,7 +94,6 @@ Start = Callable[..., tuple[list[Any], list[str]]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Starts an executor whose ranks answer so, and returns its calls and what was logged."""
     lines: list[str] = []
     monkeypatch.setattr(rank_agreement, "inform", lambda message, *values: lines.append(message % values))
     monkeypatch.setattr(rank_agreement.logger, "warning", lambda message, *values: lines.append(message % values))
@@ -132,22 +130,22 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     return run
 
 
-def test_ranks_are_asked_before_they_capture(start: Start) -> None:
+def test_ranks_are_asked_before_they_capture(start: Start):
     assert start([ALIKE, ALIKE]) == (["initialize_from_config", decisions, "compile_or_warm_up_model"], [])
 
 
-def test_nothing_is_captured_after_a_difference(start: Start) -> None:
+def test_nothing_is_captured_after_a_difference(start: Start):
     calls, _ = start([ALIKE, {"the plugin": "off"}])
     assert calls[:2] == ["initialize_from_config", decisions]
     assert len(calls) == 3
     assert "off on rank 1" in calls[2]
 
 
-def test_one_rank_is_not_asked(start: Start) -> None:
+def test_one_rank_is_not_asked(start: Start):
     assert start([ALIKE], ranks=1) == (["initialize_from_config", "compile_or_warm_up_model"], [])
 
 
-def test_a_rank_that_lacks_the_package_is_named(start: Start) -> None:
+def test_a_rank_that_lacks_the_package_is_named(start: Start):
     calls, _ = start(RuntimeError("Worker failed with error 'No module named 'vllm_async_spec''"))
     assert "a rank has no vllm-async-spec" in calls[2]
 
@@ -159,7 +157,7 @@ def test_a_rank_that_lacks_the_package_is_named(start: Start) -> None:
         ([ALIKE], "ranks are not compared: Executor calls only some"),
     ],
 )
-def test_an_executor_that_can_not_ask_says_so_and_starts(start: Start, answers: Any, told: str) -> None:
+def test_an_executor_that_can_not_ask_says_so_and_starts(start: Start, answers: Any, told: str):
     calls, lines = start(answers)
     assert calls[-1] == "compile_or_warm_up_model"
     assert len(lines) == 1

@@ -1,0 +1,85 @@
+"""A mistake in a command of `python -m benchmarks` is one sentence with the remedy."""
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["soak", "no-such"], "there is no soak 'no-such'; there are tiny, "),
+        (
+            ["soak", "tiny", "--control", "luck"],
+            "--control is 'luck'; it must be one of lengths, fence, short",
+        ),
+        (
+            ["soak", "tiny", "--control", "exact"],
+            "--control is 'exact'; it must be one of lengths, fence, short",
+        ),
+        (
+            ["soak", "0.32.0-V2-FLASHINFER", "--control", "positions"],
+            "--control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
+            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b",
+        ),
+        (
+            ["soak", "0.18.1-V1-FLASH_ATTN", "--control", "fence"],
+            "--control fence breaks the plugin's plans for FlashInfer, which soak 0.18.1-V1-FLASH_ATTN does not use; "
+            "give one of 0.26.0-V1-FLASHINFER, ",
+        ),
+        (
+            ["soak", "0.18.1-V1-FLASH_ATTN", "--control", "positions", "--plugin", "stock"],
+            "--control positions breaks the plugin, and --plugin is stock; leave out one of the two",
+        ),
+        (["soak", "0.26.0-V1-FLASHINFER"], "no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
+        (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),
+        (
+            ["features", "eagle", "--control", "luck"],
+            "--control is 'luck'; it must be one of positions, exact",
+        ),
+        (
+            ["features", "eagle", "--control", "exact", "--cpu"],
+            "--control exact breaks the runner of 0.14.0 to 0.18.1 on",
+        ),
+        (
+            ["features", "eagle", "--control", "exact", "--release", "0.18.1", "--plugin", "stock"],
+            "--control exact breaks the plugin, and --plugin is stock; leave out one of the two",
+        ),
+        (
+            ["features", "eagle", "--release", "0.18.1"],
+            "no environment has vLLM 0.18.1; give --env 0.18.1=FILE",
+        ),
+        (["run", "nothing"], "there is no plan 'nothing'"),
+        (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
+        (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
+        (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
+        (["show", "--against", "nobody"], "has no arm 'nobody'; it has"),
+        (["plot", "--format", "gif"], "--format is 'gif'; it must be svg or png"),
+        (["plot", "/nowhere.json"], "/nowhere.json can't be read"),
+        (["batching", "--device", "cpu", "--model", "large"], "the model is 'large'; it must be one of tiny, 1b, 8b"),
+        (
+            ["batching", "--device", "cpu", "--drafts", "2", "--arms", "synchronous"],
+            "the drafts are 2 and the arms synchronous; drafts synchronous",
+        ),
+        (
+            ["batching", "--device", "cpu", "--arms", "drafts asynchronous"],
+            "the drafts are 0 and the arms drafts asynchronous; drafts synchronous",
+        ),
+        (
+            ["batching", "--device", "cpu", "--arms", "mine"],
+            "there is no arm 'mine'; there are synchronous, synchronous again, asynchronous",
+        ),
+        (
+            ["batching", "--device", "cpu", "--attention", "FAST"],
+            "attention is 'FAST'; it must be auto, FLASH_ATTN, FLASHINFER_TRTLLM",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
+    if arguments[0] == "batching":
+        pytest.importorskip("transformers")
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == (2 if "no environment" in sentence else 1)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("benchmarks: ")]
+    assert sentence in line

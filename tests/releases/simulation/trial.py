@@ -1,0 +1,56 @@
+"""One load put to a class of runners, and what is wrong then; and one request that reaches the longest sequence."""
+
+import random
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from simulation.engine import Engine
+from simulation.judge import differences, mistakes
+from simulation.model import greedy
+from simulation.schedule import Schedule, run
+from simulation.shape import LONGEST, Shape
+from simulation.wishes import Wishes
+
+_references: dict[Schedule, Engine] = {}
+
+
+def reference(stock: Any, schedule: Schedule) -> Engine:
+    """Stock's run on a device that is never late; made once."""
+    if schedule not in _references:
+        _references[schedule] = run(stock, schedule, late=False)
+    return _references[schedule]
+
+
+def wrong(
+    runner_class: Any,
+    stock: Any,
+    schedule: Schedule,
+    *,
+    late: bool = True,
+    waited: bool = True,
+    also: Callable[[Engine, Schedule], list[str]] = lambda engine, schedule: [],
+) -> list[str]:
+    """The first things that are wrong with a class, errors included; `waited` is of `mistakes`."""
+    try:
+        engine = run(runner_class, schedule, late=late)
+        found = list(islice(mistakes(engine, schedule, waited=waited), 3)) or also(engine, schedule)
+        if not found and (schedule.stock_is_right or not waited) and schedule.shape.long_drafter:
+            found = list(islice(differences(reference(stock, schedule), engine, schedule), 3))
+    except Exception as error:
+        # As on a GPU, a wrong index is an error somewhere later.
+        return [f"{type(error).__name__}: {error}"]
+    return found
+
+
+def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
+    """The tokens of a request that reaches the model's length, beside a later one with wishes; and the right tokens."""
+    engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))
+    engine.add("long", prompt, 60, -1)
+    while len(engine.steps) < 9:
+        engine.step()
+    engine.add("wishful", [1, 2, 3], 30, -1, wishes)
+    while engine.busy:
+        engine.step()
+    assert engine.outputs["wishful"] == greedy([1, 2, 3], 30, -1, LONGEST, wishes)
+    return engine.outputs["long"], greedy(prompt, 60, -1, LONGEST)
