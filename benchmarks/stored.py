@@ -17,8 +17,6 @@ from typing import Any
 
 from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
 
-__all__ = ["ARCHIVE", "exists", "files", "keep", "read_json", "write_archive"]
-
 ARCHIVE = "archive.json.xz"
 
 

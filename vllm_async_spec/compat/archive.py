@@ -13,8 +13,6 @@ from pathlib import Path
 from vllm_async_spec.compat.json_text import packed, unpacked
 from vllm_async_spec.compat.report import PublishedError, Run
 
-__all__ = ["ARCHIVE", "read_archive", "write_archive"]
-
 ARCHIVE = "runs.json.xz"
 """Its name in `docs/compat`."""
 

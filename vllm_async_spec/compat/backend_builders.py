@@ -21,25 +21,6 @@ from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
-__all__ = [
-    "Way",
-    "before_hopper",
-    "cascade_builder",
-    "cpu_builder",
-    "cross_attention_builder",
-    "encoder_only_builder",
-    "fast_prefill_builder",
-    "flash_attention_2_builder",
-    "flash_attention_dcp_builder",
-    "flashinfer_builder",
-    "flex_builder",
-    "layer_module",
-    "local_attention_builder",
-    "mamba_builder",
-    "plain_builder",
-    "triton_backend",
-]
-
 _BACKENDS = "vllm.v1.attention.backends."
 
 
@@ -197,16 +178,15 @@ def layer_module() -> ModuleType:
 
 
 def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:
-    """Make the metadata builder of `backend` under chunked local attention.
+    """Make the metadata builder of `backend`, an attention backend class, under chunked local attention.
+
+    CUDA graphs are piecewise, as in an engine with such a layer; the KV-cache spec of `setting` is replaced.
 
     Args:
-        backend: An attention backend class, such as `FlashAttentionBackend`.
-        setting: The builder's inputs; this function replaces the KV-cache spec.
+        backend: Such as `FlashAttentionBackend`.
+        setting: The builder's inputs.
         chunk: Tokens in an attention chunk.
         block_size: Tokens in a block of the KV cache.
-
-    Returns:
-        The builder. CUDA graphs are piecewise, as in an engine with a chunked-local-attention layer.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -241,14 +221,6 @@ class Way(enum.Enum):
 
 def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     """Make FlashInfer's builder so that it uses the given kernels.
-
-    Args:
-        cls: `FlashInferMetadataBuilder`.
-        setting: The builder's inputs.
-        way: The kernels.
-
-    Returns:
-        The builder.
 
     Raises:
         AbsentError: This release decodes with other kernels on this machine.

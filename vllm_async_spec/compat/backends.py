@@ -31,7 +31,7 @@ from vllm_async_spec.compat.batch_fields import accepted_fields, encoder_fields,
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
 from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
-from vllm_async_spec.compat.check import Subject, failure_sentence
+from vllm_async_spec.compat.check import failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
@@ -39,9 +39,8 @@ from vllm_async_spec.compat.model import FIELDS
 from vllm_async_spec.compat.model_shapes import MODELS, MODELS_OF, TINY, Model, why_not_for
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.vllm_source import loaded_source
-
-__all__ = ["BACKENDS", "Backend", "backend_subject"]
 
 _IN = "vllm.v1.attention.backends."
 _LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
@@ -301,9 +300,6 @@ def backend_subject(name: str, device: Device, model: Model | None = None) -> Su
         name: A key of `BACKENDS`, in any case.
         device: Where the builder will be made; some modules allocate device memory on import.
         model: The model whose numbers it gets; None for the first that uses it.
-
-    Returns:
-        The subject for `check`.
 
     Raises:
         SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.

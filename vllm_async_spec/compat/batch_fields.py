@@ -11,8 +11,6 @@ import torch
 from vllm_async_spec.compat.cases import Case
 from vllm_async_spec.compat.device import Device
 
-__all__ = ["accepted_fields", "encoder_fields", "logits_fields"]
-
 
 def accepted_fields(case: Case, device: Device) -> Mapping[str, Any]:
     """What vLLM's runner gives state-space builders: accepted counts, and draft counts, -1 for none; both int32."""

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Grouped", "grouped_batches"]
-
 Grouped = dict[str, list[str]]
 """Names of batches by the sentence that is true of them."""
 

@@ -11,8 +11,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
 
-__all__ = ["Build", "differences_data", "waits_data"]
-
 
 @dataclass(frozen=True, slots=True)
 class Build:
@@ -63,11 +61,7 @@ class Build:
         return tuple(found)
 
     def to_dict(self, realistic: bool) -> dict[str, Any]:
-        """As plain data, for JSON.
-
-        Args:
-            realistic: Whether the host of an engine with asynchronous speculative decoding knows as much.
-        """
+        """As plain data, for JSON; `realistic` says whether the host of an asynchronous engine knows as much."""
         return {
             "host": self.host.value,
             "realistic": realistic,

@@ -14,8 +14,6 @@ import torch
 from vllm_async_spec.compat.cases import BLOCK_SIZE
 from vllm_async_spec.compat.device import Device
 
-__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "kept_differences", "take"]
-
 _DEPTH = 8
 _SCRATCH = 4 << 20
 """Bytes. Lengths and tables of the suite's batches need less, so a larger tensor is scratch memory of kernels."""

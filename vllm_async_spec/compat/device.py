@@ -19,8 +19,6 @@ from vllm_async_spec.audit.report import Frame, WaitKind
 from vllm_async_spec.audit.stack import RawStack, plain, readable
 from vllm_async_spec.patching import temporarily
 
-__all__ = ["MAKE_UNINITIALISED", "MAPPED", "CudaDevice", "Device", "Wait", "is_lost", "readable_wait"]
-
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SHOWN = 6
 _LAZY = ("seq_lens_cpu", "num_computed_tokens_cpu")

@@ -18,8 +18,6 @@ from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
 
-__all__ = ["LATEST", "RELEASES", "TESTED", "FetchError", "fetch_release", "main", "releases_of_pip"]
-
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 """The columns of the compatibility suite."""
 
@@ -51,8 +49,7 @@ def fetch_release(version: str, cache: Path) -> Path:
         `cache/version`, which contains `vllm/` and its dist-info.
 
     Raises:
-        FetchError: The version is no release from 0.12.0 on, or pip is missing, finds no such release, or can't
-            download it.
+        FetchError: The version is older, or pip is missing, finds no such release, or can't download it.
     """
     if version == LATEST:
         version = releases_of_pip()[0]
@@ -144,14 +141,7 @@ def _is_wanted(name: PurePosixPath) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch releases from the command line.
-
-    Args:
-        arguments: Arguments instead of the process's own.
-
-    Returns:
-        The exit status: 0, or 1 when a release could not be fetched.
-    """
+    """Fetch the releases that the command line names; the exit status is 1 if one could not be fetched."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compact_json", "packed", "unpacked"]
-
 
 def compact_json(document: Mapping[str, Any]) -> str:
     """JSON for git: a line for each member, and for each element of a list; 40 % shorter than indented."""

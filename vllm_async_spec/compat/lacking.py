@@ -8,22 +8,15 @@ from pathlib import Path
 
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
 
-__all__ = ["lacking"]
-
 _STUBS = "STUBS in vllm_async_spec/compat/stubs.py"
 _OPERATOR = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'")
 """What PyTorch says where no library has registered an operator."""
 
 
 def lacking(error: BaseException) -> str | None:
-    """Say in one sentence what the unpacked release that caused `error` needs and the stubs lack.
+    """Say in one sentence, with a remedy, what the unpacked release that raised `error` needs and the stubs lack.
 
-    Args:
-        error: Raised while the release was imported or run.
-
-    Returns:
-        The sentence, with the name of the module or operator and the remedy. None if nothing of this kind is missing,
-        or no release was loaded by `load_vllm`.
+    None if no module or operator is missing, or no release was loaded by `load_vllm`.
     """
     source = loaded_source()
     if source is None or not _raised_by(source, error):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from vllm_async_spec.compat.cases import CASES, DRAFT_TOKENS
 from vllm_async_spec.compat.report import Run
 
-__all__ = ["EXCLUDED", "LEGEND", "excluded"]
-
 LEGEND = (
     f"batches: how many of the {len(CASES)} kinds of batches that vLLM's engine makes were built, with each model, and "
     f"how many for a builder's own thresholds. The kinds, with K = {DRAFT_TOKENS} draft tokens: "

@@ -15,8 +15,6 @@ import torch
 from vllm_async_spec.compat.cases import Call, Case
 from vllm_async_spec.compat.compare import Difference, Judgement, Snapshot
 
-__all__ = ["FIELDS", "against_model"]
-
 _Rows = list[list[int]]
 
 

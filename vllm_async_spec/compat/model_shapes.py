@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["MODELS", "MODELS_OF", "THIRD_PARTY", "TINY", "Model", "UnknownModelError", "models_named", "why_not_for"]
-
 
 class UnknownModelError(ValueError):
     """A name is no model's; the message is one sentence that says what to do."""

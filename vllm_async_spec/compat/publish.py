@@ -20,8 +20,6 @@ from vllm_async_spec.compat.archive import read_archive, write_archive
 from vllm_async_spec.compat.render import badge, markdown, render_html
 from vllm_async_spec.compat.report import PublishedError, Run, read_runs
 
-__all__ = ["WANTED", "documents", "main"]
-
 WANTED = tuple((release, way, "h200") for release in ("0.18.1", "0.26.0", "0.32.0") for way in ("stock", "plugin"))
 """Runs that have a column in the table even if they are missing: release, way, machine."""
 
@@ -58,14 +56,7 @@ def _taken(paths: Sequence[Path]) -> dict[str, Run]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Publish from the command line.
-
-    Args:
-        arguments: Arguments instead of the process's own.
-
-    Returns:
-        The exit status: 0, or 2 if a file is refused or the documentation has no `compat/`.
-    """
+    """Publish from the command line; returns 2 if a file is refused or the documentation has no `compat/`."""
     parser = argparse.ArgumentParser(description="Copy results of the compatibility suite into the documentation.")
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="RESULT", help="file that `vllm-async-spec compat --json` wrote"

@@ -21,8 +21,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.json_text import compact_json
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
 
-__all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "read_runs"]
-
 SCHEMA = 1
 """Schema of both kinds of files. Increase it whenever a reader of older files would misunderstand a newer one."""
 

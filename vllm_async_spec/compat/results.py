@@ -13,8 +13,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
 
-__all__ = ["NOT_SHOWN_CLEAN", "TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
-
 NOT_SHOWN_CLEAN = "not shown clean"
 """Said of a builder without a fault, if no batch reached a line that could wait."""
 

@@ -23,8 +23,6 @@ from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.compat.compare import Derived
 
-__all__ = ["CONTENTS", "STUBS", "Stub", "install_flashinfer"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stub:

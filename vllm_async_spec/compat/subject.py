@@ -10,8 +10,6 @@ from vllm_async_spec.compat.cases import BLOCK_SIZE, Case, MetadataFactory
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import Layer
 
-__all__ = ["Subject"]
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from vllm_async_spec.audit.report import WaitKind
 from vllm_async_spec.compat.branches.host_values import HostValues, text
 
-__all__ = ["COULD_WAIT", "HOST_LENGTHS", "Suspect", "suspects"]
-
 HOST_LENGTHS = ("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu")
 """Fields of the common metadata that hold exact lengths on the host, and properties that copy them."""
 
@@ -48,15 +46,12 @@ class Suspect:
 
 
 def suspects(node: ast.AST, values: HostValues, guard: tuple[int, int] | None = None) -> Iterator[Suspect]:
-    """Find the expressions in `node` that could wait, except in a `raise`, which ends the step.
+    """The expressions in `node` that could wait, outer ones first, except in a `raise`, which ends the step.
 
     Args:
         node: An expression, or a statement without a body.
         values: Judges the values of the function that `node` is in.
         guard: First and last line of the condition that decides whether `node` runs.
-
-    Yields:
-        The expressions, outer ones first.
     """
     yield from _walk(node, values, guard)
 
