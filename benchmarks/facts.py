@@ -54,12 +54,7 @@ def plugin_state() -> str:
 
 
 def engine_facts(runner: Any, config: Any) -> dict[str, Any]:
-    """Facts of the engine whose worker is in this process: what vLLM resolved its configuration to.
-
-    Args:
-        runner: the worker's model runner.
-        config: the worker's `VllmConfig`.
-    """
+    """Facts of the engine whose worker is in this process: what vLLM resolved its configuration to."""
     import torch
     import vllm
 

@@ -17,10 +17,7 @@ _ROW = 5
 
 
 def positions(tokens: int) -> tuple[torch.Tensor, int]:
-    """M-RoPE positions of a prompt that is read as one picture.
-
-    Args:
-        tokens: number of prompt tokens.
+    """M-RoPE positions of a prompt of so many tokens that is read as one picture.
 
     Returns:
         (3, tokens) int64 positions in time, height and width; and the first position after the prompt, the same on all

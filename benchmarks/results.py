@@ -29,11 +29,6 @@ class ResultFile:
     def __init__(self, path: Path, plan: Plan, *, fresh: bool = False) -> None:
         """Open the result file of `plan`, or start a new one, which is written with the first turn.
 
-        Args:
-            path: of the file.
-            plan: what is measured.
-            fresh: start a new one, also where there is a file.
-
         Raises:
             PlanError: the file holds the result of another plan, or no result at all.
         """
@@ -95,7 +90,7 @@ def opened(
     *,
     fresh: bool,
 ) -> Document:
-    """The document of a result file of `plan`: the file's, or a new one.
+    """The document of a result file of `plan`: the file's, or with `fresh` or without a file a new one.
 
     Args:
         path: of the file.
@@ -103,7 +98,7 @@ def opened(
         empty: a new document, without the plan.
         read: reads the file; raises PlanError if the file is no such result.
         identity: the fields of a plan that two runs must share to be one result.
-        fresh: begin anew, also where there is a file; a file that is no such result is kept nevertheless.
+        fresh: begin anew; a file that is no such result is kept nevertheless.
 
     Raises:
         PlanError: the file holds the result of another plan, or no such result.

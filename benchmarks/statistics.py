@@ -51,12 +51,7 @@ def ratio_in_words(reference: Sequence[float], other: Sequence[float]) -> str:
 
 
 def by_turns(arms: Collection[str], passes: int, turn: Callable[[str], float]) -> dict[str, list[float]]:
-    """Measure arms that take turns in one process.
-
-    Args:
-        arms: their names, in order; in each pass they take two turns each, ABC CBA.
-        passes: number of passes.
-        turn: runs one turn of an arm.
+    """Measure arms that take turns in one process, two turns each in a pass: ABC CBA. `turn` runs one turn of an arm.
 
     Returns:
         For each arm one value for each pass: the mean of its two turns.

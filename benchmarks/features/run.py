@@ -70,7 +70,7 @@ class Seen:
 def run_features(
     features: Sequence[Feature], place: Place, *, plugin: Plugin, control: str | None, report: Report
 ) -> Iterator[tuple[Feature, dict[str, Any]]]:
-    """Run cases, stock and then the subject.
+    """Run cases, stock and then the subject; yield each with its result, as soon as its group is done.
 
     Args:
         features: the cases.
@@ -78,9 +78,6 @@ def run_features(
         plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         control: how to break the subject on purpose, a key of `soak.engine.CONTROLS`; None: not at all.
         report: takes a line of progress for each engine.
-
-    Yields:
-        Each case with its result, as soon as its group is done.
     """
     groups: dict[str, list[Feature]] = {}
     for feature in features:

@@ -28,12 +28,7 @@ class Findings:
 
 
 def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
-    """Analyse recordings of the same load.
-
-    Args:
-        full: recorded with phases and waits.
-        quiet: recorded by CUPTI alone; None without a GPU.
-    """
+    """Analyse recordings of the same load: `full` with phases and waits, `quiet` by CUPTI alone, None without a GPU."""
     causes, unseen = _causes(full)
     return Findings(
         steps=full.count,

@@ -29,12 +29,7 @@ def main() -> None:
 
 
 def _audit(setup: dict[str, Any], stage: Any) -> Report:
-    """Audit one engine.
-
-    Args:
-        setup: `engine_arguments`, as on vLLM's command line; `load`, `batch`, `steps`.
-        stage: called with what is being done.
-    """
+    """Audit the engine of `engine_arguments`, as on vLLM's command line; `stage` is called with what is being done."""
     stage("starting the engine")
     import vllm
 

@@ -51,12 +51,7 @@ def shares_between(trace: DeviceTrace, start: int, end: int) -> Shares:
 
 
 def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
-    """The shares of the device's time, and its longest gaps.
-
-    Args:
-        quiet: recorded by CUPTI alone; source of the shares.
-        full: recorded with the host's phases and waits; source of the gaps.
-    """
+    """The shares of the device's time, from CUPTI's recording alone, and its longest gaps, from the full recording."""
     assert quiet.trace is not None
     trace = quiet.trace
     shares = shares_between(trace, quiet.start, quiet.end)

@@ -122,21 +122,12 @@ def described(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_seconds(seconds: float) -> float:
-    """Time limit for the whole audit of a server, in seconds.
-
-    Args:
-        seconds: time limit of one recording.
-    """
+    """Time limit for the whole audit of a server, in seconds, by that of one recording."""
     return 4 * seconds + 60
 
 
 def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
-    """The facts of a report.
-
-    Args:
-        facts: what the worker answered.
-        decided_by: why asynchronous scheduling is as it is, if the worker does not know.
-    """
+    """The facts of a report, of the worker's answer; `decided_by` tells of scheduling what the worker does not know."""
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
     return EngineFacts(**({"decided_by": decided_by} | values))
 
@@ -153,12 +144,7 @@ def saved_files(found: list[dict[str, Any]]) -> Files:
 
 
 def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
-    """A report of what was recorded.
-
-    Args:
-        facts: what ran.
-        saved: the files of each recording.
-        given: the engine's load.
+    """A report of what the files of each recording hold.
 
     Raises:
         AuditError: too little was recorded.

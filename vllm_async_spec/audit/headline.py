@@ -11,12 +11,7 @@ NOTHING_TO_WIN = 0.01
 
 
 def headline(engine: EngineFacts, found: Findings) -> str:
-    """The verdict, in at most twelve words.
-
-    Args:
-        engine: what ran.
-        found: what its recording showed.
-    """
+    """The verdict on the engine that ran, by what its recording showed, in at most twelve words."""
     waits = bool(_critical(found))
     if not engine.async_scheduling:
         reads = "; on a GPU the host would also wait" if found.simulated else "; the host also waits for the GPU"

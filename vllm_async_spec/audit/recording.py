@@ -57,11 +57,7 @@ class UnderWay(RuntimeError):
 
 @dataclass(slots=True)
 class Recorder:
-    """Records steps of the thread that calls `on_step`.
-
-    Args:
-        watch_all: called when a recording starts; watches this process's functions by phase.
-    """
+    """Records steps of the thread that calls `on_step`; `watch_all` starts to watch functions by phase."""
 
     watch_all: Callable[[Watch, CpuWaits | None], None]
     order: Order | None = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from vllm_async_spec.audit.report import WaitKind
 
-__all__ = ["BY_CALL", "BY_KIND", "remedy"]
-
 _FROM_LENGTHS = "build from device seq_lens or seq_lens_cpu_upper_bound"
 _STAGED = "stage the data in pinned memory and copy without blocking"
 _LATER = "have the device carry the value to the next step, or wait for it a step later"
@@ -35,13 +33,5 @@ BY_CALL: dict[str, str] = {
 
 
 def remedy(kind: WaitKind, what: str = "") -> str:
-    """What to write instead of a wait.
-
-    Args:
-        kind: How the host waits.
-        what: The function called, such as `nonzero`; empty if unknown.
-
-    Returns:
-        A clause in the imperative, without a full stop.
-    """
+    """What to write instead of a wait in `what`, such as `nonzero`: a clause in the imperative, without a full stop."""
     return BY_CALL.get(what, BY_KIND[kind])

@@ -112,14 +112,6 @@ def prepare_models(
     An interrupted training goes on from its last checkpoint, a hidden file in `cache_dir`, and ends with the weights
     of one that was not interrupted. The caller's random state and thread count are left as they were.
 
-    Args:
-        cache_dir: where the model directories live; made if needed.
-        device: where to train, as torch names it.
-        progress: a started progress display that gets one bar for each model trained.
-        training: other settings than the default ones, for instance fewer steps in a test.
-        target: sizes of the target model.
-        draft: sizes of the draft model.
-
     Returns:
         The directories of both models, each with float32 weights, a configuration and a byte-level tokenizer.
 

@@ -56,13 +56,7 @@ def open_channel(device: torch.device, width: int, in_flight: int) -> FlagChanne
 
 
 class CudaFlagChannel:
-    """A side stream, and pinned buffers used in turn.
-
-    Args:
-        device: a CUDA device.
-        width: flags in one copy.
-        in_flight: maximum copies in flight.
-    """
+    """A side stream, and pinned buffers of `width` flags used in turn, for at most `in_flight` copies."""
 
     def __init__(self, device: torch.device, width: int, in_flight: int) -> None:
         self._device = device

@@ -105,14 +105,7 @@ _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_positio
 def why_not_interleaved(
     model: Any, generation_config: Any, switches: DecodeSwitches, kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why this loop can't run a model at all; None if it can.
-
-    Args:
-        model: a `GenerationMixin`.
-        generation_config: the prepared configuration.
-        switches: of the call.
-        kwargs: the model arguments from transformers, with the cache.
-    """
+    """The reason why this loop can't run a model at all, with the arguments from transformers; None if it can."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"interleaved generation supports only decoder-only models, and {name} has an encoder"
@@ -145,21 +138,10 @@ def decode_interleaved(
     given: dict[str, Any],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Decode greedily or by sampling with the loop that `switches` select.
+    """Decode greedily or by sampling with the loop that `switches` select; see `generate` for the other arguments.
 
-    Args:
-        model: a `GenerationMixin` for which `why_not_interleaved` gives no reason.
-        prompts: int64 (batch, length).
-        logits_processor: a `LogitsProcessorList`, or None.
-        stopping_criteria: a `StoppingCriteriaList`.
-        generation_config: the prepared configuration.
-        switches: which loop, and how a step is launched.
-        poll_every: see `generate`.
-        max_in_flight: see `generate`.
-        open_channel: see `generate`.
-        strict: see `generate`.
-        given: what the caller of `model.generate` has passed for the model.
-        kwargs: the model arguments that transformers made from `given`.
+    `why_not_interleaved` must give no reason. `kwargs` are what transformers made of `given`, the caller's arguments
+    for the model.
 
     Returns:
         int64 (batch, length), what `model.generate` returns.

@@ -21,13 +21,10 @@ from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
 
 
 def load(*, report: bool = True) -> Plugin:
-    """Read the settings and settle every patch, now or as soon as its module is imported.
+    """Read the settings and settle every patch, now or as soon as its module is imported; `report` logs the result.
 
     A second call changes nothing, and a forked child is already loaded. In the mode `auto`, any other failure leaves
     stock vLLM.
-
-    Args:
-        report: whether to log the result.
 
     Raises:
         SettingError: an environment variable has a value that does not exist.

@@ -46,10 +46,7 @@ class ServerStatus:
 
 
 def read_server(url: str) -> ServerStatus:
-    """Read the plugin's state from a server.
-
-    Args:
-        url: of the server, such as `http://127.0.0.1:8000`.
+    """Read the plugin's state from a server, such as `http://127.0.0.1:8000`.
 
     Raises:
         ServerError: no server answers there, or the server has no plugin.

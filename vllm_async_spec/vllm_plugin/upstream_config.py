@@ -7,8 +7,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["MaybeNone", "ModelConfig", "ParallelConfig", "Platform", "SpeculativeConfig", "VllmConfig"]
-
 MaybeNone: TypeAlias = Any
 """In a union, None that readers need not check for, because they only run where there is a value (as in typeshed)."""
 

@@ -24,10 +24,7 @@ class Decoding(Protocol):
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Any:
         """Call the model for `size` rows, padding rows included; may be captured. Changes no request slot.
 
-        Args:
-            inputs: the rows.
-            size: number of rows.
-            longest: upper bound of the sequences' lengths, this step's tokens included.
+        `longest` is an upper bound of the sequences' lengths, this step's tokens included.
         """
         ...
 
@@ -57,11 +54,7 @@ class Decoding(Protocol):
 class SingleTokens:
     """One token a row and step. The host always knows the length of each sequence.
 
-    Args:
-        target: the model.
-        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
-        eos_token_ids: tokens that end a sequence.
-        device: of the model.
+    There are as many request slots as rows at most; padding rows share an extra slot at the end.
     """
 
     def __init__(self, target: PagedModel, batch: int, eos_token_ids: Sequence[int], device: torch.device) -> None:

@@ -37,14 +37,8 @@ class Drafted:
 class DraftedTokens:
     """K drafts a row and step; a `Decoding`.
 
-    Args:
-        target: the model whose tokens are generated.
-        drafter: the model that drafts; its cache uses the same pages.
-        drafts: K.
-        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
-        max_length: maximum tokens of a sequence.
-        eos_token_ids: tokens that end a sequence.
-        device: of both models.
+    The drafter's cache uses the same pages. There are as many request slots as rows at most; padding rows share an
+    extra slot at the end. A sequence has at most `max_length` tokens.
     """
 
     def __init__(

@@ -11,11 +11,8 @@ NULL_PAGE = 0
 class PageAllocator:
     """Hands out pages 1 to `num_pages - 1`; page 0 is `NULL_PAGE`.
 
-    Args:
-        num_pages: pages in all, the null page included; at least 2.
-
     Raises:
-        ValueError: there are fewer than 2.
+        ValueError: there are fewer than 2 pages in all.
     """
 
     def __init__(self, num_pages: int) -> None:

@@ -42,10 +42,7 @@ def sample(
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """(rows, vocabulary) float32 on the device of `seeds`: independent draws of the standard Gumbel distribution.
 
-    Args:
-        seeds: (rows,) int64.
-        positions: (rows,) int.
-        vocabulary: draws of each row.
+    `seeds` are (rows,) int64, `positions` (rows,) int.
     """
     rows = _mixed(_mixed(seeds) + positions.long())
     tokens = torch.arange(vocabulary, device=seeds.device)

@@ -84,12 +84,7 @@ class _Events:
 
 
 class CudaStreams:
-    """Three CUDA streams, one for each stage.
-
-    Args:
-        device: a CUDA device.
-        slots: number of buffer sets that steps use in turn.
-    """
+    """Three CUDA streams, one for each stage, for as many buffer sets as steps use in turn."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.stream = torch.cuda.Stream(device)

@@ -74,13 +74,7 @@ def watch_engine_core(watch: Watch, core: EngineCore) -> None:
 
 
 def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> None:
-    """Watch a model runner and the functions that it calls in a step.
-
-    Args:
-        watch: records the calls.
-        runner: a V1 or V2 runner.
-        cpu: follows the runner's tensors if there is no device, else None.
-    """
+    """Watch a V1 or V2 runner and the functions that it calls in a step; without a device `cpu` follows its tensors."""
     for name, phase in RUNNER.items():
         watch.watch(type(runner), name, phase, around=cpu.following if cpu and name in STEP else None)
     for part, functions in PARTS.items():

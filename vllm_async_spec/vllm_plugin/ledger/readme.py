@@ -19,11 +19,7 @@ _HEAD_OPEN = "| patch | what it changes in vLLM | releases | deleted when |\n|--
 
 
 def readme(specs: Sequence[PatchSpec]) -> str:
-    """The text of the page.
-
-    Args:
-        specs: every ledger entry.
-    """
+    """The text of the page about every ledger entry."""
     newest = known_releases(specs)[-1]
     needed = [spec for spec in specs if spec.covers(newest)]
     dying: dict[str, list[PatchSpec]] = {}

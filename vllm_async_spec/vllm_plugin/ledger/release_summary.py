@@ -11,13 +11,7 @@ _GUIDE = "CONTRIBUTING.md, 'Adding a release of vLLM to the ledger'"
 
 
 def release_summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: str | None) -> list[str]:
-    """The lines.
-
-    Args:
-        specs: every ledger entry.
-        verdicts: of these entries, from `verify`.
-        release: of the source that was compared; None if it is unknown.
-    """
+    """The lines about the verdicts of `verify` on a release; None if the source does not name it."""
     by_match = {match: [each for each in verdicts if each.match is match] for match in Match}
     applying, changed = by_match[Match.SAME], by_match[Match.CHANGED]
     known = known_releases(specs)

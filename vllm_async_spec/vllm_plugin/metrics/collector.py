@@ -21,12 +21,7 @@ OTHER = "other"
 
 
 class Collector:
-    """The collector that `prometheus_client` calls at each scrape.
-
-    Args:
-        snapshot: returns the server's current counters.
-        settings: the settings of this process, which all of the server's processes share.
-    """
+    """The collector that `prometheus_client` calls at each scrape, for the server's current counters."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], settings: Settings) -> None:
         self._snapshot = snapshot
