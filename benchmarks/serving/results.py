@@ -183,18 +183,6 @@ def summarise(document: Document) -> list[Row]:
     return rows
 
 
-def against(document: Document, other: str) -> Document:
-    """`document` with its arms compared with `other`, and none as control.
-
-    Raises:
-        PlanError: the document has no such arm.
-    """
-    plan = document["plan"]
-    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
-        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
-    return document | {"plan": plan | {"reference": other, "control": None}}
-
-
 def machines(document: Document) -> dict[str, list[int]]:
     """Sessions by the machine that they ran on, which is told by its hardware."""
     found: dict[str, list[int]] = {}

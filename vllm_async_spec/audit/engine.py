@@ -94,6 +94,16 @@ def audit_llm(
         return make_report(engine_facts(facts, decided_by), saved, given)
 
 
+def draft_counts(llm: Any) -> tuple[int, int]:
+    """How often a `vllm.LLM` has drafted, and how many draft tokens it has accepted; zeros without speculation."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return 0, 0
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    drafts, accepted = (int(values.get(name, 0)) for name in names)
+    return drafts, accepted
+
+
 def answers(replies: list[str]) -> list[dict[str, Any]]:
     """The answers of an engine's agents, the engine core's first.
 

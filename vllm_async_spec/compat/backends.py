@@ -71,20 +71,12 @@ _LAYER = _layer()
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One of vLLM's metadata builders.
+    """One of vLLM's metadata builders; other attributes are those of `Subject`.
 
     Attributes:
         name: Its name in the tables: vLLM's name of the backend, where vLLM has one.
         places: `module:name` of a backend class or factory in different releases; the first that exists is used.
         make: Makes the builder from the builder class, or from the factory found, and the inputs.
-        block_size: Tokens in a block of the KV cache.
-        fields: As `Subject.fields`.
-        arguments: As `Subject.arguments`.
-        layout: As `Subject.layout`.
-        not_for: As `Subject.not_for`.
-        may_refuse: As `Subject.may_refuse`.
-        remakes: As `Subject.remakes`.
-        common_prefix: As `Subject.common_prefix`.
         capability: The GPU's compute capability that the builder needs; None for an H200's, or any.
         on_host: Whether the builder's device is the host.
         layer: Makes a layer that attends with the built metadata; or a string that says why there is none.

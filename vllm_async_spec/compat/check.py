@@ -254,7 +254,6 @@ class Built:
 
     Attributes:
         case: The batch, in vLLM's order for the builder.
-        builder: The builder.
         metadata: What the builder built; None if the build failed.
         failure: The exception and where it was raised; None if it finished.
         waits: Where the host would wait, in the order of time.

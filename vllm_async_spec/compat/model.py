@@ -81,13 +81,10 @@ FIELDS = (*_ARRAYS, *_NUMBERS)
 def against_model(
     built: Snapshot, case: Case, block_size: int, remakes: tuple[str, ...] = ()
 ) -> tuple[Difference, ...]:
-    """Fields that differ from the batch in plain Python.
+    """Fields of the build with exact host lengths that differ from the batch in plain Python.
 
-    Args:
-        built: The build with exact host lengths.
-        case: The batch as it was given. A batch for a CUDA graph is not compared: its lengths are placeholders.
-        block_size: Tokens in a block of the KV cache.
-        remakes: Fields to which the builder gives another meaning, such as lengths of chunks instead of requests.
+    A batch for a CUDA graph is not compared: its lengths are placeholders. `remakes` names the fields to which the
+    builder gives another meaning, such as lengths of chunks instead of requests.
     """
     found: list[Difference] = []
     for name in FIELDS if case.call is not Call.CAPTURE else ():

@@ -24,9 +24,7 @@ class Model:
     Attributes:
         name: What `--model` takes and the tables call it. `-tp8` means tensor parallelism over eight GPUs, `-window`
             the KV-cache group of the layers with a sliding window.
-        heads: Query heads of a layer on all GPUs together.
-        kv_heads: KV heads of a layer on all GPUs together.
-        head_size: Width of a head.
+        heads: Query heads of a layer on all GPUs together; `kv_heads` likewise.
         tensor_parallel: GPUs that share the heads.
         window: Tokens that each query sees in the builder's layers; None for all.
         windows: The same for all layers of the model, each value once.

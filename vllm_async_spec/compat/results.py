@@ -85,7 +85,6 @@ class CaseResult:
     """One batch under everything that the host may be told.
 
     Attributes:
-        case: The batch's name.
         not_run: Why the batch was not judged: a declaration of the builder excludes the batch, or it does not apply.
         realistic: What the host knows without waiting, in an engine with asynchronous speculative decoding.
         need: Class of need, from the builds and, where attention ran, from attention. None if the batch did not run.
@@ -173,10 +172,9 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class BackendResult:
-    """The results of one builder.
+    """The results of one builder, `backend`.
 
     Attributes:
-        backend: Its name.
         builder: `module:class` of the builder; the name asked for if none was made.
         metadata: Where its common metadata comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
         patched: Whether the plugin's patches were applied.

@@ -13,10 +13,9 @@ from vllm_async_spec.compat.layer import Layer
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A builder to be checked.
+    """A builder to be checked, with the name that the tables call it.
 
     Attributes:
-        name: What the tables call it.
         make: Makes a new builder on a device. May raise `SubjectError`.
         metadata: Makes the common metadata.
         source: Where the metadata's class comes from: `vLLM 0.32.0`, or `vllm-async-spec`.

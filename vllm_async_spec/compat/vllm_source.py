@@ -34,11 +34,9 @@ _BY_NAME = {stub.name: stub for stub in STUBS}
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel that prepares metadata and does not run here.
+    """A call of a kernel such as `get_scheduler_metadata`, which prepares metadata and does not run here.
 
-    Attributes:
-        name: The operator, such as `get_scheduler_metadata`.
-        arguments: Its arguments by name; tensors are the caller's own, not copies.
+    Its arguments are by name; tensors are the caller's own, not copies.
     """
 
     name: str

@@ -24,15 +24,12 @@ _LENGTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """An expression that could wait.
+    """An expression that could wait, from line `first` to line `last`.
 
     Attributes:
-        name: The function or field, such as `item`.
+        name: The function or field, such as `item`, in `line`.
         what: How it could wait: `read (item)`, `copy to host (cpu)`, `read of a host length (seq_lens_cpu)`.
         source: Its text, on one line.
-        line: The line of `name`.
-        first: Its first line.
-        last: Its last line.
         guarded: Whether a condition on the same line decides whether it runs, so that lines can't tell.
     """
 

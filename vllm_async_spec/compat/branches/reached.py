@@ -36,8 +36,6 @@ class Unreached:
 
     Attributes:
         file: Its file, from the package's name on.
-        line: Its number.
-        source: Its text.
         what: How it could wait, such as `read (item)`.
         function: The function that it is in.
         called_from: `file:line` of the unreached call of that function; None if other lines of it ran.

@@ -14,11 +14,9 @@ from vllm_async_spec.compat.branches.host_values import HostValues
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement; of a compound statement only the part before its body.
+    """One statement, from its first line to its last; of a compound statement only the part before its body.
 
     Attributes:
-        first: First line.
-        last: Last line.
         suspects: Its expressions that could wait.
         calls: Its calls.
     """
