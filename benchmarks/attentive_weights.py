@@ -7,8 +7,6 @@ random part, through which that movement changes the logits. The successor still
 drafter relies on this.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -31,8 +31,6 @@ FlashInfer has not compiled on this machine compile when a batcher is made: seco
 Hopper, which are ten files of templates.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -6,8 +6,6 @@ another batch size kernels add in another order, which may swap two close tokens
 A soak of stock itself shows how close such tokens are: see `soaks.Soak.undrafted`.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import time

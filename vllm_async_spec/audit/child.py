@@ -4,8 +4,6 @@ The process writes JSON lines to standard output: its progress, then the report 
 are as vLLM lays them out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """How the device spent its time, and what the host did while it had nothing to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 `mla` makes the builders of multi-head latent attention.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import importlib

@@ -3,8 +3,6 @@
 `backend_builders` and `mla` make their metadata builders.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The class is found by experiment, not by reading code. The builder runs without 
 with garbage; each result is compared with the one from exact lengths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import traceback

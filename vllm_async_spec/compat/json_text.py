@@ -1,7 +1,5 @@
 """JSON as it is committed, plain or compressed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import lzma

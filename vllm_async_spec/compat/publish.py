@@ -8,8 +8,6 @@ A file that is named `plugin` but holds a stock result, or the reverse, is refus
 mistake never becomes stock's column. Two files of the same run are refused too.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

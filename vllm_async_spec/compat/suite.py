@@ -1,7 +1,5 @@
 """A run of the suite: the builders by name, on one device, with one vLLM."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Types of vLLM's platform and configuration that patches use; see `upstream`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
