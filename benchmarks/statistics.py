@@ -81,14 +81,14 @@ def refusal(control: Interval | None) -> str | None:
     )
 
 
-def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t that Student's distribution stays within, on both sides, with probability `confidence`."""
+def student_quantile(degrees: int) -> float:
+    """The t that Student's distribution stays within, on both sides, with probability `CONFIDENCE`."""
     low, high = 0.0, 1.0
-    while _within(high, degrees) < confidence:
+    while _within(high, degrees) < CONFIDENCE:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, degrees) < CONFIDENCE else (low, middle)
     return high
 
 

@@ -29,14 +29,15 @@ def triton_backend() -> Any:
 
 def plain_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make an attention builder from the default arguments."""
-    return setting.construct(cls, *_with_layers(cls, setting, setting.arguments()))
+    return setting.construct(cls, *_with_layers(cls, setting))
 
 
-def _with_layers(cls: Any, setting: BuilderInputs, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put the model's layers where FlashAttention's builder looks for the windows of all of them.
+def _with_layers(cls: Any, setting: BuilderInputs) -> tuple[Any, ...]:
+    """The default arguments, with the model's layers where FlashAttention's builder looks for their windows.
 
     A layer here has only the attributes that builders read; nothing is allocated.
     """
+    arguments = setting.arguments()
     kind = getattr(importlib.import_module(cls.__module__), "FlashAttentionImpl", None)
     if kind is None or setting.model is TINY:
         return arguments
@@ -95,14 +96,14 @@ def before_hopper() -> Iterator[None]:
 
 def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder for version 2 of the kernels."""
-    arguments = _with_layers(cls, setting, setting.arguments())
+    arguments = _with_layers(cls, setting)
     with before_hopper():
         return setting.construct(cls, *arguments)
 
 
 def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder with each request's KV cache spread over two GPUs."""
-    arguments = _with_layers(cls, setting, setting.arguments())
+    arguments = _with_layers(cls, setting)
     with context_parallel(arguments[2], 2):
         return setting.construct(cls, *arguments)
 

@@ -144,31 +144,14 @@ def ngram_drafts(count: int) -> dict[str, Any] | None:
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2} if count else None
 
 
-def flash_attention_builder(
-    *,
-    block_size: int = 16,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_size: int = 64,
-    spec_tokens: int = 0,
-    max_model_len: int = 2048,
-) -> FlashAttentionMetadataBuilder:
+def flash_attention_builder(*, spec_tokens: int = 0) -> FlashAttentionMetadataBuilder:
     """Build the release's FlashAttention metadata builder (FA3, full CUDA graphs) on the CPU.
 
     Its configuration is a real one. Each step has `spec_tokens` drafts; 0 is no speculation.
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    return FlashAttentionMetadataBuilder(
-        *_arguments(
-            block_size=block_size,
-            spec_tokens=spec_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            max_model_len=max_model_len,
-        )
-    )
+    return FlashAttentionMetadataBuilder(*_arguments(block_size=16, spec_tokens=spec_tokens))
 
 
 @contextlib.contextmanager
@@ -190,27 +173,15 @@ def flashinfer_setting(
 
 
 def _arguments(
-    *,
-    block_size: int,
-    spec_tokens: int,
-    max_model_len: int,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_size: int = 64,
+    *, block_size: int, spec_tokens: int, max_model_len: int = 2048
 ) -> tuple[Any, list[str], VllmConfig, torch.device]:
     """The arguments of every metadata builder: KV-cache spec, layer names, configuration, device (the CPU)."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    config = llama_config(
-        {"block_size": block_size, "speculative_config": ngram_drafts(spec_tokens)},
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        max_model_len=max_model_len,
-    )
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
-    )
+    shape = {"num_kv_heads": 2, "head_size": 64}
+    engine_args = {"block_size": block_size, "speculative_config": ngram_drafts(spec_tokens)}
+    config = llama_config(engine_args, **shape, max_model_len=max_model_len)
+    spec = FullAttentionSpec(block_size=block_size, dtype=torch.bfloat16, **shape)
     return spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu")
 
 
