@@ -8,18 +8,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import (
-    CACHE,
-    Cache,
-    Env,
-    Name,
-    OneByOne,
-    Out,
-    fail,
-    fail_interrupted,
-    find_environments,
-    say,
-)
+from benchmarks.cli.common import CACHE, Cache, Env, Name, OneByOne, Out, fail, fail_interrupted, find_environments, say
 from benchmarks.cli.results import show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan

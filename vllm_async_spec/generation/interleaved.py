@@ -18,15 +18,7 @@ from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.rollback import RngHistory
 from vllm_async_spec.generation.stopping_criteria import HostCriteria, check_pace, fall_back
-from vllm_async_spec.generation.workspace import (
-    Workspace,
-    in_use,
-    keep,
-    kept,
-    memory_report,
-    release,
-    slots_of,
-)
+from vllm_async_spec.generation.workspace import Workspace, in_use, keep, kept, memory_report, release, slots_of
 
 _KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (object,), "memory_limit": (int, type(None))}
 """Types of the options that are not bool; `compile_arguments` checks the first."""

@@ -13,12 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_async_spec.attention import (
-    FlashAttentionAdapter,
-    ReferenceAdapter,
-    UnsupportedShapeError,
-    paged_attention,
-)
+from vllm_async_spec.attention import FlashAttentionAdapter, ReferenceAdapter, UnsupportedShapeError, paged_attention
 from vllm_async_spec.generation.batching.attention_function import Attend
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs

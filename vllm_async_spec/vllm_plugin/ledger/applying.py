@@ -18,12 +18,7 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target, missing
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 from vllm_async_spec.vllm_plugin.ledger.import_hook import is_initialising, when_imported
-from vllm_async_spec.vllm_plugin.ledger.targets import (
-    defines,
-    package_root,
-    refuse_third_party,
-    source_file,
-)
+from vllm_async_spec.vllm_plugin.ledger.targets import defines, package_root, refuse_third_party, source_file
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, compare
 
 
