@@ -29,10 +29,7 @@ _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False) -> None:
     """Add random parts to the arranged weights of a target, and to the head of a drafter that may share it.
 
-    Args:
-        model: a causal language model that `acceptance.arrange` has arranged.
-        vocabulary: tokens of the model.
-        votes: whether the model is a draft model, which has its own head and stays unchanged.
+    `acceptance.arrange` must have arranged the model. A draft model (`votes`) has its own head and stays unchanged.
     """
     if votes:
         return

@@ -91,8 +91,6 @@ def opened(
     """The document of a result file of `plan`: the file's, or with `fresh` or without a file a new one.
 
     Args:
-        path: of the file.
-        plan: its fields.
         empty: a new document, without the plan.
         read: reads the file; raises PlanError if the file is no such result.
         identity: the fields of a plan that two runs must share to be one result.

@@ -51,8 +51,7 @@ def ratio_in_words(reference: Sequence[float], other: Sequence[float]) -> str:
 def by_turns(arms: Collection[str], passes: int, turn: Callable[[str], float]) -> dict[str, list[float]]:
     """Measure arms that take turns in one process, two turns each in a pass: ABC CBA. `turn` runs one turn of an arm.
 
-    Returns:
-        For each arm one value for each pass: the mean of its two turns.
+    For each arm returns one value for each pass: the mean of its two turns.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(passes):

@@ -71,8 +71,6 @@ def run_features(
     """Run cases, stock and then the subject; yield each with its result, as soon as its group is done.
 
     Args:
-        features: the cases.
-        place: where.
         plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         control: how to break the subject on purpose, a key of `soak.engine.CONTROLS`; None: not at all.
         report: takes a line of progress for each engine.

@@ -56,7 +56,6 @@ def run_soak(
     After each leg yields the verdict of all legs so far, with the facts of the run.
 
     Args:
-        soak: what to run.
         plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         seconds: for how long requests arrive.
         seed: of arrivals and delays.

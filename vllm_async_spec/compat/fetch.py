@@ -37,17 +37,14 @@ class FetchError(RuntimeError):
 
 
 def fetch_release(version: str, cache: Path) -> Path:
-    """Unpack one release's Python into `cache`, and download the release if it is missing.
-
-    Args:
-        version: A release from 0.12.0 on; `latest` is the newest that pip finds.
-        cache: A directory to keep releases in; made if missing.
+    """Unpack one release's Python into `cache`, and download the release if it is missing; `latest` is pip's newest.
 
     Returns:
         `cache/version`, which contains `vllm/` and its dist-info.
 
     Raises:
-        FetchError: The version is older, or pip is missing, finds no such release, or can't download it.
+        FetchError: The version is no release from 0.12.0 on, or pip is missing, finds no such release, or can't
+            download it.
     """
     if version == LATEST:
         version = releases_of_pip()[0]

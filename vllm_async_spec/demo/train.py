@@ -169,18 +169,17 @@ def train(
 ) -> TinyLlama:
     """Train a new model to predict each of `tokens` from those before it; the same arguments give the same weights.
 
+    Only on the CPU of one machine are the weights equal to the last bit.
+
     Args:
         shape: sizes of the model.
         tokens: [tokens] int64 on the CPU, read as a ring.
         training: settings.
-        device: where to train; only on the CPU of one machine are the weights equal to the last bit.
+        device: where to train; the model, float32, stays there.
         progress: a started progress display, or none.
         description: the label of its bar.
         checkpoint: a file, in a directory that exists, from which the training goes on, and which it renews now and
             then; None for a training that starts at its first step and leaves nothing.
-
-    Returns:
-        The model, float32, on `device`.
 
     Raises:
         OSError: the checkpoint can't be read or written.

@@ -109,13 +109,8 @@ class _Sent:
 class FinishTracker:
     """Sends one flag a step, `width` flags in one copy, and finds the first step whose flag was set.
 
-    The host learns of a finish at most `width * (in_flight + 1) - 1` steps late.
-
-    Args:
-        channel: carries the flags.
-        device: of the flags.
-        width: steps whose flags share one copy, at least 1.
-        in_flight: maximum copies in flight, at least 1; for one more, the host waits.
+    The host learns of a finish at most `width * (in_flight + 1) - 1` steps late. For more than `in_flight` copies the
+    host waits; both numbers are at least 1.
     """
 
     def __init__(self, channel: FlagChannel, device: torch.device, *, width: int, in_flight: int) -> None:

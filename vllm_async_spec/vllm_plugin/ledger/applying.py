@@ -218,11 +218,8 @@ class Ledger:
         """The reason why a patch will be refused when its module is imported, according to vLLM's source, or None.
 
         Perhaps only another process imports the module. An import here would be too early, so this method reads the
-        module's file. If the patch is not for this release, the file is not read.
-
-        Args:
-            outcome: of the patch.
-            asking: patches that need this patch, directly or not. They are not checked again.
+        module's file. If the patch is not for this release, the file is not read. Patches in `asking` need this patch,
+        directly or not, and are not checked again.
         """
         spec = outcome.spec
         for module in map(sys.modules.get, spec.modules):
