@@ -1,10 +1,8 @@
 """Dummy weights under which attention affects the next token, so that a wrong length shows in the tokens.
 
-Arranged weights (`acceptance`) make the target generate a token's successor whatever came before. The speed of a step
-is right, but wrong attention goes unnoticed. Attentive weights keep the arrangement as a tendency. The layers' matrices
-are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head gets a
-random part, through which that movement changes the logits. The successor still wins more often than not, and the
-drafter relies on this.
+Attentive weights keep the arrangement of `acceptance` as a tendency. The layers' matrices are noise of the usual size,
+so that attention moves the residual stream as far as the embeddings do. The head gets a random part, through which that
+movement changes the logits. The successor still wins more often than not, and the drafter relies on this.
 """
 
 import math

@@ -1,12 +1,8 @@
-"""Ratios of speeds, how far they can be trusted, and when they are omitted.
+"""Ratios of speeds, how far they can be trusted, and when they are omitted (docs/benchmarks.md, "Noise").
 
-The unit of noise is the turn: one process that starts an engine and runs a load several times. Runs of a turn share its
-process, memory layout and clocks. So only their median counts, and they are never treated as independent. In each pass
-every arm has one turn; the ratio is taken within each pass.
-
-The interval is Student's, on the logarithms of the passes' ratios, and exact for any number of passes if the logarithms
-are normal. A bootstrap of four values covers the true ratio far less often than stated. The sign-flip interval needs no
-normality, but can't reach 95 % with fewer than six passes.
+Runs of a turn share its process, memory layout and clocks. So only their median counts, and they are never treated as
+independent. A bootstrap of four values covers the true ratio far less often than stated. The sign-flip interval needs
+no normality, but can't reach 95 % with fewer than six passes.
 """
 
 import math

@@ -2,10 +2,8 @@
 
 `python -m vllm_async_spec.compat.publish RESULT.json ...` reads what `vllm-async-spec compat --json` wrote, and saves
 the published part in `docs/compat/runs.json.xz`, in place of an earlier run of the same name. The site's build makes a
-page and a JSON file of each run, an overview page and a badge. The name comes from the result: `RELEASE-stock` or
-`RELEASE-plugin`, and on a GPU the GPU's name: `0.32.0-stock-h200`.
-A file that is named `plugin` but holds a stock result, or the reverse, is refused. So a run that lacked `--plugin` by
-mistake never becomes stock's column. Two files of the same run are refused too.
+page and a JSON file of each run, an overview page and a badge. A file that is named `plugin` but holds a stock result,
+or the reverse, is refused. So a run that lacked `--plugin` by mistake never becomes stock's column.
 """
 
 import argparse

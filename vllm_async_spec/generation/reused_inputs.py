@@ -1,10 +1,8 @@
-"""Inputs of a decode step with a static cache, derived from those of the previous step.
+"""Inputs of a decode step with a static cache, derived from those of the previous step (docs/generation.md).
 
-transformers 5 prepares each step from nothing. With a static cache this takes two to three dozen operators, more than
-the rest of a step whose forward is one launch. It extends positions and padding by a token and cuts off the newest
-again. It builds the attention mask from ranges, index by index. Only three things change between decode steps: the
-token, its position, and one place of the mask, which the cache itself counts on the device. So transformers prepares
-the first decode step, and later steps renew these three: the same values, shapes and strides.
+Only three things change between decode steps: the token, its position, and one place of the mask, which the cache
+itself counts on the device. So transformers prepares the first decode step, and later steps renew these three: the
+same values, shapes and strides.
 
 This is exact only if each layer keeps and attends to all tokens, and only transformers' own code prepares inputs.
 Otherwise, and once any other argument changes between two steps, inputs are prepared as usual.
