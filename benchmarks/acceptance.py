@@ -18,8 +18,6 @@ Marks are spread over the cycle at random, and every step begins at a token that
 is accepted with probability `share`, independently of the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +70,7 @@ class Orbit:
         return len(self.successor)
 
 
-def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
+def make_orbit(vocabulary: int, share: float) -> Orbit:
     """One cycle through all tokens but the stranger, and `1 - share` of them marked.
 
     Raises:
@@ -80,7 +78,7 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
     """
     if not 0 <= share <= 1:
         raise ArrangementError(f"an acceptance of {share} can't be arranged; it must be between 0 and 1")
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(SEED)
     tokens = vocabulary - 1
     order = torch.randperm(tokens, generator=source)
     successor = torch.empty(tokens, dtype=torch.int64)
@@ -91,15 +89,7 @@ def make_orbit(vocabulary: int, share: float, *, seed: int = SEED) -> Orbit:
 
 
 @torch.no_grad()
-def arrange(
-    model: nn.Module,
-    vocabulary: int,
-    share: float,
-    *,
-    votes: bool = False,
-    head_scale: float = 1.0,
-    seed: int = SEED,
-) -> None:
+def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = False, head_scale: float = 1.0) -> None:
     """Arrange the dummy weights of a target or of a drafter, in place.
 
     A target and the drafters of its hidden size get the same embeddings and head. So vLLM may let them share either
@@ -111,7 +101,6 @@ def arrange(
         share: probability that a draft is accepted.
         votes: whether the model's own embeddings hold the marks: it is a draft model.
         head_scale: factor of all logits. At 1 a token's successor is so far ahead that sampling always draws it.
-        seed: of the cycle, the marks and the embeddings.
 
     Raises:
         ArrangementError: `share` is not between 0 and 1, or head and embeddings are one matrix.
@@ -124,9 +113,9 @@ def arrange(
             "the head is the embeddings' own matrix, so the target can only repeat its last token; "
             "set tie_word_embeddings to false in config.json"
         )
-    orbit = make_orbit(vocabulary, share, seed=seed)
+    orbit = make_orbit(vocabulary, share)
     hidden, device = embeddings.shape[1], embeddings.device
-    rows = _directions(vocabulary, hidden, device, seed)
+    rows = _directions(vocabulary, hidden, device)
     marks = torch.full((vocabulary,), -1.0, device=device)
     marks[: orbit.stranger][orbit.wrong.to(device)] = 1
     if any(is_projection(name) and weight.shape[1] == 3 * hidden for name, weight in weights):
@@ -163,8 +152,8 @@ def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) 
             weight[VOTE, MARK] = 1
 
 
-def _directions(vocabulary: int, hidden: int, device: torch.device, seed: int) -> Tensor:
+def _directions(vocabulary: int, hidden: int, device: torch.device) -> Tensor:
     """Random rows of length sqrt(hidden), [vocabulary, hidden] float32, with nothing in the reserved dimensions."""
-    rows = torch.randn(vocabulary, hidden, device=device, generator=torch.Generator(device).manual_seed(seed))
+    rows = torch.randn(vocabulary, hidden, device=device, generator=torch.Generator(device).manual_seed(SEED))
     rows[:, [MARK, VOTE]] = 0
     return rows.mul_(hidden**0.5 / rows.norm(dim=1, keepdim=True))

@@ -1,13 +1,9 @@
 """Dummy weights under which attention affects the next token, so that a wrong length shows in the tokens.
 
-Arranged weights (`acceptance`) make the target generate a token's successor whatever came before. The speed of a step
-is right, but wrong attention goes unnoticed. Attentive weights keep the arrangement as a tendency. The layers' matrices
-are noise of the usual size, so that attention moves the residual stream as far as the embeddings do. The head gets a
-random part, through which that movement changes the logits. The successor still wins more often than not, and the
-drafter relies on this.
+Attentive weights keep the arrangement of `acceptance` as a tendency. The layers' matrices are noise of the usual size,
+so that attention moves the residual stream as far as the embeddings do. The head gets a random part, through which that
+movement changes the logits. The successor still wins more often than not, and the drafter relies on this.
 """
-
-from __future__ import annotations
 
 import math
 
@@ -16,6 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection, named_weights
 
+_SEED = SEED + 1
 _GAIN = 1.5
 """Sharp enough that a token attends to a few others, and not to the mean of all."""
 _MOVED = 1.25
@@ -27,14 +24,10 @@ _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 
 
 @torch.no_grad()
-def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, seed: int = SEED + 1) -> None:
+def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False) -> None:
     """Add random parts to the arranged weights of a target, and to the head of a drafter that may share it.
 
-    Args:
-        model: a causal language model that `acceptance.arrange` has arranged.
-        vocabulary: tokens of the model.
-        votes: whether the model is a draft model, which has its own head and stays unchanged.
-        seed: of the noise.
+    `acceptance.arrange` must have arranged the model. A draft model (`votes`) has its own head and stays unchanged.
     """
     if votes:
         return
@@ -44,24 +37,24 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, se
     layers = max(numbers, default=0) + 1
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
-            _attentive_head(weight, vocabulary, seed)
+            _attentive_head(weight, vocabulary)
         elif drafts or name == "embed_tokens":
             continue
         elif weight.ndim == 1 and "norm" in name:
             weight.fill_(1)
         elif weight.ndim > 1:
             scale = 1 / math.sqrt(2 * layers) if name in _OUTPUTS else 1.0
-            weight.copy_(_noise(weight, seed + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
+            weight.copy_(_noise(weight, _SEED + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
             if name in _OUTPUTS:
                 weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
 
 
-def _attentive_head(weight: Tensor, vocabulary: int, seed: int) -> None:
+def _attentive_head(weight: Tensor, vocabulary: int) -> None:
     """Shrink the successor's part until it leads by `_LEAD`, and add a random part."""
     hidden, stranger = weight.shape[1], vocabulary - 1
     best = math.sqrt(2 * math.log(vocabulary))
     share = min(1.0, (best + _LEAD) * math.sqrt(1 + _MOVED**2) / math.sqrt(hidden))
-    others = _noise(weight[:stranger], seed)
+    others = _noise(weight[:stranger], _SEED)
     others[:, [MARK, VOTE]] = 0
     weight[:stranger] = weight[:stranger] * share + others
     weight /= math.sqrt(hidden)  # logits of the others spread by 1, so that gaps between them have a unit

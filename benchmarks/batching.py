@@ -26,12 +26,8 @@ third quarter of the steps (transformers' arm: the middle half of the run). Each
 the audit's recorder on the middle steps, which counts critical waits a step. `synchronous again` equals `synchronous`,
 and is left out of both.
 
-Progress is printed, and partial results can be kept, so that an interrupted run shows how far it got. Kernels that
-FlashInfer has not compiled on this machine compile when a batcher is made: seconds for decodes, minutes for prompts on
-Hopper, which are ten files of templates.
+Kernels that FlashInfer has not compiled on this machine compile when a batcher is made (docs/batching.md).
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Facts of a running engine for its result, and the choice of the plugins that vLLM loads into it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys
@@ -54,12 +52,7 @@ def plugin_state() -> str:
 
 
 def engine_facts(runner: Any, config: Any) -> dict[str, Any]:
-    """Facts of the engine whose worker is in this process: what vLLM resolved its configuration to.
-
-    Args:
-        runner: the worker's model runner.
-        config: the worker's `VllmConfig`.
-    """
+    """Facts of the engine whose worker is in this process: what vLLM resolved its configuration to."""
     import torch
     import vllm
 

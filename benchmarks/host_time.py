@@ -7,8 +7,6 @@ rounds' ratios, their spread, and the difference in microseconds. A step of vLLM
 group, and calls `unpadded` at most once.
 """
 
-from __future__ import annotations
-
 import importlib
 import statistics
 import time
@@ -35,8 +33,9 @@ def metadata_module() -> Any:
     raise SystemExit("this vLLM has no CommonAttentionMetadata")
 
 
-def operations(cls: Any, batch: int = 32) -> dict[str, Callable[[], Any]]:
-    """A step's operations on the class, for a speculative batch of `batch` requests."""
+def operations(cls: Any) -> dict[str, Callable[[], Any]]:
+    """A step's operations on the class, for a speculative batch of 32 requests."""
+    batch = 32
     starts = torch.arange(batch + 1, dtype=torch.int32) * 4
     fields: dict[str, Any] = {
         "query_start_loc": starts,

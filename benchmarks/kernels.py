@@ -2,11 +2,8 @@
 
     python -m benchmarks kernels [--json FILE] [--tokens N] [--kv-heads N]
 
-The plugin's choice of a kernel for each batch on Hopper follows from this. A CUDA graph holds 16 calls over the caches
-of four layers, so that keys come from memory. The result is the median of ten replays. In a layer, the matrices of an
-8b are multiplied before and after each call, as in an engine. Their time without attention is subtracted. Repeated
-calls of one kernel alone find its code in the GPU's caches; in an engine 436 MB of weights pass through the caches
-between calls. FlashAttention 2 is planned as in the plugin, and, *wide*, as in FlashInfer alone.
+The plugin's choice of a kernel for each batch on Hopper follows from this (docs/measured-flashinfer.md). A CUDA graph
+holds 16 calls over the caches of four layers, so that keys come from memory. The result is the median of ten replays.
 """
 
 from __future__ import annotations

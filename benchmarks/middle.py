@@ -1,7 +1,5 @@
 """Records the middle of a loop's run in this process: with the audit's recorder and host waits, or with CUPTI alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile
@@ -50,9 +48,7 @@ class Middle:
 def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
     """Run the loop once to count its steps and to warm up, and once more to record the middle steps.
 
-    Args:
-        run: the loop, which takes equally many steps each time.
-        at_most: most steps to count, and never more than half of all; None for half.
+    At most half of all steps are recorded, and no more than `at_most`. The loop takes equally many steps each time.
 
     Raises:
         MiddleError: the loop has too few steps, or recording failed.

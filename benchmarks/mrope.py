@@ -4,8 +4,6 @@ All of vLLM's models with M-RoPE take images and need a processor. A runner's wo
 only, both here: a model that gives its positions, and a rotary embedding of three axes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,10 +15,7 @@ _ROW = 5
 
 
 def positions(tokens: int) -> tuple[torch.Tensor, int]:
-    """M-RoPE positions of a prompt that is read as one picture.
-
-    Args:
-        tokens: number of prompt tokens.
+    """M-RoPE positions of a prompt of so many tokens that is read as one picture.
 
     Returns:
         (3, tokens) int64 positions in time, height and width; and the first position after the prompt, the same on all

@@ -1,7 +1,5 @@
 """Result files, written after every turn, so that a run can be interrupted and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,11 +26,6 @@ class ResultFile:
 
     def __init__(self, path: Path, plan: Plan, *, fresh: bool = False) -> None:
         """Open the result file of `plan`, or start a new one, which is written with the first turn.
-
-        Args:
-            path: of the file.
-            plan: what is measured.
-            fresh: start a new one, also where there is a file.
 
         Raises:
             PlanError: the file holds the result of another plan, or no result at all.
@@ -95,15 +88,13 @@ def opened(
     *,
     fresh: bool,
 ) -> Document:
-    """The document of a result file of `plan`: the file's, or a new one.
+    """The document of a result file of `plan`: the file's, or with `fresh` or without a file a new one.
 
     Args:
-        path: of the file.
-        plan: its fields.
         empty: a new document, without the plan.
         read: reads the file; raises PlanError if the file is no such result.
         identity: the fields of a plan that two runs must share to be one result.
-        fresh: begin anew, also where there is a file; a file that is no such result is kept nevertheless.
+        fresh: begin anew; a file that is no such result is kept nevertheless.
 
     Raises:
         PlanError: the file holds the result of another plan, or no such result.

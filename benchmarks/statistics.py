@@ -1,15 +1,9 @@
-"""Ratios of speeds, how far they can be trusted, and when they are omitted.
+"""Ratios of speeds, how far they can be trusted, and when they are omitted (docs/benchmarks.md, "Noise").
 
-The unit of noise is the turn: one process that starts an engine and runs a load several times. Runs of a turn share its
-process, memory layout and clocks. So only their median counts, and they are never treated as independent. In each pass
-every arm has one turn; the ratio is taken within each pass.
-
-The interval is Student's, on the logarithms of the passes' ratios, and exact for any number of passes if the logarithms
-are normal. A bootstrap of four values covers the true ratio far less often than stated. The sign-flip interval needs no
-normality, but can't reach 95 % with fewer than six passes.
+Runs of a turn share its process, memory layout and clocks. So only their median counts, and they are never treated as
+independent. A bootstrap of four values covers the true ratio far less often than stated. The sign-flip interval needs
+no normality, but can't reach 95 % with fewer than six passes.
 """
-
-from __future__ import annotations
 
 import math
 import statistics
@@ -51,15 +45,9 @@ def ratio_in_words(reference: Sequence[float], other: Sequence[float]) -> str:
 
 
 def by_turns(arms: Collection[str], passes: int, turn: Callable[[str], float]) -> dict[str, list[float]]:
-    """Measure arms that take turns in one process.
+    """Measure arms that take turns in one process, two turns each in a pass: ABC CBA. `turn` runs one turn of an arm.
 
-    Args:
-        arms: their names, in order; in each pass they take two turns each, ABC CBA.
-        passes: number of passes.
-        turn: runs one turn of an arm.
-
-    Returns:
-        For each arm one value for each pass: the mean of its two turns.
+    For each arm returns one value for each pass: the mean of its two turns.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(passes):
@@ -88,14 +76,14 @@ def refusal(control: Interval | None) -> str | None:
     )
 
 
-def student_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t that Student's distribution stays within, on both sides, with probability `confidence`."""
+def student_quantile(degrees: int) -> float:
+    """The t that Student's distribution stays within, on both sides, with probability `CONFIDENCE`."""
     low, high = 0.0, 1.0
-    while _within(high, degrees) < confidence:
+    while _within(high, degrees) < CONFIDENCE:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, degrees) < CONFIDENCE else (low, middle)
     return high
 
 

@@ -5,8 +5,6 @@ result is that of its file also where only the archive has it; a file goes befor
 `python -m benchmarks keep` puts files into the archive, and `xz -dc benchmarks/results/archive.json.xz` shows it.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import functools
@@ -16,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_async_spec.compat.json_text import compact_json, packed, unpacked
-
-__all__ = ["ARCHIVE", "exists", "files", "keep", "read_json", "write_archive"]
 
 ARCHIVE = "archive.json.xz"
 

@@ -1,7 +1,5 @@
 """Rows from turns: medians, spreads, and ratios unless noise forbids them."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import asdict
 from typing import Any
@@ -45,13 +43,9 @@ def summarise(document: dict[str, Any]) -> list[Row]:
 def against(document: dict[str, Any], other: str) -> dict[str, Any]:
     """`document` with its arms compared with `other`; ratios refused for noise to its own reference stay refused.
 
-    Raises:
-        PlanError: the document has no such arm.
+    Raises what `with_reference` raises.
     """
-    plan = document["plan"]
-    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
-        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
-    changed = document | {"plan": plan | {"reference": other, "control": None}}
+    changed = with_reference(document, other)
     refused = {row["load"]: row["refused"] for row in document["summary"] if "refused" in row}
     changed["summary"] = summarise(changed)
     for row in changed["summary"]:
@@ -59,6 +53,18 @@ def against(document: dict[str, Any], other: str) -> dict[str, Any]:
             del row["ratio"]
             row["refused"] = refused[row["load"]]
     return changed
+
+
+def with_reference(document: dict[str, Any], other: str) -> dict[str, Any]:
+    """`document` with `other` as its plan's reference, and no control.
+
+    Raises:
+        PlanError: the document has no such arm.
+    """
+    plan = document["plan"]
+    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
+        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
+    return document | {"plan": plan | {"reference": other, "control": None}}
 
 
 def pass_ratios(document: dict[str, Any], load: str, arm: str) -> list[float]:

@@ -1,7 +1,5 @@
 """Milliseconds a step, tokens a second and acceptance length, from an engine's outputs and their times."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,12 +42,9 @@ class Timing:
 
 
 def time_run(load: Load, start: float, steps: Sequence[Step]) -> Timing:
-    """The timing of one run of `load`.
+    """The timing of one run of `load`, of all its steps with output, in their order.
 
-    Args:
-        load: what was run.
-        start: when the run began, in seconds of `time.perf_counter`.
-        steps: all steps with output, in their order.
+    `start` is when the run began, in seconds of `time.perf_counter`.
 
     Raises:
         TimingError: the load is steady, and in no step does every request decode.

@@ -1,7 +1,5 @@
 """A child process that answers in lines of JSON: `start` is the parent's side, `serve` and `answering` the child's."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -172,12 +170,7 @@ def answering() -> Iterator[Callable[[Answer], None]]:
 
 
 def serve(make: Callable[[], object], *commands: str) -> None:
-    """Run the commands from standard input until its end.
-
-    Args:
-        make: makes the object whose methods run the commands.
-        commands: names of these methods.
-    """
+    """Run the methods named `commands` of what `make` makes, as standard input asks, until its end."""
     with answering() as answer:
         made = make()
         methods = {name: getattr(made, name) for name in commands}

@@ -26,12 +26,7 @@ class KnownOnHost(torch.Tensor):
 
 
 def known_on_host(tensor: torch.Tensor, host: torch.Tensor) -> KnownOnHost:
-    """`tensor`, on the same memory, with reads answered by `host`.
-
-    Args:
-        tensor: any shape and dtype, device.
-        host: what reads return, on the host.
-    """
+    """`tensor`, of any shape and dtype, on the same memory, with reads answered by `host`."""
     known: KnownOnHost = tensor.as_subclass(KnownOnHost)
     known.host = host
     return known

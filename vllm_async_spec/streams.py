@@ -29,13 +29,7 @@ class Arrival(Protocol):
 
 
 def counted_wait(arrival: Arrival, what: str, nbytes: int) -> None:
-    """Wait for an arrival. If the data has not arrived yet, count the wait, under every sync policy.
-
-    Args:
-        arrival: the data to wait for.
-        what: its name in the sync report.
-        nbytes: bytes copied to the host.
-    """
+    """Wait for an arrival of `nbytes` bytes. If it is not there yet, count the wait, under every sync policy."""
     if not arrival.query():
         with host_read(what, nbytes, ReadKind.EVENT):
             arrival.synchronize()

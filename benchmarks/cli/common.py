@@ -1,7 +1,5 @@
 """Shared by the commands: options, one-sentence errors, and output of results."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys
@@ -25,6 +23,7 @@ Env = Annotated[
     ),
 ]
 
+Name = Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")]
 OneByOne = Annotated[
     bool, typer.Option("--one-by-one", help="End each arm's process before the next starts: for a small GPU.")
 ]
@@ -60,6 +59,7 @@ output_file = checked_option(check_file, fail)
 """Callback of an option that names a file for output: ends the command if the file can't be written."""
 output_folder = checked_option(check_folder, fail)
 """The same for a folder, if no file can be written there."""
+Out = Annotated[Path, typer.Option(callback=output_folder, help="Folder of the results.")]
 Cache = Annotated[Path, typer.Option(callback=output_folder, help="Folder for model directories and logs.")]
 
 

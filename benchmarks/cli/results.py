@@ -1,7 +1,5 @@
 """Commands of plans: run a plan, show and draw results, write their tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import sys
@@ -17,27 +15,27 @@ from benchmarks.cli.common import (
     CACHE,
     Cache,
     Env,
+    Name,
     OneByOne,
+    Out,
     fail,
     fail_interrupted,
     failing,
     find_environments,
-    output_folder,
     say,
     tell,
 )
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, find_plan
-from benchmarks.present import grid, notes
+from benchmarks.present import Grid, grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
-from benchmarks.serving.results import against as served_against
 from benchmarks.serving.results import find_served, served_files
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
 from benchmarks.stored import ARCHIVE, exists
 from benchmarks.stored import keep as keep_files
-from benchmarks.summary import against
+from benchmarks.summary import against, with_reference
 from benchmarks.tables import TableError, documents, rewrite
 
 app = typer.Typer()
@@ -48,8 +46,8 @@ def run(
     plan: Annotated[str, typer.Argument(help=f"One of: {', '.join(PLANS)}.")],
     only: Annotated[str, typer.Option(help="Run only arms whose name contains this, or one of several: a,b.")] = "",
     env: Env = None,
-    out: Annotated[Path, typer.Option(callback=output_folder, help="Folder of the results.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")] = "",
+    out: Out = RESULTS,
+    name: Name = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Timed seconds of a load in a turn; the plan's if 0.")] = 0,
     budget_s: Annotated[
@@ -104,12 +102,11 @@ def show(
     """Print tables of results."""
     for path in files or [*result_files(), *served_files()]:
         found = _read(path)
-        if "served" in found:
-            with failing(PlanError):
-                show_served(served_against(found, to) if to else found)
-            continue
         with failing(PlanError):
-            _show(against(found, to) if to else found)
+            if "served" in found:
+                show_served(with_reference(found, to) if to else found)
+            else:
+                _show(against(found, to) if to else found)
 
 
 @app.command()
@@ -178,15 +175,15 @@ def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
 def show_served(document: dict[str, Any]) -> None:
     """Print the table of a served plan's result."""
     found = serve_grid(document)
-    table = Table(*found.head, title=document["plan"]["about"])
-    for row in found.rows:
-        table.add_row(*map(escape, row))
-    tell(document, table if found.rows else None, serve_notes(document))
+    tell(document, _table(document, found) if found.rows else None, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:
-    found = grid(document)
+    tell(document, _table(document, grid(document)), notes(document))
+
+
+def _table(document: dict[str, Any], found: Grid) -> Table:
     table = Table(*found.head, title=document["plan"]["about"])
     for row in found.rows:
         table.add_row(*map(escape, row))
-    tell(document, table, notes(document))
+    return table

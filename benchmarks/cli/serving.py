@@ -1,27 +1,14 @@
 """The command of served plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import (
-    CACHE,
-    Cache,
-    Env,
-    OneByOne,
-    fail,
-    fail_interrupted,
-    find_environments,
-    output_folder,
-    say,
-)
+from benchmarks.cli.common import CACHE, Cache, Env, Name, OneByOne, Out, fail, fail_interrupted, find_environments, say
 from benchmarks.cli.results import show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
@@ -40,8 +27,8 @@ def serve(
     only: Annotated[str, typer.Option(help="Run only these arms: a,b.")] = "",
     loads: Annotated[str, typer.Option(help="Run only these loads, and compare tokens: a,b.")] = "",
     env: Env = None,
-    out: Annotated[Path, typer.Option(callback=output_folder, help="Folder of the results.")] = RESULTS,
-    name: Annotated[str, typer.Option(help="Name of the result file; the plan's name if unset.")] = "",
+    out: Out = RESULTS,
+    name: Name = "",
     turns: Annotated[int, typer.Option(min=0, help="Turns of each arm in a load; the plan's own if 0.")] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="About how long a load lasts; the plan's if 0.")] = 0,
     budget_s: Annotated[

@@ -1,7 +1,5 @@
 """Files that a case needs beside its model: a byte tokenizer, a LoRA adapter. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import string
@@ -21,9 +19,7 @@ _STRENGTH = 0.2
 def write_tokenizer(folder: Path, size: int = 0) -> Path:
     """Write the demo's tokenizer, a token for each byte and one for the end of text; return its directory.
 
-    Args:
-        folder: the directory.
-        size: tokens of the tokenizer; those beyond the demo's are words of four letters, which no text is encoded to.
+    With a `size`, tokens beyond the demo's are words of four letters, which no text is encoded to.
 
     Raises:
         ImportError: `tokenizers` is not installed.

@@ -3,8 +3,6 @@
 Cases with equal engines share one engine, which starts once. An engine that dies fails only the case that it served.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter
@@ -70,17 +68,12 @@ class Seen:
 def run_features(
     features: Sequence[Feature], place: Place, *, plugin: Plugin, control: str | None, report: Report
 ) -> Iterator[tuple[Feature, dict[str, Any]]]:
-    """Run cases, stock and then the subject.
+    """Run cases, stock and then the subject; yield each with its result, as soon as its group is done.
 
     Args:
-        features: the cases.
-        place: where.
         plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         control: how to break the subject on purpose, a key of `soak.engine.CONTROLS`; None: not at all.
         report: takes a line of progress for each engine.
-
-    Yields:
-        Each case with its result, as soon as its group is done.
     """
     groups: dict[str, list[Feature]] = {}
     for feature in features:

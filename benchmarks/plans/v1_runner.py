@@ -1,4 +1,4 @@
-"""The V1 runner of vLLM 0.19 to 0.29 with and without the plugin, beside the V2 runner of the same release."""
+"""The V1 runner of vLLM 0.26.0 with and without the plugin, beside the V2 runner of the same release."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FITS_BESIDE = 10e9
 """Parameters of the largest shape of which four engines fit on one H200."""
 
 
-def v1_runner(shape: str, release: str) -> Plan:
+def v1_runner(shape: str) -> Plan:
     """The V1 runner with the plugin on, off and not loaded, and the V2 runner, at vLLM's defaults with FLASH_ATTN."""
     beside = find_shape(shape).parameters <= _FITS_BESIDE
     engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"} | (BESIDE_OTHERS if beside else {})
-    arm = partial(Arm, shape=shape, release=release, acceptance=ACCEPTANCE, engine=engine)
+    arm = partial(Arm, shape=shape, release="0.26.0", acceptance=ACCEPTANCE, engine=engine)
     return Plan(
-        name=f"v1-{shape}-{release}",
-        about=f"vLLM {release}: the V1 runner with the plugin on, off and not loaded, and the V2 runner, {shape} shape",
+        name=f"v1-{shape}-0.26.0",
+        about=f"vLLM 0.26.0: the V1 runner with the plugin on, off and not loaded, and the V2 runner, {shape} shape",
         arms=(
             *(arm(plugin.value, plugin=plugin, runner="V1") for plugin in Plugin),
             arm("V2", runner="V2"),

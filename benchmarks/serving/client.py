@@ -4,8 +4,6 @@
 once, and runs it for each line of JSON on its standard input, with the arguments that the command line would have had.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import importlib
@@ -67,11 +65,7 @@ class _Rows:
 
 
 def parse(module: Any, arguments: Sequence[str]) -> Any:
-    """Parse arguments with the parser of vLLM's client.
-
-    Args:
-        module: `vllm.benchmarks.serve` of any release.
-        arguments: after `vllm bench serve`.
+    """Parse the arguments after `vllm bench serve` with the client of any release, its `vllm.benchmarks.serve`.
 
     Raises:
         ClientError: this release's client does not take them.

@@ -1,7 +1,5 @@
 """Result files of served plans, written after every step, and their summary."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Collection
 from dataclasses import asdict
@@ -181,18 +179,6 @@ def summarise(document: Document) -> list[Row]:
                     row |= _figures([*kept.values()]) | {"host_idle": _host_idle(document, arm, load["name"], sessions)}
                     rows.append(row | {"ratios": _ratios(plan, runs, arm)})
     return rows
-
-
-def against(document: Document, other: str) -> Document:
-    """`document` with its arms compared with `other`, and none as control.
-
-    Raises:
-        PlanError: the document has no such arm.
-    """
-    plan = document["plan"]
-    if other not in (arms := [arm["name"] for arm in plan["arms"]]):
-        raise PlanError(f"{plan['name']} has no arm {other!r}; it has {', '.join(arms)}")
-    return document | {"plan": plan | {"reference": other, "control": None}}
 
 
 def machines(document: Document) -> dict[str, list[int]]:

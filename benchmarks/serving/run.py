@@ -1,7 +1,5 @@
 """Runs a served plan: starts the servers, drives one at a time, and writes the result after every step."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -95,16 +93,13 @@ class ServeRunner:
         )
 
     def run(self, *, only: str = "", loads: str = "", budget: float = float("inf"), retry: bool = False) -> bool:
-        """Run the missing steps.
+        """Run the missing steps, and return whether no requested step is missing.
 
         Args:
             only: run only the arms of these names, with commas between.
             loads: run only the loads of these names, with commas between, and the comparison of tokens.
             budget: seconds. No step starts that is expected to end later.
             retry: whether failed steps run again.
-
-        Returns:
-            Whether no requested step is missing.
         """
         self._until = time.monotonic() + budget
         missing = self.missing(only=only, loads=loads, retry=retry)

@@ -1,7 +1,5 @@
 """Servers and clients as child processes of this one: started together, and ended with it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -61,13 +59,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
     """The servers of arms, and a client for each release of vLLM; leaving the context ends all of them."""
 
     def __init__(self, plan: str, envs: Mapping[str, Path], cache: Path) -> None:
-        """Start nothing yet.
-
-        Args:
-            plan: name of the plan, for the logs.
-            envs: by vLLM release, a shell file to source first, or a Python.
-            cache: folder for directories of models and for logs.
-        """
+        """Start nothing yet; `plan` names the logs, and `cache` holds these and the models."""
         self._plan, self._envs, self._cache = plan, envs, cache.resolve()
         self._servers: dict[str, tuple[Server, contextlib.ExitStack]] = {}
         self._clients: dict[str | None, tuple[json_child.Child, contextlib.ExitStack]] = {}

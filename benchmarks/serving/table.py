@@ -1,10 +1,9 @@
 """A served plan's result as a table and notes, for the terminal and for the documents alike."""
 
-from __future__ import annotations
-
 from benchmarks.facts import captions
 from benchmarks.present import Grid
-from benchmarks.serving.results import SPEEDS, Document, Row, against, engines, machines, starts, summarise, unlike
+from benchmarks.serving.results import SPEEDS, Document, Row, engines, machines, starts, summarise, unlike
+from benchmarks.summary import with_reference
 
 _LATENCIES = {"ttft": ("TTFT", 0), "tpot": ("TPOT", 2), "itl": ("ITL", 2)}
 """Headings, and digits after the point."""
@@ -39,7 +38,7 @@ def compared(document: Document, arm: str, other: str) -> list[Row]:
         PlanError: the document has no arm `other`.
     """
     own = {(row["machine"], row["load"]): row["ratios"] for row in summarise(document) if row["arm"] == arm}
-    rows = [row for row in summarise(against(document, other)) if row["arm"] == arm]
+    rows = [row for row in summarise(with_reference(document, other)) if row["arm"] == arm]
     for row in rows:
         forbidden = own.get((row["machine"], row["load"]), {})
         row["ratios"] |= {name: found for name, found in forbidden.items() if "refused" in found}

@@ -1,12 +1,9 @@
 """Requests served repeatedly under random arrivals and random device delays, each compared with stock's tokens.
 
 Delays put the device behind the host, so that a buffer reused too early, or a length read too soon, changes tokens.
-Stock served the same requests before, without delays, and recorded at each token which others were close behind. At
-another batch size kernels add in another order, which may swap two close tokens; the request then takes another course.
-A soak of stock itself shows how close such tokens are: see `soaks.Soak.undrafted`.
+"Soaks" in docs/benchmarks.md explains near ties. A soak of stock itself shows how close such tokens are: see
+`soaks.Soak.undrafted`.
 """
-
-from __future__ import annotations
 
 import copy
 import random

@@ -1,7 +1,5 @@
 """The parent process of a soak: stock gives the expected tokens, then the subject serves the same requests."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter
@@ -24,12 +22,9 @@ class SoakError(RuntimeError):
 
 
 def allowed(noise: Mapping[str, Any]) -> float:
-    """How close two tokens must be for a swap to be forgiven, given how far stock differs from itself.
+    """How close two tokens must be for a swap to be forgiven, given stock's verdict on itself with `near` of `NOTED`.
 
     Twice stock's widest swap, because stock has fewer swaps than the subject will have.
-
-    Args:
-        noise: the verdict of stock on itself, with `near` set to `NOTED`.
 
     Raises:
         SoakError: stock differs too much from itself for any verdict.
@@ -58,8 +53,9 @@ def run_soak(
 ) -> Iterator[dict[str, Any]]:
     """Run a soak in legs of about a minute, so that a time limit or a crash loses only the last leg.
 
+    After each leg yields the verdict of all legs so far, with the facts of the run.
+
     Args:
-        soak: what to run.
         plugin: the plugin in the subject; stock, compared with itself, shows the noise.
         seconds: for how long requests arrive.
         seed: of arrivals and delays.
@@ -67,9 +63,6 @@ def run_soak(
         envs: by vLLM release, a shell file to source first, or a Python.
         cache: folder for directories of models and for logs.
         report: takes a line of progress for each engine.
-
-    Yields:
-        After each leg, the verdict of all legs so far, with the facts of the run.
 
     Raises:
         ChildError: an engine does not start, or dies.

@@ -1,7 +1,5 @@
 """All soaks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from benchmarks import older_gpu
@@ -45,14 +43,9 @@ def find_soak(name: str) -> Soak:
 def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b") -> Soak:
     """A soak on a GPU.
 
-    Args:
-        release: of vLLM.
-        runner: `V1` or `V2`.
-        backend: of attention.
-        kinds: `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV cache
-            of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two
-            below the tokens of all requests with all their drafts.
-        shape: of the models.
+    `kinds` may have `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV
+    cache of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two below
+    the tokens of all requests with all their drafts.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
     environment: dict[str, str] = {}

@@ -18,7 +18,7 @@ from compat_cuda import PassesForCuda, without_cuda
 
 from vllm_async_spec.compat import forward, layer, results
 from vllm_async_spec.compat.cases import CASES, Call, Host
-from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.device import CudaDevice, Device
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
@@ -26,6 +26,7 @@ from vllm_async_spec.compat.render import junit, markdown
 from vllm_async_spec.compat.report import Run
 from vllm_async_spec.compat.results import BackendResult, Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.third_party import third_party_subject
 
 STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
@@ -235,7 +236,8 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"there is no {error.name}")
 from vllm_async_spec.compat.cases import CASES, release_metadata
-from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.check import check
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.mla import mla_builder

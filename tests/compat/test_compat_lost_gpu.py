@@ -13,10 +13,10 @@ import pytest
 from command_line import COMMAND
 
 from vllm_async_spec.compat import suite
-from vllm_async_spec.compat.check import Subject
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.subject import Subject
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

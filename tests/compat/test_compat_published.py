@@ -13,7 +13,7 @@ import torch
 from vllm_async_spec.compat.archive import ARCHIVE, read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import CASES, our_metadata
-from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.fetch import RELEASES
 from vllm_async_spec.compat.json_text import unpacked
 from vllm_async_spec.compat.model_shapes import MODELS_OF
@@ -22,6 +22,7 @@ from vllm_async_spec.compat.render import badge
 from vllm_async_spec.compat.report import CLASSES, PublishedError, Report, Run, command_line, read_runs
 from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.subject import Subject
 
 DOCS = Path(__file__).parents[2] / "docs"
 PUBLISHED = read_archive(DOCS / "compat")

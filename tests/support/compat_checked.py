@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from vllm_async_spec.compat.cases import CASES, our_metadata
-from vllm_async_spec.compat.check import Subject, check
+from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
+from vllm_async_spec.compat.subject import Subject
 
 NAMED = {case.name: case for case in CASES}
 

@@ -1,7 +1,5 @@
 """Turn recordings into the findings of a report."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,12 +26,7 @@ class Findings:
 
 
 def analyse(full: Recorded, quiet: Recorded | None) -> Findings:
-    """Analyse recordings of the same load.
-
-    Args:
-        full: recorded with phases and waits.
-        quiet: recorded by CUPTI alone; None without a GPU.
-    """
+    """Analyse recordings of the same load: `full` with phases and waits, `quiet` by CUPTI alone, None without a GPU."""
     causes, unseen = _causes(full)
     return Findings(
         steps=full.count,

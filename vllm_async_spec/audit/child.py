@@ -4,15 +4,13 @@ The process writes JSON lines to standard output: its progress, then the report 
 are as vLLM lays them out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys
 import time
 from typing import Any, NoReturn
 
-from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm
+from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm, draft_counts
 from vllm_async_spec.audit.loads import LoadError, Work
 from vllm_async_spec.audit.report import Report
 from vllm_async_spec.json_child import answering
@@ -29,12 +27,7 @@ def main() -> None:
 
 
 def _audit(setup: dict[str, Any], stage: Any) -> Report:
-    """Audit one engine.
-
-    Args:
-        setup: `engine_arguments`, as on vLLM's command line; `load`, `batch`, `steps`.
-        stage: called with what is being done.
-    """
+    """Audit the engine of `engine_arguments`, as on vLLM's command line; `stage` is called with what is being done."""
     stage("starting the engine")
     import vllm
 
@@ -51,7 +44,7 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
         longest=config.model_config.max_model_len,
     )
     stage("warming up")
-    run = _Runner(llm, work, speculation is not None)
+    run = _Runner(llm, work)
     run()
     stage("recording")
     return audit_llm(
@@ -106,10 +99,10 @@ def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:
 class _Runner:
     """Gives the engine its work."""
 
-    def __init__(self, llm: Any, work: Work, speculative: bool) -> None:
+    def __init__(self, llm: Any, work: Work) -> None:
         import vllm
 
-        self._llm, self._speculative = llm, speculative
+        self._llm = llm
         self._prompts = [
             request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
             for request in work.requests
@@ -121,25 +114,17 @@ class _Runner:
 
     def __call__(self) -> Ran:
         """Run the load once."""
-        drafts, accepted = self._counters()
+        drafts, accepted = draft_counts(self._llm)
         start = time.perf_counter()
         outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        more_drafts, more_accepted = self._counters()
+        more_drafts, more_accepted = draft_counts(self._llm)
         drafts = more_drafts - drafts
         return Ran(
             sum(len(output.outputs[0].token_ids) for output in outputs),
             seconds,
             1 + (more_accepted - accepted) / drafts if drafts else None,
         )
-
-    def _counters(self) -> tuple[int, int]:
-        if not self._speculative:
-            return 0, 0
-        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
-        names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-        drafts, accepted = (int(values.get(name, 0)) for name in names)
-        return drafts, accepted
 
 
 if __name__ == "__main__":

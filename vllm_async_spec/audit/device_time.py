@@ -1,7 +1,5 @@
 """How the device spent its time, and what the host did while it had nothing to do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
@@ -51,12 +49,7 @@ def shares_between(trace: DeviceTrace, start: int, end: int) -> Shares:
 
 
 def device_time(quiet: Recorded, full: Recorded) -> DeviceTime:
-    """The shares of the device's time, and its longest gaps.
-
-    Args:
-        quiet: recorded by CUPTI alone; source of the shares.
-        full: recorded with the host's phases and waits; source of the gaps.
-    """
+    """The shares of the device's time, from CUPTI's recording alone, and its longest gaps, from the full recording."""
     assert quiet.trace is not None
     trace = quiet.trace
     shares = shares_between(trace, quiet.start, quiet.end)

@@ -1,7 +1,5 @@
 """Audit an engine that this process holds: a `vllm.LLM`, in whatever processes it runs."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json
@@ -94,6 +92,16 @@ def audit_llm(
         return make_report(engine_facts(facts, decided_by), saved, given)
 
 
+def draft_counts(llm: Any) -> tuple[int, int]:
+    """How often a `vllm.LLM` has drafted, and how many draft tokens it has accepted; zeros without speculation."""
+    if llm.llm_engine.vllm_config.speculative_config is None:
+        return 0, 0
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
+    drafts, accepted = (int(values.get(name, 0)) for name in names)
+    return drafts, accepted
+
+
 def answers(replies: list[str]) -> list[dict[str, Any]]:
     """The answers of an engine's agents, the engine core's first.
 
@@ -122,21 +130,12 @@ def described(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def most_seconds(seconds: float) -> float:
-    """Time limit for the whole audit of a server, in seconds.
-
-    Args:
-        seconds: time limit of one recording.
-    """
+    """Time limit for the whole audit of a server, in seconds, by that of one recording."""
     return 4 * seconds + 60
 
 
 def engine_facts(facts: dict[str, Any], decided_by: str) -> EngineFacts:
-    """The facts of a report.
-
-    Args:
-        facts: what the worker answered.
-        decided_by: why asynchronous scheduling is as it is, if the worker does not know.
-    """
+    """The facts of a report, of the worker's answer; `decided_by` tells of scheduling what the worker does not know."""
     values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
     return EngineFacts(**({"decided_by": decided_by} | values))
 
@@ -153,12 +152,7 @@ def saved_files(found: list[dict[str, Any]]) -> Files:
 
 
 def make_report(facts: EngineFacts, saved: Saved, given: Load) -> Report:
-    """A report of what was recorded.
-
-    Args:
-        facts: what ran.
-        saved: the files of each recording.
-        given: the engine's load.
+    """A report of what the files of each recording hold.
 
     Raises:
         AuditError: too little was recorded.

@@ -1,7 +1,5 @@
 """The headline of a report, and the sentence below: does the host wait, where most, and what to change."""
 
-from __future__ import annotations
-
 from vllm_async_spec.audit.analysis import Findings
 from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place
@@ -11,12 +9,7 @@ NOTHING_TO_WIN = 0.01
 
 
 def headline(engine: EngineFacts, found: Findings) -> str:
-    """The verdict, in at most twelve words.
-
-    Args:
-        engine: what ran.
-        found: what its recording showed.
-    """
+    """The verdict on the engine that ran, by what its recording showed, in at most twelve words."""
     waits = bool(_critical(found))
     if not engine.async_scheduling:
         reads = "; on a GPU the host would also wait" if found.simulated else "; the host also waits for the GPU"

@@ -4,8 +4,6 @@ An armed `Recorder` is called at every step; it skips some steps, records some, 
 the process only while it records. Its clock is nanoseconds since the epoch, as CUPTI's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import json
@@ -57,11 +55,7 @@ class UnderWay(RuntimeError):
 
 @dataclass(slots=True)
 class Recorder:
-    """Records steps of the thread that calls `on_step`.
-
-    Args:
-        watch_all: called when a recording starts; watches this process's functions by phase.
-    """
+    """Records steps of the thread that calls `on_step`; `watch_all` starts to watch functions by phase."""
 
     watch_all: Callable[[Watch, CpuWaits | None], None]
     order: Order | None = None

@@ -1,10 +1,6 @@
 """What to write instead of code that makes the host wait: one table, for the audit and for the compatibility suite."""
 
-from __future__ import annotations
-
 from vllm_async_spec.audit.report import WaitKind
-
-__all__ = ["BY_CALL", "BY_KIND", "remedy"]
 
 _FROM_LENGTHS = "build from device seq_lens or seq_lens_cpu_upper_bound"
 _STAGED = "stage the data in pinned memory and copy without blocking"
@@ -35,13 +31,5 @@ BY_CALL: dict[str, str] = {
 
 
 def remedy(kind: WaitKind, what: str = "") -> str:
-    """What to write instead of a wait.
-
-    Args:
-        kind: How the host waits.
-        what: The function called, such as `nonzero`; empty if unknown.
-
-    Returns:
-        A clause in the imperative, without a full stop.
-    """
+    """What to write instead of a wait in `what`, such as `nonzero`: a clause in the imperative, without a full stop."""
     return BY_CALL.get(what, BY_KIND[kind])

@@ -1,7 +1,5 @@
 """Find when the host was in which phase: watched functions note their start and end during a recording."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading
@@ -41,16 +39,10 @@ class Watch:
     _watched: set[tuple[int, str]] = field(default_factory=set)
 
     def watch(self, owner: Any, name: str, phase: Phase, *, around: Around | None = None) -> bool:
-        """Note calls of `owner.name` from now on, until `stop`.
+        """Note calls of `owner.name` from now on, until `stop`, as time of `phase`; whether there is such a function.
 
-        Args:
-            owner: a class, module or object; where a class inherits the function, the defining class is watched.
-            name: the function's name; an attribute that is missing or no function is left alone.
-            phase: the phase of the function's own time.
-            around: makes, from each call's arguments, a context that the call runs in.
-
-        Returns:
-            Whether there is such a function.
+        Where a class inherits the function, the defining class is watched. An attribute that is missing or no function
+        is left alone. `around` makes, from each call's arguments, a context that the call runs in.
         """
         if isinstance(owner, type):
             owner = next((base for base in owner.__mro__ if name in vars(base)), owner)

@@ -1,7 +1,5 @@
 """Python call stacks, taken cheaply while recording and made readable afterwards."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

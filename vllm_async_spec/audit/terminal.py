@@ -1,7 +1,5 @@
 """Print an audit in the terminal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

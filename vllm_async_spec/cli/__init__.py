@@ -1,7 +1,5 @@
 """The command line: `vllm-async-spec demo | status | audit | compat | patches`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`vllm-async-spec audit`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """What the commands share: how a command fails, and options that mean the same everywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -39,13 +37,9 @@ def json_object(option: str, text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress_on_stderr(what: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr that the command is at work.
+    """Show on stderr that the command is at work; a terminal shows each stage that the yielded function is given.
 
-    Args:
-        what: one line for where there is no terminal, shown once the work begins.
-
-    Yields:
-        Called with each stage of the work: a terminal shows the stage.
+    Where there is no terminal, the one line `what` is shown once the work begins.
     """
     console = Console(stderr=True)
     if console.is_terminal:

@@ -175,11 +175,7 @@ def _try(
 
 
 def try_in_new_process(name: str, device: str) -> BackendResult:
-    """Try one builder in a new process, for a caller that has imported vLLM or is about to.
-
-    Args:
-        name: As `--backend` takes it.
-        device: As `--device` takes it.
+    """Try one builder of `--backend` in a new process, for a caller that has imported vLLM or is about to.
 
     Raises:
         SubjectError: The name can't be checked.

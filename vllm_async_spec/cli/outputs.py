@@ -1,7 +1,5 @@
 """Where output goes: checked before work starts, and kept elsewhere if it can't be written at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile
@@ -21,9 +19,7 @@ def checked_option(
 ) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
     """Makes the callback of an option that names a file or folder for output.
 
-    Args:
-        check: `check_file` or `check_folder`.
-        fail: Ends the command with a sentence.
+    `check` is `check_file` or `check_folder`; `fail` ends the command with a sentence.
     """
 
     def callback(param: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -4,14 +4,10 @@ Faults are sentences, also in published results, so the advice is found by the s
 audit.
 """
 
-from __future__ import annotations
-
 import re
 
 from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.audit.report import WaitKind
-
-__all__ = ["AGAINST", "IN_PLACE", "IN_TURN", "WITHOUT_TRITON", "WRONG", "advised", "instead"]
 
 WRONG = "use the bound for sizes only, and let kernels mask by device seq_lens"
 AGAINST = "take the field from the common metadata, or give a field of another meaning another name"
@@ -23,11 +19,7 @@ _WAIT = re.compile(r" it waits: (?P<kind>[a-z ]+) \((?P<what>.+?)\) at ")
 
 
 def instead(fault: str) -> str | None:
-    """What to do instead: a clause in the imperative; None if there is no advice for this kind of fault.
-
-    Args:
-        fault: As `Build.faults` or `Attended.faults` gives it.
-    """
+    """What to do instead of a fault of `Build` or `Attended`, in the imperative; None if there is no advice."""
     if (wait := _WAIT.search(fault)) is not None:
         return remedy(WaitKind(wait["kind"]), wait["what"])
     if "TypeError: 'function' object is not subscriptable" in fault:

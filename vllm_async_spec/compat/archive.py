@@ -4,16 +4,12 @@ The content is JSON, a line for each builder of each run; `xz -dc docs/compat/ru
 `compat.publish` gives the site each run as a JSON file of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_async_spec.compat.json_text import packed, unpacked
 from vllm_async_spec.compat.report import PublishedError, Run
-
-__all__ = ["ARCHIVE", "read_archive", "write_archive"]
 
 ARCHIVE = "runs.json.xz"
 """Its name in `docs/compat`."""

@@ -3,8 +3,6 @@
 `mla` makes the builders of multi-head latent attention.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import importlib
@@ -21,25 +19,6 @@ from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
 
-__all__ = [
-    "Way",
-    "before_hopper",
-    "cascade_builder",
-    "cpu_builder",
-    "cross_attention_builder",
-    "encoder_only_builder",
-    "fast_prefill_builder",
-    "flash_attention_2_builder",
-    "flash_attention_dcp_builder",
-    "flashinfer_builder",
-    "flex_builder",
-    "layer_module",
-    "local_attention_builder",
-    "mamba_builder",
-    "plain_builder",
-    "triton_backend",
-]
-
 _BACKENDS = "vllm.v1.attention.backends."
 
 
@@ -50,14 +29,15 @@ def triton_backend() -> Any:
 
 def plain_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make an attention builder from the default arguments."""
-    return setting.construct(cls, *_with_layers(cls, setting, setting.arguments()))
+    return setting.construct(cls, *_with_layers(cls, setting))
 
 
-def _with_layers(cls: Any, setting: BuilderInputs, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Put the model's layers where FlashAttention's builder looks for the windows of all of them.
+def _with_layers(cls: Any, setting: BuilderInputs) -> tuple[Any, ...]:
+    """The default arguments, with the model's layers where FlashAttention's builder looks for their windows.
 
     A layer here has only the attributes that builders read; nothing is allocated.
     """
+    arguments = setting.arguments()
     kind = getattr(importlib.import_module(cls.__module__), "FlashAttentionImpl", None)
     if kind is None or setting.model is TINY:
         return arguments
@@ -116,14 +96,14 @@ def before_hopper() -> Iterator[None]:
 
 def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder for version 2 of the kernels."""
-    arguments = _with_layers(cls, setting, setting.arguments())
+    arguments = _with_layers(cls, setting)
     with before_hopper():
         return setting.construct(cls, *arguments)
 
 
 def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder with each request's KV cache spread over two GPUs."""
-    arguments = _with_layers(cls, setting, setting.arguments())
+    arguments = _with_layers(cls, setting)
     with context_parallel(arguments[2], 2):
         return setting.construct(cls, *arguments)
 
@@ -197,16 +177,15 @@ def layer_module() -> ModuleType:
 
 
 def local_attention_builder(backend: Any, setting: BuilderInputs, chunk: int, block_size: int) -> Any:
-    """Make the metadata builder of `backend` under chunked local attention.
+    """Make the metadata builder of `backend`, an attention backend class, under chunked local attention.
+
+    CUDA graphs are piecewise, as in an engine with such a layer; the KV-cache spec of `setting` is replaced.
 
     Args:
-        backend: An attention backend class, such as `FlashAttentionBackend`.
-        setting: The builder's inputs; this function replaces the KV-cache spec.
+        backend: Such as `FlashAttentionBackend`.
+        setting: The builder's inputs.
         chunk: Tokens in an attention chunk.
         block_size: Tokens in a block of the KV cache.
-
-    Returns:
-        The builder. CUDA graphs are piecewise, as in an engine with a chunked-local-attention layer.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
@@ -241,14 +220,6 @@ class Way(enum.Enum):
 
 def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     """Make FlashInfer's builder so that it uses the given kernels.
-
-    Args:
-        cls: `FlashInferMetadataBuilder`.
-        setting: The builder's inputs.
-        way: The kernels.
-
-    Returns:
-        The builder.
 
     Raises:
         AbsentError: This release decodes with other kernels on this machine.

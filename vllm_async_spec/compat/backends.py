@@ -3,8 +3,6 @@
 `backend_builders` and `mla` make their metadata builders.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ from vllm_async_spec.compat.batch_fields import accepted_fields, encoder_fields,
 from vllm_async_spec.compat.builder_inputs import BLACKWELL, AbsentError, BuilderInputs, SubjectError, stand_on
 from vllm_async_spec.compat.builders import is_absent
 from vllm_async_spec.compat.cases import BLOCK_SIZE, Call, Case, release_metadata
-from vllm_async_spec.compat.check import Subject, failure_sentence
+from vllm_async_spec.compat.check import failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import NO_KERNEL_RUNS, NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.mla import MlaLayer, indexer_builder, mla_builder, mla_prefill_builder, sparse_mla_builder
@@ -39,9 +37,8 @@ from vllm_async_spec.compat.model import FIELDS
 from vllm_async_spec.compat.model_shapes import MODELS, MODELS_OF, TINY, Model, why_not_for
 from vllm_async_spec.compat.simulated_device import HostDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.vllm_source import loaded_source
-
-__all__ = ["BACKENDS", "Backend", "backend_subject"]
 
 _IN = "vllm.v1.attention.backends."
 _LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
@@ -72,20 +69,12 @@ _LAYER = _layer()
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One of vLLM's metadata builders.
+    """One of vLLM's metadata builders; other attributes are those of `Subject`.
 
     Attributes:
         name: Its name in the tables: vLLM's name of the backend, where vLLM has one.
         places: `module:name` of a backend class or factory in different releases; the first that exists is used.
         make: Makes the builder from the builder class, or from the factory found, and the inputs.
-        block_size: Tokens in a block of the KV cache.
-        fields: As `Subject.fields`.
-        arguments: As `Subject.arguments`.
-        layout: As `Subject.layout`.
-        not_for: As `Subject.not_for`.
-        may_refuse: As `Subject.may_refuse`.
-        remakes: As `Subject.remakes`.
-        common_prefix: As `Subject.common_prefix`.
         capability: The GPU's compute capability that the builder needs; None for an H200's, or any.
         on_host: Whether the builder's device is the host.
         layer: Makes a layer that attends with the built metadata; or a string that says why there is none.
@@ -301,9 +290,6 @@ def backend_subject(name: str, device: Device, model: Model | None = None) -> Su
         name: A key of `BACKENDS`, in any case.
         device: Where the builder will be made; some modules allocate device memory on import.
         model: The model whose numbers it gets; None for the first that uses it.
-
-    Returns:
-        The subject for `check`.
 
     Raises:
         SubjectError: The name is unknown, the backend can't be imported here, or there is no vLLM.

@@ -1,7 +1,5 @@
 """Fields and arguments beside the common ones that vLLM's runner gives some builders for a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +8,6 @@ import torch
 
 from vllm_async_spec.compat.cases import Case
 from vllm_async_spec.compat.device import Device
-
-__all__ = ["accepted_fields", "encoder_fields", "logits_fields"]
 
 
 def accepted_fields(case: Case, device: Device) -> Mapping[str, Any]:

@@ -1,26 +1,17 @@
 """Names of batches in tables, where a builder is tried with the numbers of several models."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-__all__ = ["Grouped", "grouped_batches"]
 
 Grouped = dict[str, list[str]]
 """Names of batches by the sentence that is true of them."""
 
 
 def grouped_batches(pairs: Iterable[tuple[str, Mapping[str, Any]]], batches: Sequence[Mapping[str, Any]]) -> Grouped:
-    """Names of the batches that each sentence is about.
+    """Names of the batches that each sentence is about, by sentence; batches are as `compat --json` writes them.
 
-    Args:
-        pairs: A sentence and a batch, as `compat --json` writes batches.
-        batches: All batches of the builder.
-
-    Returns:
-        The names by sentence. A name is followed by the models, unless the sentence is true of all its models.
+    A name is followed by the models, unless the sentence is true of all its models.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for sentence, case in pairs:

@@ -1,7 +1,5 @@
 """One build of one batch: what was found, and the same as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +8,6 @@ from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference, Judgement
 from vllm_async_spec.compat.device import Wait
-
-__all__ = ["Build", "differences_data", "waits_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +59,7 @@ class Build:
         return tuple(found)
 
     def to_dict(self, realistic: bool) -> dict[str, Any]:
-        """As plain data, for JSON.
-
-        Args:
-            realistic: Whether the host of an engine with asynchronous speculative decoding knows as much.
-        """
+        """As plain data, for JSON; `realistic` says whether the host of an asynchronous engine knows as much."""
         return {
             "host": self.host.value,
             "realistic": realistic,

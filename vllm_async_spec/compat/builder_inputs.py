@@ -28,22 +28,6 @@ from vllm_async_spec.patching import temporarily
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = [
-    "BLACKWELL",
-    "HEADS",
-    "HEAD_SIZE",
-    "HOPPER",
-    "KV_HEADS",
-    "LAYER",
-    "AbsentError",
-    "BuilderInputs",
-    "SubjectError",
-    "configured",
-    "context_parallel",
-    "stand_on",
-    "workspace",
-]
-
 LAYER = "model.layers.0.self_attn.attn"
 """The name of the only layer of every builder."""
 
@@ -65,11 +49,7 @@ class SubjectError(RuntimeError):
 
 
 class AbsentError(SubjectError):
-    """This release of vLLM lacks the builder, or the builder is for another machine.
-
-    Attributes:
-        cell: The reason in a few words, for a table.
-    """
+    """This release of vLLM lacks the builder, or the builder is for another machine; `cell` is a reason for a table."""
 
     def __init__(self, message: str, cell: str = "this release has none") -> None:
         super().__init__(message)
@@ -93,8 +73,7 @@ class BuilderInputs:
     def vllm_config(self, **engine_args: Any) -> VllmConfig:
         """A new configuration of two layers with the model's numbers, with `DRAFT_TOKENS` n-gram drafts.
 
-        Args:
-            **engine_args: Arguments of vLLM's `EngineArgs`; they override the defaults here.
+        `engine_args` are arguments of vLLM's `EngineArgs`; they override the defaults here.
         """
         self.asked.append(self.model.name)
         drafts = ngram_drafts(DRAFT_TOKENS)
@@ -109,8 +88,7 @@ class BuilderInputs:
     def arguments(self, **engine_args: Any) -> tuple[Any, list[str], VllmConfig, torch.device]:
         """The arguments of every full-attention builder: KV-cache spec, layer names, configuration, device.
 
-        Args:
-            **engine_args: As `vllm_config` takes them.
+        `engine_args` are those of `vllm_config`.
         """
         config = self.vllm_config(**engine_args)
         return _kv_cache_spec(self.model, config), [LAYER], config, self.device
@@ -180,11 +158,7 @@ def configured(builder: Any) -> Iterator[None]:
 
 
 def stand_on(capability: tuple[int, int] | None, name: str) -> None:
-    """Make an unpacked release see a GPU of this compute capability; with an installed vLLM check the real GPU.
-
-    Args:
-        capability: The compute capability that the backend needs; None for any.
-        name: The backend, for the message.
+    """Make an unpacked release see a GPU of this compute capability, if given; else check the real GPU for `name`.
 
     Raises:
         AbsentError: vLLM is installed, not unpacked, and finds another GPU or none.
@@ -219,11 +193,7 @@ def _forget() -> None:
 def context_parallel(config: Any, ranks: int) -> Iterator[None]:
     """Make `config` and the process look like rank 0 of `ranks` that share each request's KV cache.
 
-    There is only one process, so code inside the context must not communicate.
-
-    Args:
-        config: vLLM's configuration; the change is not undone.
-        ranks: Ranks of decode context parallelism.
+    There is only one process, so code inside the context must not communicate. The change of `config` is not undone.
     """
     config.parallel_config.decode_context_parallel_size = ranks
     state: Any = importlib.import_module("vllm.distributed.parallel_state")

@@ -22,25 +22,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-__all__ = [
-    "common_metadata",
-    "common_metadata_class",
-    "engine_config",
-    "flash_attention_builder",
-    "flashinfer_setting",
-    "is_absent",
-    "llama_config",
-    "ngram_drafts",
-    "ubatch_function",
-    "write_llama",
-]
-
 
 def common_metadata_class() -> type[CommonAttentionMetadata]:
     """Find the release's `CommonAttentionMetadata`.
-
-    Returns:
-        The class.
 
     Raises:
         ImportError: The loaded release has the class in none of the known places.
@@ -52,13 +36,7 @@ def common_metadata_class() -> type[CommonAttentionMetadata]:
 
 
 def ubatch_function(name: str) -> Any:
-    """Find one of the release's functions that split metadata into micro-batches.
-
-    Args:
-        name: Such as `split_attn_metadata` or `_make_metadata_with_slice`.
-
-    Returns:
-        The function.
+    """Find a function of the release that splits metadata into micro-batches, such as `split_attn_metadata`.
 
     Raises:
         ImportError: The loaded release has the function in none of the known places.
@@ -126,19 +104,9 @@ def write_llama(
     max_model_len: int = 2048,
     architecture: str = "LlamaForCausalLM",
 ) -> Path:
-    """Write the configuration of a tiny Llama, without weights or tokenizer.
+    """Write the configuration of a tiny Llama, without weights or tokenizer, as `config.json` in `directory`.
 
-    Args:
-        directory: Where `config.json` goes; made if missing.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_size: Width of a head.
-        num_layers: Decoder layers.
-        max_model_len: Longest sequence.
-        architecture: The class vLLM should see; `EagleLlamaForCausalLM` makes it a draft head.
-
-    Returns:
-        The directory.
+    The architecture is the class that vLLM should see; `EagleLlamaForCausalLM` makes it a draft head.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -159,80 +127,31 @@ def write_llama(
 
 
 def engine_config(model: Path, **engine_args: Any) -> VllmConfig:
-    """Make the release's configuration of a model, as an engine does at start-up.
-
-    Args:
-        model: The directory that `write_llama` wrote.
-        **engine_args: Further arguments of `EngineArgs`, such as `async_scheduling` and `speculative_config`.
-
-    Returns:
-        The release's `VllmConfig`.
-    """
+    """Make the release's configuration of a model of `write_llama`, as an engine does at start-up."""
     from vllm.engine.arg_utils import EngineArgs
 
     return EngineArgs(model=str(model), skip_tokenizer_init=True, **engine_args).create_engine_config()
 
 
 def llama_config(engine_args: Mapping[str, Any], **shape: Any) -> VllmConfig:
-    """Make the release's configuration of a tiny Llama in a temporary directory.
-
-    Args:
-        engine_args: As `engine_config` takes them.
-        **shape: As `write_llama` takes it.
-
-    Returns:
-        The release's `VllmConfig`.
-    """
+    """Make the release's configuration of a tiny Llama: arguments of `engine_config`, shape of `write_llama`."""
     with tempfile.TemporaryDirectory() as scratch:
         return engine_config(write_llama(Path(scratch), **shape), **engine_args)
 
 
 def ngram_drafts(count: int) -> dict[str, Any] | None:
-    """The n-gram `speculative_config`, which needs no draft model: only the number of drafts matters to a builder.
-
-    Args:
-        count: Draft tokens of each step; 0 is no speculation.
-
-    Returns:
-        The configuration; None for no speculation.
-    """
+    """The n-gram `speculative_config` of `count` drafts a step, which needs no draft model; None for no drafts."""
     return {"method": "ngram", "num_speculative_tokens": count, "prompt_lookup_max": 2} if count else None
 
 
-def flash_attention_builder(
-    *,
-    block_size: int = 16,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_size: int = 64,
-    spec_tokens: int = 0,
-    max_model_len: int = 2048,
-) -> FlashAttentionMetadataBuilder:
+def flash_attention_builder(*, spec_tokens: int = 0) -> FlashAttentionMetadataBuilder:
     """Build the release's FlashAttention metadata builder (FA3, full CUDA graphs) on the CPU.
 
-    Args:
-        block_size: Tokens in a block of the KV cache.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_size: Width of a head.
-        spec_tokens: Draft tokens of each step; 0 is no speculation.
-        max_model_len: Longest sequence.
-
-    Returns:
-        The builder; its `vllm_config` is a real one.
+    Its configuration is a real one. Each step has `spec_tokens` drafts; 0 is no speculation.
     """
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    return FlashAttentionMetadataBuilder(
-        *_arguments(
-            block_size=block_size,
-            spec_tokens=spec_tokens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            max_model_len=max_model_len,
-        )
-    )
+    return FlashAttentionMetadataBuilder(*_arguments(block_size=16, spec_tokens=spec_tokens))
 
 
 @contextlib.contextmanager
@@ -241,14 +160,8 @@ def flashinfer_setting(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of the release's FlashInfer metadata builder, while their configuration is vLLM's current.
 
-    Args:
-        block_size: Tokens in a block of the KV cache.
-        spec_tokens: Draft tokens of each step; 0 is no speculation.
-        max_model_len: Longest sequence.
-        trtllm: `attention_config.use_trtllm_attention`; False excludes both XQA and trtllm-gen.
-
-    Yields:
-        The builder's arguments.
+    Each step has `spec_tokens` drafts. `trtllm` is `attention_config.use_trtllm_attention`; False excludes both XQA and
+    trtllm-gen.
     """
     from vllm.config import set_current_vllm_config
 
@@ -260,27 +173,15 @@ def flashinfer_setting(
 
 
 def _arguments(
-    *,
-    block_size: int,
-    spec_tokens: int,
-    max_model_len: int,
-    num_heads: int = 8,
-    num_kv_heads: int = 2,
-    head_size: int = 64,
+    *, block_size: int, spec_tokens: int, max_model_len: int = 2048
 ) -> tuple[Any, list[str], VllmConfig, torch.device]:
     """The arguments of every metadata builder: KV-cache spec, layer names, configuration, device (the CPU)."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    config = llama_config(
-        {"block_size": block_size, "speculative_config": ngram_drafts(spec_tokens)},
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        max_model_len=max_model_len,
-    )
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=torch.bfloat16
-    )
+    shape = {"num_kv_heads": 2, "head_size": 64}
+    engine_args = {"block_size": block_size, "speculative_config": ngram_drafts(spec_tokens)}
+    config = llama_config(engine_args, **shape, max_model_len=max_model_len)
+    spec = FullAttentionSpec(block_size=block_size, dtype=torch.bfloat16, **shape)
     return spec, ["model.layers.0.self_attn.attn"], config, torch.device("cpu")
 
 
@@ -297,10 +198,5 @@ def _find(name: str, *modules: str) -> Any:
 
 
 def is_absent(error: ModuleNotFoundError, module: str) -> bool:
-    """Whether `module` itself or a package around it is missing, and not something that it imports.
-
-    Args:
-        error: Raised by importing `module`.
-        module: The module's full name.
-    """
+    """Whether `module`, a full name, or a package around it is missing, and not something that it imports."""
     return error.name is not None and f"{module}.".startswith(f"{error.name}.")

@@ -18,20 +18,6 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.host_copy import Epoch
 from vllm_async_spec.metadata import CommonAttentionMetadata
 
-__all__ = [
-    "BLOCK_SIZE",
-    "CASES",
-    "DRAFT_TOKENS",
-    "MAX_MODEL_LEN",
-    "NUM_BLOCKS",
-    "Call",
-    "Case",
-    "Host",
-    "MetadataFactory",
-    "our_metadata",
-    "release_metadata",
-]
-
 DRAFT_TOKENS = 3
 """K: draft tokens per step."""
 BLOCK_SIZE = 16
@@ -147,12 +133,8 @@ class Case:
     def fields(self, *, block_size: int = BLOCK_SIZE) -> dict[str, Any]:
         """The `CommonAttentionMetadata` fields that do not depend on what the host knows, by name.
 
-        Args:
-            block_size: Tokens in a block of the KV cache.
-
-        Returns:
-            int32 tensors, but `slot_mapping` int64 and `is_prefilling` bool; none share memory. Block numbers start
-            at 1 and stay below `NUM_BLOCKS`. Rows share no block; after its bound a row of the table is 0.
+        Tensors are int32, but `slot_mapping` is int64 and `is_prefilling` bool; none share memory. Block numbers start
+        at 1 and stay below `NUM_BLOCKS`. Rows share no block; after its bound a row of the table is 0.
         """
         starts = torch.zeros(self.rows + 1, dtype=torch.int32)
         starts[1:] = torch.tensor(self.query_lens, dtype=torch.int32).cumsum(0)
@@ -267,17 +249,9 @@ class MetadataFactory:
         place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
         **extra: Any,
     ) -> Any:
-        """The metadata of `case`.
+        """The metadata of `case`; `place` puts tensors into device memory, and `extra` fields override those made here.
 
-        Args:
-            case: The batch.
-            host: What the host is told.
-            block_size: Tokens in a block of the KV cache.
-            place: Puts a tensor into device memory.
-            **extra: Further fields; they override the fields made here.
-
-        Returns:
-            The metadata. `max_seq_len` is the greatest bound under `BOUND` and `STALE`, else exact.
+        `max_seq_len` is the greatest bound under `BOUND` and `STALE`, else exact.
         """
         told = torch.tensor(case.lengths(host), dtype=torch.int32)
         bound = torch.tensor(case.lengths(Host.BOUND), dtype=torch.int32) if host is Host.STALE else told

@@ -4,8 +4,6 @@ The class is found by experiment, not by reading code. The builder runs without 
 with garbage; each result is compared with the one from exact lengths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import traceback
@@ -19,30 +17,16 @@ import torch
 from vllm_async_spec.audit.stack import readable
 from vllm_async_spec.compat import compare, declared
 from vllm_async_spec.compat.branches.reached import Trace, recorded
+from vllm_async_spec.compat.build_result import Build
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, configured
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
 from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.model import against_model
-from vllm_async_spec.compat.results import BackendResult, Build, CaseResult, Need
+from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
 from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.thresholds import does_not_fit, threshold_cases
-
-__all__ = [
-    "Built",
-    "Subject",
-    "build_batch",
-    "build_once",
-    "check",
-    "check_case",
-    "failure_sentence",
-    "in_turn",
-    "least_need",
-    "make_builder",
-    "without_warnings",
-]
-
 
 _RECORDED = (Host.EXACT, Host.ABSENT, Host.BOUND)
 """Builds whose lines are recorded: with what an engine knows or could know. Recording costs a quarter of a build."""
@@ -59,7 +43,7 @@ def check(
     keep: Callable[[BackendResult], None] = lambda found: None,
     trace: Trace | None = None,
 ) -> BackendResult:
-    """Try a builder with every batch.
+    """Try a builder with every batch; the result records what the builder raises.
 
     Args:
         subject: The builder.
@@ -71,9 +55,6 @@ def check(
         device_name: For the report.
         keep: Called after each batch with the result so far.
         trace: Records the lines that run, also those of an earlier check; None for a new one.
-
-    Returns:
-        The result. It records what the builder raises.
 
     Raises:
         AbsentError: Making the builder shows that this release lacks it.
@@ -111,15 +92,8 @@ def in_turn(
 ) -> tuple[CaseResult, ...]:
     """Build all batches of steps in turn with one builder, as an engine does, told what an engine knows.
 
-    Args:
-        subject: The builder.
-        cases: The batches.
-        results: Of each batch with builders of its own.
-        snapshots: By batch, what a new builder built with the same knowledge.
-        device: Where the builder is made and run.
-
-    Returns:
-        The results. `CaseResult.in_turn` has what the builder does only after other batches.
+    `results` and `snapshots` are of builders of their own. In the results returned, `CaseResult.in_turn` has what the
+    builder does only after other batches.
     """
     builder = make_builder(subject, device)
     found = []
@@ -173,11 +147,7 @@ def check_case(
 ) -> tuple[CaseResult, Snapshot | None]:
     """Try the builder with one batch, as vLLM would give the batch to it.
 
-    Args:
-        subject: The builder.
-        case: The batch.
-        device: Where the builder is made and run.
-        known: Fields that two builds of the batch disagree on. If given, only what shows the least need is built.
+    With `known`, the fields that two builds of the batch disagree on, only what shows the least need is built.
 
     Returns:
         The result, and the snapshot of the build with the knowledge of an engine; None if that failed.
@@ -243,15 +213,12 @@ def _try_case(
 
 
 def least_need(serves: Callable[[Host], bool], *, has_bound: bool) -> Need:
-    """The least that the host must know.
+    """The least that the host must know, if the builder is right with exact lengths.
 
     Args:
         serves: Whether the builder is right and waits for nothing with a given host knowledge. Called as rarely as
             possible, only for `ABSENT`, `BOUND` and `GARBAGE_DECODES`.
         has_bound: Whether the common metadata has a field for the bound.
-
-    Returns:
-        The class of need, if the builder is right with exact lengths.
     """
     # Without a field for the bound, the bound was given as the lengths, which a builder may take for exact.
     if serves(Host.ABSENT) and (not has_bound or serves(Host.BOUND)):
@@ -266,12 +233,7 @@ def build_once(
 ) -> tuple[Build, Snapshot | None]:
     """Build once, where kernels run after a warm-up build; the snapshot is None if the build failed.
 
-    Args:
-        subject: The builder.
-        case: The batch.
-        host: What the host is told.
-        device: Where the builder is made and run.
-        builder: A builder that has built other batches; None for a new one.
+    Arguments are those of `build_batch`.
     """
     if device.validates_kernels:
         # Warm up, because compiling and tuning wait once for each size, and sizes depend on what the host knows.
@@ -290,7 +252,6 @@ class Built:
 
     Attributes:
         case: The batch, in vLLM's order for the builder.
-        builder: The builder.
         metadata: What the builder built; None if the build failed.
         failure: The exception and where it was raised; None if it finished.
         waits: Where the host would wait, in the order of time.
@@ -308,7 +269,7 @@ class Built:
 def build_batch(
     subject: Subject, case: Case, host: Host, device: Device, *, watched: bool = True, builder: Any = None
 ) -> Built:
-    """Build a batch, with a new builder unless one is given, since a used one may remember other host lengths.
+    """Build a batch, and record what `build` raises.
 
     Args:
         subject: The builder.
@@ -316,10 +277,7 @@ def build_batch(
         host: What the host is told.
         device: Where the builder is made and run; for a new builder the device is cleared before.
         watched: Whether to look for waits, which may disturb compilers.
-        builder: A builder that has built other batches; None for a new one.
-
-    Returns:
-        The build. It records what `build` raises.
+        builder: A builder that has built other batches; None for a new one, which remembers no other host lengths.
     """
     is_new = builder is None
     if is_new:

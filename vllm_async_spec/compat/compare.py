@@ -1,7 +1,5 @@
 """Snapshots of built metadata, compared field by field with metadata from exact host lengths."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +11,6 @@ import torch
 
 from vllm_async_spec.compat.cases import BLOCK_SIZE
 from vllm_async_spec.compat.device import Device
-
-__all__ = ["Derived", "Difference", "Judgement", "Leaf", "Snapshot", "differences", "kept_differences", "take"]
 
 _DEPTH = 8
 _SCRATCH = 4 << 20

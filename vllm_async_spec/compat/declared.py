@@ -4,8 +4,6 @@ vLLM never gives a builder what its declarations exclude. So a batch that fails 
 the batch. The sentences here name that declaration.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
@@ -15,8 +13,6 @@ import torch
 
 from vllm_async_spec.compat.builder_inputs import HEAD_SIZE
 from vllm_async_spec.compat.cases import DRAFT_TOKENS, Call, Case
-
-__all__ = ["has_no_such_call", "pads_no_rows", "refusal", "reordered", "unsupported"]
 
 _SUPPORT = "get_cudagraph_support() is"
 
@@ -69,12 +65,9 @@ def reordered(builder: Any, case: Case) -> Case:
 
 
 def unsupported(backend: Any, builder: Any, block_size: int) -> str | None:
-    """What the backend declares that it does not support of the suite's layer; None if it supports all.
+    """What the backend's `supports_...` methods refuse of the suite's layer; None if they refuse nothing.
 
-    Args:
-        backend: The backend class, with any of vLLM's `supports_...` methods.
-        builder: Its builder, whose spec of the KV cache may say the head size.
-        block_size: Tokens in a block of the layer's KV cache.
+    The builder's spec of the KV cache may say the head size.
     """
     asked: list[tuple[str, Any]] = [
         ("supports_head_size", getattr(getattr(builder, "kv_cache_spec", None), "head_size", HEAD_SIZE)),

@@ -4,8 +4,6 @@
 from copies. `simulated_device` has the devices that need no GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +16,6 @@ from vllm_async_spec.audit.cuda_waits import AuditedEvent, CudaWaits
 from vllm_async_spec.audit.report import Frame, WaitKind
 from vllm_async_spec.audit.stack import RawStack, plain, readable
 from vllm_async_spec.patching import temporarily
-
-__all__ = ["MAKE_UNINITIALISED", "MAPPED", "CudaDevice", "Device", "Wait", "is_lost", "readable_wait"]
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _SHOWN = 6

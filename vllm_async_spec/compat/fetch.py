@@ -4,8 +4,6 @@
 of `RELEASES`. A version is any that pip finds, and `latest` is the newest of these.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shutil
@@ -17,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from packaging.version import InvalidVersion, Version
-
-__all__ = ["LATEST", "RELEASES", "TESTED", "FetchError", "fetch_release", "main", "releases_of_pip"]
 
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 """The columns of the compatibility suite."""
@@ -41,11 +37,7 @@ class FetchError(RuntimeError):
 
 
 def fetch_release(version: str, cache: Path) -> Path:
-    """Unpack one release's Python into `cache`, and download the release if it is missing.
-
-    Args:
-        version: A release from 0.12.0 on; `latest` is the newest that pip finds.
-        cache: A directory to keep releases in; made if missing.
+    """Unpack one release's Python into `cache`, and download the release if it is missing; `latest` is pip's newest.
 
     Returns:
         `cache/version`, which contains `vllm/` and its dist-info.
@@ -144,14 +136,7 @@ def _is_wanted(name: PurePosixPath) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch releases from the command line.
-
-    Args:
-        arguments: Arguments instead of the process's own.
-
-    Returns:
-        The exit status: 0, or 1 when a release could not be fetched.
-    """
+    """Fetch the releases that the command line names; the exit status is 1 if one could not be fetched."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

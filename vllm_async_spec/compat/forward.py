@@ -6,8 +6,6 @@ asynchronous speculative decoding knows, and with the least that the builder see
 is wrong, the builder needs more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys
@@ -23,7 +21,6 @@ from vllm_async_spec.compat import declared
 from vllm_async_spec.compat.builder_inputs import LAYER, configured
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.check import (
-    Subject,
     build_batch,
     check_case,
     failure_sentence,
@@ -34,8 +31,7 @@ from vllm_async_spec.compat.check import (
 from vllm_async_spec.compat.device import Device, is_lost
 from vllm_async_spec.compat.layer import Batch, NoForwardError
 from vllm_async_spec.compat.results import Attended, BackendResult, CaseResult, Need
-
-__all__ = ["FORWARD_SECONDS", "attend"]
+from vllm_async_spec.compat.subject import Subject
 
 FORWARD_SECONDS = 600.0
 """Time for all batches of one builder after the first, for which kernels may compile for minutes."""
@@ -192,11 +188,7 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
 
 
 class _LostError(RuntimeError):
-    """A kernel failed, after which every CUDA call of this process fails.
-
-    Attributes:
-        host: What the host was told.
-    """
+    """A kernel failed, after which every CUDA call of this process fails; `host` is what the host was told."""
 
     def __init__(self, message: str, host: Host) -> None:
         super().__init__(message)

@@ -6,8 +6,6 @@ that runs on the host with the kernels that are installed, get the installed vLL
 once only, so a run of both kinds takes two processes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +17,6 @@ from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.third_party import is_third_party
 from vllm_async_spec.compat.vllm_source import installed_vllm
-
-__all__ = ["Division", "divide", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +33,7 @@ class Division:
 
 
 def divide(names: Sequence[str], device: str, source: Path | None) -> Division:
-    """Divide a run into builders for this process and builders for a second one.
-
-    Args:
-        names: As `suite.run` takes them.
-        device: `cpu` or `cuda`.
-        source: The directory that contains an unpacked release's `vllm/`, if one was named.
-    """
+    """Divide a run into builders for this process and builders for a second one; takes what `suite.run` takes."""
     wanted = names or tuple(BACKENDS)
     known = all(is_third_party(name) or name.upper() in BACKENDS for name in wanted)
     if device != "cpu" or source is not None or not known or "vllm" in sys.modules:
@@ -59,13 +49,7 @@ def _runs_as_it_is(name: str) -> bool:
 
 
 def joined(report: Report, beside: Report, names: Sequence[str]) -> Report:
-    """One report of both processes, in the order of `names`, or of `BACKENDS` if there are none.
-
-    Args:
-        report: Of the process that loaded vLLM as on a machine with a GPU.
-        beside: Of the other process.
-        names: As `divide` was given them.
-    """
+    """One report of both processes, in the order of `names`, or of `BACKENDS` if there are none."""
     found = {result.backend: result for result in (*report.results, *beside.results)}
     ordered = [found[name] for name in names or BACKENDS if name in found]
     return replace(report, results=tuple(ordered))

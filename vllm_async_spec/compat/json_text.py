@@ -1,15 +1,11 @@
 """JSON as it is committed, plain or compressed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import lzma
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-__all__ = ["compact_json", "packed", "unpacked"]
 
 
 def compact_json(document: Mapping[str, Any]) -> str:

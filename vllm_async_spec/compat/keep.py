@@ -1,7 +1,5 @@
 """Keep the results of a run while it lasts, so that a run that is killed loses at most a second's work."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -11,8 +9,6 @@ from pathlib import Path
 
 from vllm_async_spec.compat.report import Report
 
-__all__ = ["KeptResults"]
-
 _SECONDS = 1.0
 """Least time between two writes: the JSON of all builders takes tens of milliseconds to make."""
 
@@ -20,10 +16,8 @@ _SECONDS = 1.0
 class KeptResults:
     """Writes the results so far to a file, at most once a second, each time as a whole.
 
-    Args:
-        path: The file; None for a file in a new private directory, which `discard` removes. Results go there too if
-            `path` is a device or a pipe, or can't be written.
-        say: Called once with a sentence that names the file, if `path` is None and the file is first written.
+    Without a path the file is in a new private directory, which `discard` removes; `say` is then called once with a
+    sentence that names the file. Results go there too if `path` is a device or a pipe, or can't be written.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
@@ -34,11 +28,7 @@ class KeptResults:
         self._so_far: Callable[[], Report] | None = None
 
     def __call__(self, so_far: Callable[[], Report]) -> None:
-        """Write the results if the last write is long enough ago.
-
-        Args:
-            so_far: Makes the report of what was found so far.
-        """
+        """Write the report that `so_far` makes, if the last write is long enough ago."""
         self._so_far = so_far
         if time.monotonic() - self._written >= _SECONDS:
             self._write(so_far())

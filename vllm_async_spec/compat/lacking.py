@@ -1,14 +1,10 @@
 """Names what a loaded vLLM release needs and neither this environment nor the stubs have, from the error it caused."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from pathlib import Path
 
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
-
-__all__ = ["lacking"]
 
 _STUBS = "STUBS in vllm_async_spec/compat/stubs.py"
 _OPERATOR = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'")
@@ -16,14 +12,9 @@ _OPERATOR = re.compile(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'"
 
 
 def lacking(error: BaseException) -> str | None:
-    """Say in one sentence what the unpacked release that caused `error` needs and the stubs lack.
+    """Say in one sentence, with a remedy, what the unpacked release that raised `error` needs and the stubs lack.
 
-    Args:
-        error: Raised while the release was imported or run.
-
-    Returns:
-        The sentence, with the name of the module or operator and the remedy. None if nothing of this kind is missing,
-        or no release was loaded by `load_vllm`.
+    None if no module or operator is missing, or no release was loaded by `load_vllm`.
     """
     source = loaded_source()
     if source is None or not _raised_by(source, error):

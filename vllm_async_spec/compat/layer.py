@@ -24,22 +24,6 @@ from vllm_async_spec.compat.builder_inputs import HEAD_SIZE, HEADS, KV_HEADS, LA
 from vllm_async_spec.compat.cases import BLOCK_SIZE, NUM_BLOCKS, Case
 from vllm_async_spec.compat.device import Device
 
-__all__ = [
-    "NOTHING_COMPILED",
-    "NOT_TINY",
-    "NO_KERNEL_RUNS",
-    "POISON",
-    "Batch",
-    "ImplLayer",
-    "Layer",
-    "NoForwardError",
-    "Surround",
-    "kv_cache",
-    "layer_attributes",
-    "random",
-    "reference",
-]
-
 POISON = 1000.0
 """Finite, because kernels multiply masked values by 0; far from any key or value of a batch."""
 
@@ -95,14 +79,7 @@ class Batch:
 
     @classmethod
     def of(cls, case: Case, device: Device, *, block_size: int = BLOCK_SIZE, common_prefix: int = 0) -> Batch:
-        """The batch of a case.
-
-        Args:
-            case: The case.
-            device: Where its tensors belong.
-            block_size: Tokens in a block of the KV cache.
-            common_prefix: Tokens at the start of all requests that are the same.
-        """
+        """The batch of a case, on `device`; the first `common_prefix` tokens of all requests are the same."""
         fields = case.fields(block_size=block_size)
         blocks = fields["block_table_tensor"].long()
         at = [torch.arange(length) for length in case.seq_lens]
@@ -144,10 +121,7 @@ class Layer(Protocol):
         """Take a batch, and write the keys of its context by the layer's own write path."""
 
     def attend(self, metadata: Any) -> torch.Tensor:
-        """Run the layer's part of a step: write the keys of the query tokens, then attend.
-
-        Args:
-            metadata: What a builder built for the batch.
+        """Run the layer's part of a step with built metadata: write the keys of the query tokens, then attend.
 
         Returns:
             (compared tokens, query heads, head size): the output, without padding.
@@ -163,14 +137,7 @@ def _blocks_of(block_size: int) -> int:
 
 
 def random(device: Device, seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normally distributed numbers on the device, the same for the same seed and shape.
-
-    Args:
-        device: Where the numbers belong.
-        seed: The generator's seed.
-        *shape: The result's shape.
-        dtype: The result's dtype.
-    """
+    """Normally distributed numbers of this shape on the device, the same for the same seed and shape."""
     return device.place(_random(seed, shape).to(dtype, copy=True))
 
 
@@ -332,13 +299,7 @@ def kv_cache(
 ) -> torch.Tensor:
     """An uninitialised KV cache as the loaded release makes it for one layer, bfloat16.
 
-    Args:
-        backend: The backend class.
-        builder: The builder, whose spec of the KV cache may say its shape.
-        device: Where the cache lies; the caller must be watching the device.
-        block_size: Tokens in a block.
-        kv_heads: KV heads.
-        head_size: Width of a head.
+    The builder's spec of the KV cache may say its shape. The caller must be watching the device.
 
     Raises:
         NoForwardError: Neither the backend nor vLLM says its shape.

@@ -3,8 +3,6 @@
 Builders are made the same way for every release.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib
@@ -20,14 +18,6 @@ from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import POISON, Batch, kv_cache, layer_attributes, random, reference
 from vllm_async_spec.compat.vllm_source import loaded_source
 from vllm_async_spec.patching import temporarily
-
-__all__ = [
-    "MlaLayer",
-    "indexer_builder",
-    "mla_builder",
-    "mla_prefill_builder",
-    "sparse_mla_builder",
-]
 
 _DIMENSIONS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 """Sizes of the latent and rotary parts in DeepSeek V2 and V3."""
@@ -81,7 +71,7 @@ def _no_kernels() -> Any:
 
 
 def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, prefill_class: Any = None) -> Any:
-    """Make an MLA backend's metadata builder.
+    """Make an MLA backend's metadata builder, with the latent dimensions of DeepSeek V2 and V3 and the model's heads.
 
     Args:
         builder_class: Such as `FlashMLAMetadataBuilder`.
@@ -89,9 +79,6 @@ def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, pre
         block_size: Tokens in a block of the KV cache.
         prefill_class: The prefill backend class, in releases whose layers have one. None means FlashAttention's on a
             GPU, and elsewhere a class that prepares nothing.
-
-    Returns:
-        The builder, with the latent dimensions of DeepSeek V2 and V3 and the heads of the inputs' model.
     """
     layers, config, device = _latent(setting, block_size)
     if prefill_class is None and device.type == "cuda" and (registry := _registry()) is not None:
@@ -102,15 +89,7 @@ def mla_builder(builder_class: Any, setting: BuilderInputs, block_size: int, pre
 
 
 def mla_prefill_builder(setting: BuilderInputs, kernels: str, block_size: int) -> Any:
-    """Make Triton MLA's builder with the prefill kernels `kernels`.
-
-    Args:
-        setting: The builder's inputs.
-        kernels: A key of `_FLAGS`.
-        block_size: Tokens in a block of the KV cache.
-
-    Returns:
-        The builder.
+    """Make Triton MLA's builder with the prefill kernels `kernels`, a key of `_FLAGS`.
 
     Raises:
         AbsentError: This release has no such kernels.
@@ -168,15 +147,9 @@ def _no_attention(*arguments: Any, **keywords: Any) -> Any:
 
 
 def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: str) -> Any:
-    """Make the metadata builder of a sparse MLA backend, which attends to the tokens that an indexer chose.
+    """Make the builder of a sparse MLA backend, which attends to the tokens that an indexer chose.
 
-    Args:
-        builder_class: Such as `FlashMLASparseMetadataBuilder`.
-        setting: The builder's inputs; this function replaces the layer and the KV-cache spec.
-        cache_dtype: The KV cache's dtype: `auto` or `fp8_ds_mla`.
-
-    Returns:
-        The builder.
+    The KV cache's dtype is `auto` or `fp8_ds_mla`. The layer and the KV-cache spec of `setting` are replaced.
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     config.cache_config.cache_dtype = cache_dtype
@@ -185,14 +158,9 @@ def sparse_mla_builder(builder_class: Any, setting: BuilderInputs, cache_dtype: 
 
 
 def indexer_builder(builder_class: Any, setting: BuilderInputs) -> Any:
-    """Make the metadata builder of DeepSeek's sparse indexer.
+    """Make the metadata builder of DeepSeek's sparse indexer, with a KV-cache spec of its own.
 
-    Args:
-        builder_class: `DeepseekV32IndexerMetadataBuilder`.
-        setting: The builder's inputs; this function replaces the KV-cache spec.
-
-    Returns:
-        The builder. In an unpacked release a stub of DeepGEMM's scheduler records its arguments.
+    In an unpacked release a stub of DeepGEMM's scheduler records its arguments.
     """
     layers, config, device = _latent(setting, _SPARSE_BLOCK)
     if (source := loaded_source()) is not None:
@@ -247,17 +215,11 @@ def _spec(block_size: int, head_size: int, cache_dtype: str | None = None) -> An
 
 
 class MlaLayer:
-    """One layer of an MLA backend.
+    """One layer of an MLA backend, which attends with the metadata of `builder`.
 
     As in vLLM's `MLAAttention`, decodes attend to latent keys, by `forward_mqa` between two projections. Prefills
     attend by `forward_mha` to keys that `kv_b_proj` expands from latent keys. The reference always attends to latent
     keys; only rounding differs.
-
-    Args:
-        backend: The backend class.
-        builder: The builder whose metadata the layer will be given.
-        device: Where the layer attends.
-        block_size: Tokens in a block of the KV cache.
 
     Raises:
         NoForwardError: Neither the backend nor vLLM says the shape of the KV cache.

@@ -4,8 +4,6 @@ A builder that is wrong whatever the host knows differs from nothing that it bui
 vLLM's name, such as `seq_lens`, the integers of the case say what belongs there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +12,6 @@ import torch
 
 from vllm_async_spec.compat.cases import Call, Case
 from vllm_async_spec.compat.compare import Difference, Judgement, Snapshot
-
-__all__ = ["FIELDS", "against_model"]
 
 _Rows = list[list[int]]
 
@@ -83,13 +79,10 @@ FIELDS = (*_ARRAYS, *_NUMBERS)
 def against_model(
     built: Snapshot, case: Case, block_size: int, remakes: tuple[str, ...] = ()
 ) -> tuple[Difference, ...]:
-    """Fields that differ from the batch in plain Python.
+    """Fields of the build with exact host lengths that differ from the batch in plain Python.
 
-    Args:
-        built: The build with exact host lengths.
-        case: The batch as it was given. A batch for a CUDA graph is not compared: its lengths are placeholders.
-        block_size: Tokens in a block of the KV cache.
-        remakes: Fields to which the builder gives another meaning, such as lengths of chunks instead of requests.
+    A batch for a CUDA graph is not compared: its lengths are placeholders. `remakes` names the fields to which the
+    builder gives another meaning, such as lengths of chunks instead of requests.
     """
     found: list[Difference] = []
     for name in FIELDS if case.call is not Call.CAPTURE else ():

@@ -5,14 +5,10 @@ shape sets configuration only: no weights and no KV cache are made. `max_model_l
 sizes its workspaces by that number, and the batches reach both sides of each workspace.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
-
-__all__ = ["MODELS", "MODELS_OF", "THIRD_PARTY", "TINY", "Model", "UnknownModelError", "models_named", "why_not_for"]
 
 
 class UnknownModelError(ValueError):
@@ -26,9 +22,7 @@ class Model:
     Attributes:
         name: What `--model` takes and the tables call it. `-tp8` means tensor parallelism over eight GPUs, `-window`
             the KV-cache group of the layers with a sliding window.
-        heads: Query heads of a layer on all GPUs together.
-        kv_heads: KV heads of a layer on all GPUs together.
-        head_size: Width of a head.
+        heads: Query heads of a layer on all GPUs together; `kv_heads` likewise.
         tensor_parallel: GPUs that share the heads.
         window: Tokens that each query sees in the builder's layers; None for all.
         windows: The same for all layers of the model, each value once.

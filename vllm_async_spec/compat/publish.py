@@ -2,13 +2,9 @@
 
 `python -m vllm_async_spec.compat.publish RESULT.json ...` reads what `vllm-async-spec compat --json` wrote, and saves
 the published part in `docs/compat/runs.json.xz`, in place of an earlier run of the same name. The site's build makes a
-page and a JSON file of each run, an overview page and a badge. The name comes from the result: `RELEASE-stock` or
-`RELEASE-plugin`, and on a GPU the GPU's name: `0.32.0-stock-h200`.
-A file that is named `plugin` but holds a stock result, or the reverse, is refused. So a run that lacked `--plugin` by
-mistake never becomes stock's column. Two files of the same run are refused too.
+page and a JSON file of each run, an overview page and a badge. A file that is named `plugin` but holds a stock result,
+or the reverse, is refused. So a run that lacked `--plugin` by mistake never becomes stock's column.
 """
-
-from __future__ import annotations
 
 import argparse
 import re
@@ -19,8 +15,6 @@ from pathlib import Path
 from vllm_async_spec.compat.archive import read_archive, write_archive
 from vllm_async_spec.compat.render import badge, markdown, render_html
 from vllm_async_spec.compat.report import PublishedError, Run, read_runs
-
-__all__ = ["WANTED", "documents", "main"]
 
 WANTED = tuple((release, way, "h200") for release in ("0.18.1", "0.26.0", "0.32.0") for way in ("stock", "plugin"))
 """Runs that have a column in the table even if they are missing: release, way, machine."""
@@ -58,14 +52,7 @@ def _taken(paths: Sequence[Path]) -> dict[str, Run]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Publish from the command line.
-
-    Args:
-        arguments: Arguments instead of the process's own.
-
-    Returns:
-        The exit status: 0, or 2 if a file is refused or the documentation has no `compat/`.
-    """
+    """Publish from the command line; returns 2 if a file is refused or the documentation has no `compat/`."""
     parser = argparse.ArgumentParser(description="Copy results of the compatibility suite into the documentation.")
     parser.add_argument(
         "results", nargs="+", type=Path, metavar="RESULT", help="file that `vllm-async-spec compat --json` wrote"

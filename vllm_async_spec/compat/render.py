@@ -1,7 +1,5 @@
 """Render a run of the suite: for the terminal, as JUnit XML, as Markdown, as one HTML file, as a badge."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +16,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.legend import EXCLUDED, LEGEND, excluded
 from vllm_async_spec.compat.report import CLASSES, NOT_RUN, Report, Row, Run
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult, CaseResult, Need
-
-__all__ = ["badge", "junit", "markdown", "print_report", "render_html"]
 
 _STYLE = {
     None: "dim",
@@ -65,12 +61,7 @@ _FEW = 5
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, and below it the faults and the summary.
-
-    Args:
-        report: The run.
-        console: Where to print.
-    """
+    """Print the table, and below it the faults and the summary."""
     vllm = "without vLLM" if report.release is None else f"vLLM {report.release}"
     plugin = " with the plugin" if report.patched else ""
     table = Table(title=f"{vllm}{plugin}, PyTorch {report.torch}, {report.device}", title_justify="left")
@@ -214,10 +205,10 @@ class _Cell:
 
 
 def render_html(runs: Sequence[Run], wanted: Sequence[tuple[str, str, str]] = ()) -> str:
-    """The page of these runs.
+    """The page of these runs, in the order of the columns.
 
     Args:
-        runs: In the order of the columns.
+        runs: The runs.
         wanted: Release, `stock` or `plugin`, and machine of runs that have a column even if they are missing.
     """
     columns = _columns(runs, wanted)

@@ -21,8 +21,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.json_text import compact_json
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult
 
-__all__ = ["CLASSES", "NOT_RUN", "PublishedError", "Report", "Row", "Run", "command_line", "read_runs"]
-
 SCHEMA = 1
 """Schema of both kinds of files. Increase it whenever a reader of older files would misunderstand a newer one."""
 
@@ -43,13 +41,10 @@ class PublishedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One builder.
+    """What is published of one builder's `BackendResult`.
 
     Attributes:
-        backend: Its name.
-        builder: `module:class`.
         verdict: One of `CLASSES`.
-        passed: Whether some batch of a step ran, none has a fault, and nothing was left out.
         ran: Number of batches that were built.
         batches: Number of all batches.
         limits: Limits of the verdict, such as `kernels not validated`.
@@ -57,13 +52,10 @@ class Row:
         at_capture: The same while a CUDA graph is recorded.
         not_run: Why batches did not run, and which.
         notes: Findings that are no fault in an engine with asynchronous speculative decoding, but may be elsewhere.
-        not_validated: Fields that depend on kernels that did not run.
-        failure: Why there is no builder; None if there is one.
         attention: `right`, or `wrong` and how far off, with the number of batches; or `not run` and why.
         forward_waits: Number of places that wait in the layer's forward, or `none`; or `not run`.
         not_attended: Why some batches ran without attention, and which.
         unpadded: The declaration by which batches were given without padding rows, and which.
-        unfinished: What was left out though it could have run, and why; None if nothing was.
         branches: How many branches the batches reached, such as `31 of 44`; empty if an older suite made the file.
         unreached: Lines that could wait and that no batch reached, a sentence each.
         models: The models whose numbers the builder was tried with; empty if it asks for none. A batch of some of them
@@ -131,11 +123,9 @@ class Run:
         device: `cpu`, where device memory is simulated, or the GPU's name.
         plugin: The patches that were applied; None for stock vLLM.
         date: When, as YYYY-MM-DD.
-        command: The command line.
         summary: The run in one line.
         rows: One for each builder.
         absent: Builders that this release lacks or that need another machine, each with a short reason.
-        schema: `SCHEMA`.
     """
 
     version: str
@@ -211,19 +201,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run.
+    """One run with all evidence; other attributes are those of `Run`.
 
     Attributes:
-        version: Of vllm-async-spec.
         release: Of vLLM; None where none was imported.
-        torch: PyTorch's version.
-        device: `cpu`, where device memory is simulated, or the GPU's name.
         patches: State of each of the plugin's patches; None for stock vLLM.
-        date: When, as YYYY-MM-DD.
-        command: The command line.
         stubs: Stubs used for parts of vLLM or of its machine, each with the reason.
         results: One for each builder.
-        absent: Builders that this release lacks or that need another machine, each with a short reason.
         not_tried: Builders that were not tried to the end when the run was stopped; none of a finished run.
     """
 

@@ -13,8 +13,6 @@ from vllm_async_spec.compat.cases import Host
 from vllm_async_spec.compat.compare import Difference
 from vllm_async_spec.compat.device import Wait
 
-__all__ = ["NOT_SHOWN_CLEAN", "TOLERANCE", "Attended", "BackendResult", "Build", "CaseResult", "Need"]
-
 NOT_SHOWN_CLEAN = "not shown clean"
 """Said of a builder without a fault, if no batch reached a line that could wait."""
 
@@ -87,7 +85,6 @@ class CaseResult:
     """One batch under everything that the host may be told.
 
     Attributes:
-        case: The batch's name.
         not_run: Why the batch was not judged: a declaration of the builder excludes the batch, or it does not apply.
         realistic: What the host knows without waiting, in an engine with asynchronous speculative decoding.
         need: Class of need, from the builds and, where attention ran, from attention. None if the batch did not run.
@@ -175,10 +172,9 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class BackendResult:
-    """The results of one builder.
+    """The results of one builder, `backend`.
 
     Attributes:
-        backend: Its name.
         builder: `module:class` of the builder; the name asked for if none was made.
         metadata: Where its common metadata comes from: `vLLM 0.32.0`, or `vllm-async-spec`.
         patched: Whether the plugin's patches were applied.

@@ -6,8 +6,6 @@ in both directions and explicit waits. It computes real values, so results can b
 memory, reads by kernels, waits of compiled code, or time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +21,6 @@ from vllm_async_spec.audit.stack import RawStack, take
 from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, readable_wait
 from vllm_async_spec.patching import temporarily
 
-__all__ = ["HostDevice", "SimulatedDevice"]
-
 _DEPTH = 64
 
 _ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
@@ -37,8 +33,7 @@ _DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
 class SimulatedDevice(CpuProbe):
     """Host memory treated as a device; see the module.
 
-    Args:
-        each_wait: Record a wait as often as it happens, and not once for the same lines.
+    `each_wait` records a wait as often as it happens, and not once for the same lines.
     """
 
     validates_kernels = False
@@ -92,12 +87,9 @@ class SimulatedDevice(CpuProbe):
     def kernel_did_not_run(
         self, name: str, arguments: Mapping[str, object], results: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Record the launch of a kernel that did not run.
+        """Record the launch of a kernel that did not run; `results` stand in for the tensors that it would have made.
 
-        Args:
-            name: The kernel.
-            arguments: Its arguments by name. All tensors count as written, but placed and read-only ones.
-            results: Stand-ins for the tensors that it would have made.
+        All tensors of the arguments count as written, but placed and read-only ones.
         """
         with _disable_current_modes():
             copies = {key: self._copy(value) for key, value in arguments.items()}
@@ -296,13 +288,10 @@ _Tell = Callable[[WaitKind, str], None]
 
 @contextlib.contextmanager
 def _explicit_waits(tell: _Tell) -> Iterator[None]:
-    """Make `torch.cuda` and `torch.accelerator` return this file's streams and events, and report waits for them.
+    """Make `torch.cuda` and `torch.accelerator` return this file's streams and events, and `tell` of waits for them.
 
     In PyTorch's CPU build these functions raise, so a builder that calls one could not be judged. The replacements do
     nothing but report, since a simulated device finishes all work at once.
-
-    Args:
-        tell: Called for each wait with its kind and the function called.
     """
     event = type("Event", (_Event,), {"tell": staticmethod(tell)})
     stream = type("Stream", (_Stream,), {"tell": staticmethod(tell), "event": event})

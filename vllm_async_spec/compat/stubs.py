@@ -7,8 +7,6 @@ The flashinfer-python stub has what vLLM's backends need to build metadata; it r
 so that plan is never compared.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys
@@ -22,8 +20,6 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.compat.compare import Derived
-
-__all__ = ["CONTENTS", "STUBS", "Stub", "install_flashinfer"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """What `check` is given of a builder: how to make it, its batches, and a layer that attends with its metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +8,12 @@ from vllm_async_spec.compat.cases import BLOCK_SIZE, Case, MetadataFactory
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import Layer
 
-__all__ = ["Subject"]
-
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A builder to be checked.
+    """A builder to be checked, with the name that the tables call it.
 
     Attributes:
-        name: What the tables call it.
         make: Makes a new builder on a device. May raise `SubjectError`.
         metadata: Makes the common metadata.
         source: Where the metadata's class comes from: `vLLM 0.32.0`, or `vllm-async-spec`.

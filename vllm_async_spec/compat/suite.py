@@ -1,7 +1,5 @@
 """A run of the suite: the builders by name, on one device, with one vLLM."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import logging
@@ -18,7 +16,7 @@ from vllm_async_spec._version import __version__
 from vllm_async_spec.compat.backends import BACKENDS, backend_subject
 from vllm_async_spec.compat.branches.reached import Trace
 from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, stand_on
-from vllm_async_spec.compat.check import Subject, check, failure_sentence
+from vllm_async_spec.compat.check import check, failure_sentence
 from vllm_async_spec.compat.device import CudaDevice, Device, is_lost
 from vllm_async_spec.compat.forward import FORWARD_SECONDS, attend
 from vllm_async_spec.compat.model_shapes import MODELS_OF, THIRD_PARTY, TINY, Model, models_named
@@ -26,10 +24,9 @@ from vllm_async_spec.compat.report import Report, command_line
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.stubs import install_flashinfer
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.third_party import is_third_party, third_party_subject
 from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
-
-__all__ = ["open_device", "prepare", "run"]
 
 _TWICE_LOST = "the GPU failed in an earlier builder's forward, and the new process for the other builders ended too"
 
@@ -64,11 +61,7 @@ def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
 
 
 def open_device(name: str, source: VllmSource | None) -> Device:
-    """The device of that name.
-
-    Args:
-        name: `cpu` or `cuda`.
-        source: An unpacked release, whose kernels do not run.
+    """The device `cpu` or `cuda`; the kernels of an unpacked release do not run there.
 
     Raises:
         SubjectError: There is no such device, or an unpacked release can't use it.

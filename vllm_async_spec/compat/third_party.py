@@ -5,8 +5,6 @@ adapter, or a factory: a function that is given a `BuilderInputs` and returns a 
 `get_impl_cls`, the suite runs its attention too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect
@@ -17,13 +15,12 @@ from typing import Any
 
 from vllm_async_spec.compat.builder_inputs import BuilderInputs, SubjectError
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
-from vllm_async_spec.compat.check import Subject, failure_sentence
+from vllm_async_spec.compat.check import failure_sentence
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.model_shapes import TINY, Model
+from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.vllm_source import loaded_source
-
-__all__ = ["is_third_party", "third_party_subject"]
 
 _FACTORY = (
     "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_inputs.BuilderInputs"
@@ -39,15 +36,9 @@ def is_third_party(name: str) -> bool:
 
 
 def third_party_subject(name: str, device: Device, model: Model = TINY) -> Subject:
-    """Describe the builder `module:name` for `check`.
+    """Describe the builder `module:name` for `check`; it is made once, to see what it is and what it asks for.
 
-    Args:
-        name: Importable from the current directory or from where Python looks.
-        device: Where the builder will be made. The builder is made once to see what it is and what it asks for.
-        model: The model whose numbers the builder gets.
-
-    Returns:
-        The subject for `check`. A subclass of a vLLM class gets vLLM's metadata, any other builder this package's.
+    A subclass of a vLLM class gets vLLM's metadata, any other builder this package's.
 
     Raises:
         SubjectError: The module or the name does not exist, or makes no builder.

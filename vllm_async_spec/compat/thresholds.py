@@ -4,15 +4,11 @@
 cut contexts that exceed a workspace of 64k tokens; such builders get further batches.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_async_spec.compat.cases import CASES, DRAFT_TOKENS, MAX_MODEL_LEN, NUM_BLOCKS, Case, Host
-
-__all__ = ["does_not_fit", "threshold_cases", "workspaces"]
 
 _WORKSPACES = ("chunked_prefill_workspace_size", "max_prefill_buffer_size")
 """Attributes of builders: tokens of all prefills of a batch, beyond which the builder cuts the batch into chunks."""
@@ -29,13 +25,8 @@ _DECODE = 1 + DRAFT_TOKENS, 33
 def threshold_cases(builder: Any, block_size: int) -> tuple[Case, ...]:
     """The batches for a builder's thresholds.
 
-    Args:
-        builder: The builder.
-        block_size: Tokens in a block of the KV cache.
-
-    Returns:
-        Prompts at `reorder_batch_threshold` tokens and one token longer, where no batch of `CASES` is that long; for
-        each workspace a batch whose contexts exceed it.
+    These are prompts at `reorder_batch_threshold` tokens and one token longer, where no batch of `CASES` is that long;
+    and for each workspace a batch whose contexts exceed it.
     """
     threshold = getattr(builder, "reorder_batch_threshold", None)
     threshold = threshold if isinstance(threshold, int) else 1

@@ -24,8 +24,6 @@ import torch
 
 from vllm_async_spec.compat.stubs import CONTENTS, STUBS, Stub
 
-__all__ = ["KernelCall", "VllmSource", "VllmSourceError", "installed_vllm", "load_vllm", "loaded_source"]
-
 
 class VllmSourceError(RuntimeError):
     """The release can't be loaded into this process."""
@@ -36,11 +34,9 @@ _BY_NAME = {stub.name: stub for stub in STUBS}
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """One call of a kernel that prepares metadata and does not run here.
+    """A call of a kernel such as `get_scheduler_metadata`, which prepares metadata and does not run here.
 
-    Attributes:
-        name: The operator, such as `get_scheduler_metadata`.
-        arguments: Its arguments by name; tensors are the caller's own, not copies.
+    Its arguments are by name; tensors are the caller's own, not copies.
     """
 
     name: str
@@ -75,21 +71,11 @@ class VllmSource:
         return tuple(stub for stub in STUBS if stub.name in self._used)
 
     def stands_in(self, stub: str) -> None:
-        """Note that a stub has been used.
-
-        Args:
-            stub: The name of one of `STUBS`.
-        """
+        """Note that the one of `STUBS` with this name has been used."""
         self._used.add(_BY_NAME[stub].name)
 
     def kernel(self, name: str, arguments: dict[str, Any], *results: torch.Tensor) -> None:
-        """Record the call of a kernel that does not run here.
-
-        Args:
-            name: The kernel.
-            arguments: Its arguments by name.
-            *results: Stand-ins for the tensors that it would have made.
-        """
+        """Record the call of a kernel that does not run; `results` stand in for the tensors that it would have made."""
         self.calls.append(KernelCall(name, arguments))
         if self.on_kernel is not None:
             self.on_kernel(name, arguments, results)
@@ -102,9 +88,6 @@ def load_vllm(source: Path) -> VllmSource:
 
     Args:
         source: The directory that contains the release's `vllm/` and `vllm-<version>.dist-info/`.
-
-    Returns:
-        A handle with the version, the stubs used and the kernel calls.
 
     Raises:
         VllmSourceError: `source` holds no vLLM, or this process has already imported or loaded one.

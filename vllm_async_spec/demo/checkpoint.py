@@ -1,7 +1,5 @@
 """The state of an interrupted training, kept so that the next run goes on from it."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Sequence
@@ -19,13 +17,8 @@ class CheckpointError(OSError):
 class Checkpoint:
     """One file that holds a training's state after a whole number of steps, or does not exist.
 
-    A resumed training ends with the weights of one that was never interrupted, to the last bit on a CPU.
-
-    Args:
-        path: the file, in a directory that exists.
-        model: its parameters.
-        optimizers: in a fixed order.
-        generator: draws the batches; on the CPU.
+    A resumed training ends with the weights of one that was never interrupted, to the last bit on a CPU. The file is in
+    a directory that exists, the optimizers are in a fixed order, and the generator is on the CPU.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """The demo: serves one batch of prompts in four ways with one model, and compares the tokens."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -110,14 +108,6 @@ def compare(
     The order of turns is reversed every other round. The first rounds warm up. Rounds go on until the last `rounds` of
     them are steady in all engines, or too many have run. Tokens of all rounds are compared.
 
-    Args:
-        models: directories of target and draft.
-        draft_tokens: draft tokens a step.
-        max_tokens: tokens generated for each prompt.
-        rounds: rounds whose speed counts.
-        log_dir: where each engine's log goes.
-        progress: a started progress display.
-
     Raises:
         DemoError: vLLM is missing, an engine does not start, or it ends early.
     """
@@ -178,12 +168,7 @@ def _speeds(outputs: list[dict[str, Any]]) -> list[float]:
 
 
 def first_difference(reference: list[list[int]], tokens: list[list[int]]) -> str | None:
-    """Where two lists of completions differ first, in words; None if nowhere.
-
-    Args:
-        reference: token ids of each prompt's completion.
-        tokens: the same, to be compared.
-    """
+    """Where two lists of completions, each the token ids of a prompt, differ first, in words; None if nowhere."""
     for prompt, (expected, got) in enumerate(zip(reference, tokens, strict=True)):
         for position, (a, b) in enumerate(zip(expected, got, strict=False)):
             if a != b:

@@ -4,8 +4,6 @@ It takes commands through `json_child`. The engine is in this process, not in a 
 the thread that drives the device.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -13,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_async_spec.audit.engine import draft_counts
 from vllm_async_spec.json_child import serve
 from vllm_async_spec.patching import temporarily
 
@@ -73,11 +72,11 @@ class DemoEngine:
 
     def generate(self) -> dict[str, Any]:
         """Complete the prompts: tokens, seconds, and what was drafted and accepted."""
-        drafts, accepted = self._counters()
+        drafts, accepted = draft_counts(self._llm)
         start = time.perf_counter()
         outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        more_drafts, more_accepted = self._counters()
+        more_drafts, more_accepted = draft_counts(self._llm)
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in outputs],
             "seconds": seconds,
@@ -103,13 +102,6 @@ class DemoEngine:
     def _runner(self) -> Any:
         core = self._llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner
-
-    def _counters(self) -> tuple[int, int]:
-        values = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
-        return (
-            int(values.get("vllm:spec_decode_num_drafts", 0)),
-            int(values.get("vllm:spec_decode_num_accepted_tokens", 0)),
-        )
 
 
 def main() -> None:

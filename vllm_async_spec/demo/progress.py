@@ -1,7 +1,5 @@
 """How far the demo is: a bar on a terminal, and a line every few seconds elsewhere, such as in a log of CI."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -39,13 +37,9 @@ def shown_progress(console: Console) -> Iterator[Progress]:
 
 
 class ProgressLines:
-    """Writes a line when a task begins, and again every `every_s` seconds until it ends.
+    """Writes a line, of at most 80 characters, when a task begins, and again every `every_s` seconds until it ends.
 
-    Args:
-        progress: of which the newest unfinished task is told.
-        write: takes a line of at most 80 characters, without its end.
-        every_s: seconds between two lines of a task.
-        clock: seconds, from any start.
+    The newest unfinished task of `progress` is told. `clock` gives seconds, from any start.
     """
 
     def __init__(

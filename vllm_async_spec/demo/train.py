@@ -112,14 +112,6 @@ def prepare_models(
     An interrupted training goes on from its last checkpoint, a hidden file in `cache_dir`, and ends with the weights
     of one that was not interrupted. The caller's random state and thread count are left as they were.
 
-    Args:
-        cache_dir: where the model directories live; made if needed.
-        device: where to train, as torch names it.
-        progress: a started progress display that gets one bar for each model trained.
-        training: other settings than the default ones, for instance fewer steps in a test.
-        target: sizes of the target model.
-        draft: sizes of the draft model.
-
     Returns:
         The directories of both models, each with float32 weights, a configuration and a byte-level tokenizer.
 
@@ -177,18 +169,17 @@ def train(
 ) -> TinyLlama:
     """Train a new model to predict each of `tokens` from those before it; the same arguments give the same weights.
 
+    Only on the CPU of one machine are the weights equal to the last bit.
+
     Args:
         shape: sizes of the model.
         tokens: [tokens] int64 on the CPU, read as a ring.
         training: settings.
-        device: where to train; only on the CPU of one machine are the weights equal to the last bit.
+        device: where to train; the model, float32, stays there.
         progress: a started progress display, or none.
         description: the label of its bar.
         checkpoint: a file, in a directory that exists, from which the training goes on, and which it renews now and
             then; None for a training that starts at its first step and leaves nothing.
-
-    Returns:
-        The model, float32, on `device`.
 
     Raises:
         OSError: the checkpoint can't be read or written.

@@ -1,7 +1,5 @@
 """The `torch_compile` option, for steps that are compiled and then captured."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator
@@ -54,9 +52,7 @@ def compile_arguments(chosen: Compile) -> dict[str, Any] | None:
 def compiling_each(what: str, arguments: dict[str, Any] | None) -> Iterator[None]:
     """Lift PyTorch's recompile limits in the block, beyond which calls run uncompiled.
 
-    Args:
-        what: name of the compiled object, for the message.
-        arguments: of `torch.compile`; None if nothing is compiled.
+    `what` names the compiled object. Without arguments of `torch.compile`, nothing is compiled.
 
     Raises:
         ValueError: compilation fails.

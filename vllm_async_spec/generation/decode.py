@@ -53,11 +53,7 @@ class Decode:
         self._tells_cache_position = hasattr(model, "_get_initial_cache_position")
 
     def begin(self, prompts: torch.Tensor, generation_config: Any) -> None:
-        """Run the prefill, and settle the first tokens into slot 0.
-
-        Args:
-            prompts: int64 (batch, length).
-            generation_config: passed on to transformers' prefill.
+        """Run the prefill of prompts, int64 (batch, length), and settle the first tokens into slot 0.
 
         Raises:
             ValueError: the model's forward failed.
@@ -132,11 +128,9 @@ class Decode:
         self.tail.settle(self.buffers, slot, self.ids(length), logits)
 
     def judge(self, slot: int, length: int) -> None:
-        """Evaluate the criteria that need more than the last token, and add their flags to those of `slot`.
+        """Evaluate the criteria that need more than the last token, and add their flags to those of the step's slot.
 
-        Args:
-            slot: the step's slot.
-            length: of the sequences, the step's tokens included.
+        `length` is of the sequences, the step's tokens included.
         """
         if self.tail.criteria is not None:
             flags = self.buffers.finished[slot]

@@ -35,14 +35,9 @@ class DecodeBuffers:
     def allocate(
         cls, batch: int, longest: int, columns: int, positions: tuple[int, ...], device: torch.device
     ) -> DecodeBuffers:
-        """Allocate the buffers.
+        """Allocate the buffers of sequences of at most `longest` tokens.
 
-        Args:
-            batch: number of sequences.
-            longest: maximum tokens of a sequence.
-            columns: columns of the mask, one for each token that the cache has room for.
-            positions: shape of the position ids.
-            device: of the buffers.
+        The mask has a column for each token that the cache has room for. `positions` is the shape of the position ids.
         """
 
         def ids(*shape: int) -> torch.Tensor:
@@ -86,13 +81,7 @@ class DecodeBuffers:
         self.positions.zero_()
 
     def write(self, slot: int, tokens: torch.Tensor, finished: torch.Tensor) -> None:
-        """Append the tokens of one step.
-
-        Args:
-            slot: the step's slot.
-            tokens: int64 (batch,).
-            finished: bool (batch,), rows that have stopped.
-        """
+        """Append the tokens of one step, int64 (batch,), with the rows that have stopped, bool (batch,)."""
         column = tokens[:, None]
         self.tokens[slot].copy_(column)
         self.finished[slot].copy_(finished)
@@ -112,11 +101,8 @@ def full_static_cache(model: Any, tokens: int) -> StaticCache:
 
     transformers' own static layer for a sliding window counts the length on the host, and decides there what a step
     does. A captured step would repeat one decision for ever. So here such a layer keeps all tokens, and the mask alone
-    makes the window. This costs memory for tokens that have left the window.
-
-    Args:
-        model: one for which `layer_beside_keys_and_values` names no layer.
-        tokens: places of a row.
+    makes the window. This costs memory for tokens that have left the window. `layer_beside_keys_and_values` must name
+    no layer of the model.
     """
     cache = _static_cache(model, tokens)
     cache.layers = [StaticLayer(max_cache_len=tokens) for _ in cache.layers]

@@ -1,7 +1,5 @@
 """The two decode loops side by side: `synchronous` reads a step's flags before the next launch, `interleaved` later."""
 
-from __future__ import annotations
-
 from vllm_async_spec.generation.decode import Decode
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel
 from vllm_async_spec.generation.rollback import RngHistory
@@ -11,15 +9,12 @@ from vllm_async_spec.sync_policy import host_read
 
 
 def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
-    """Read the flags of each step before the next step is launched.
+    """Read the flags of each step before the next step is launched, and return where the last row stopped.
 
     Args:
         decode: after `begin`, so the first token of each sequence is written.
         host: the criteria that the host evaluates.
         length: of the sequences, the first token included.
-
-    Returns:
-        The length at which the last row stopped.
     """
     slot = 0
     while True:
@@ -47,12 +42,12 @@ def interleaved(
     watch: FinishTracker,
     trail: RngHistory | None,
 ) -> int:
-    """Launch steps alternately in two slots, and read a step's flags while later steps run.
+    """Launch steps alternately in two slots, and read a step's flags while later steps run; see also `synchronous`.
 
     Args:
-        decode: see `synchronous`.
-        host: see `synchronous`.
-        length: see `synchronous`.
+        decode: as in `synchronous`.
+        host: as there.
+        length: as there.
         slots: where the steps run.
         channel: has the side stream that evaluates flags, and carries them to the host.
         watch: sends and tracks flags through that channel.

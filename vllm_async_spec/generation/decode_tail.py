@@ -1,7 +1,5 @@
 """The part of a step after the model's forward: chooses tokens from logits, and finds the rows that have ended."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -81,13 +79,10 @@ class DecodeTail:
         return tuple(each for each in (self._pad, self._ends) if each is not None)
 
     def settle(self, buffers: DecodeBuffers, slot: int, ids: torch.Tensor, logits: torch.Tensor) -> None:
-        """Choose the tokens of one step, and write them and the flags to the buffers of `slot`.
+        """Choose the tokens of one step, and write them and the flags to the buffers of `slot`, 0 or 1.
 
-        Args:
-            buffers: of this generation.
-            slot: 0 or 1; the other slot holds the previous step.
-            ids: int64 (batch, length), the tokens so far; a captured tail ignores them.
-            logits: float32 (batch, vocabulary).
+        The other slot holds the previous step. `ids`, int64 (batch, length), are the tokens so far, which a captured
+        tail ignores; `logits` are float32 (batch, vocabulary).
         """
         self._write(buffers, slot, self._choose(ids, logits), self._pad, self._ends)
 

@@ -1,7 +1,5 @@
 """Finds what `model.generate` was given, but does not pass to a `custom_generate` function."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from dataclasses import dataclass, field
@@ -23,17 +21,11 @@ class DroppedArguments:
 
 
 def dropped_arguments(model: Any) -> DroppedArguments:
-    """Look up the `generate` call of transformers that runs now for `model`.
+    """The arguments of the `generate` call of transformers that runs now for `model`; none if none runs.
 
     Only the frame of `generate` holds these arguments: `generate` copies some names into the call of a
     `custom_generate` function, and no attribute, hook or signature tells the rest. Without the frame, a streamer would
     silently receive no tokens. The frame is found by its code, so functions between it and this package don't matter.
-
-    Args:
-        model: a `GenerationMixin`.
-
-    Returns:
-        The arguments; none if `generate` of transformers is not running, as when a test calls the loop.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = sys._getframe(1)

@@ -1,7 +1,5 @@
 """The end-of-sequence test that all loops share: which tokens end a sequence. It never waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +19,7 @@ def end_ids(criteria: Iterable[Any], device: torch.device) -> torch.Tensor | Non
 def ends_of(tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Find the tokens that end a sequence, in as few launches as `ids` allow; may be captured and compiled.
 
-    Args:
-        tokens: (..., n) int64.
-        ids: (ids,) int64, on the same device; if empty, no token ends a sequence.
+    Tokens are (..., n) int64, `ids` (ids,) int64 on the same device; if empty, no token ends a sequence.
 
     Returns:
         (..., n) bool.

@@ -1,7 +1,5 @@
 """How the host learns that every row has stopped: flags are copied asynchronously, and a tracker reads them late."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -56,13 +54,7 @@ def open_channel(device: torch.device, width: int, in_flight: int) -> FlagChanne
 
 
 class CudaFlagChannel:
-    """A side stream, and pinned buffers used in turn.
-
-    Args:
-        device: a CUDA device.
-        width: flags in one copy.
-        in_flight: maximum copies in flight.
-    """
+    """A side stream, and pinned buffers of `width` flags used in turn, for at most `in_flight` copies."""
 
     def __init__(self, device: torch.device, width: int, in_flight: int) -> None:
         self._device = device
@@ -117,13 +109,8 @@ class _Sent:
 class FinishTracker:
     """Sends one flag a step, `width` flags in one copy, and finds the first step whose flag was set.
 
-    The host learns of a finish at most `width * (in_flight + 1) - 1` steps late.
-
-    Args:
-        channel: carries the flags.
-        device: of the flags.
-        width: steps whose flags share one copy, at least 1.
-        in_flight: maximum copies in flight, at least 1; for one more, the host waits.
+    The host learns of a finish at most `width * (in_flight + 1) - 1` steps late. For more than `in_flight` copies the
+    host waits; both numbers are at least 1.
     """
 
     def __init__(self, channel: FlagChannel, device: torch.device, *, width: int, in_flight: int) -> None:

@@ -18,15 +18,7 @@ from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
 from vllm_async_spec.generation.rollback import RngHistory
 from vllm_async_spec.generation.stopping_criteria import HostCriteria, check_pace, fall_back
-from vllm_async_spec.generation.workspace import (
-    Workspace,
-    in_use,
-    keep,
-    kept,
-    memory_report,
-    release,
-    slots_of,
-)
+from vllm_async_spec.generation.workspace import Workspace, in_use, keep, kept, memory_report, release, slots_of
 
 _KINDS: dict[str, tuple[type, ...]] = {"torch_compile": (object,), "memory_limit": (int, type(None))}
 """Types of the options that are not bool; `compile_arguments` checks the first."""
@@ -105,14 +97,7 @@ _PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_positio
 def why_not_interleaved(
     model: Any, generation_config: Any, switches: DecodeSwitches, kwargs: dict[str, Any]
 ) -> str | None:
-    """The reason why this loop can't run a model at all; None if it can.
-
-    Args:
-        model: a `GenerationMixin`.
-        generation_config: the prepared configuration.
-        switches: of the call.
-        kwargs: the model arguments from transformers, with the cache.
-    """
+    """The reason why this loop can't run a model at all, with the arguments from transformers; None if it can."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"interleaved generation supports only decoder-only models, and {name} has an encoder"
@@ -145,21 +130,10 @@ def decode_interleaved(
     given: dict[str, Any],
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Decode greedily or by sampling with the loop that `switches` select.
+    """Decode greedily or by sampling with the loop that `switches` select; see `generate` for the other arguments.
 
-    Args:
-        model: a `GenerationMixin` for which `why_not_interleaved` gives no reason.
-        prompts: int64 (batch, length).
-        logits_processor: a `LogitsProcessorList`, or None.
-        stopping_criteria: a `StoppingCriteriaList`.
-        generation_config: the prepared configuration.
-        switches: which loop, and how a step is launched.
-        poll_every: see `generate`.
-        max_in_flight: see `generate`.
-        open_channel: see `generate`.
-        strict: see `generate`.
-        given: what the caller of `model.generate` has passed for the model.
-        kwargs: the model arguments that transformers made from `given`.
+    `why_not_interleaved` must give no reason. `kwargs` are what transformers made of `given`, the caller's arguments
+    for the model.
 
     Returns:
         int64 (batch, length), what `model.generate` returns.

@@ -39,13 +39,7 @@ def known_inputs(
     4-D masks, and masks with values other than ones and zeros, stay unchanged. A compiled forward gets plain tensors,
     because PyTorch would recompile it for each known value. It reads no mask, so its masks stay unchanged too. Its
     positions are known only until the inputs of a step are prepared. Flex attention compiles its masks during that
-    preparation, so there everything stays unchanged.
-
-    Args:
-        model: a `GenerationMixin`.
-        input_ids: int64 (batch, length), the prompts.
-        generation_config: the prepared configuration.
-        kwargs: the model arguments that `_sample` receives.
+    preparation, so there everything stays unchanged. Prompts are int64 (batch, length).
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == "flex_attention":
         yield kwargs
@@ -70,10 +64,6 @@ def inputs_after(model: Any, change: Callable[[Any], Any]) -> AbstractContextMan
 
     transformers may read inputs up to this method, and has no other hook between it and the forward. Several threads
     may generate with one model at a time, if each passes the same `change`.
-
-    Args:
-        model: a `GenerationMixin`.
-        change: takes one input, returns the input that the forward receives.
     """
     return replaced(model, "prepare_inputs_for_generation", functools.partial(_changed, change))
 

@@ -31,12 +31,8 @@ _lock = threading.Lock()
 def replaced(model: Any, name: str, change: Change) -> Iterator[None]:
     """Replace the model's method `name` by what `change` makes of it, in the block.
 
-    Several threads may generate with one model at a time, if each passes a `change` that does the same.
-
-    Args:
-        model: a `GenerationMixin`.
-        name: of the method.
-        change: wraps the method, because transformers inspects signatures. Only the first thread's is called.
+    `change` must wrap the method, because transformers inspects signatures. Several threads may generate with one model
+    at a time, if each passes a `change` that does the same; only the first thread's is called.
     """
     with _lock:
         uses = _uses.setdefault(model, {})

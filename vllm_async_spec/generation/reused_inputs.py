@@ -1,10 +1,8 @@
-"""Inputs of a decode step with a static cache, derived from those of the previous step.
+"""Inputs of a decode step with a static cache, derived from those of the previous step (docs/generation.md).
 
-transformers 5 prepares each step from nothing. With a static cache this takes two to three dozen operators, more than
-the rest of a step whose forward is one launch. It extends positions and padding by a token and cuts off the newest
-again. It builds the attention mask from ranges, index by index. Only three things change between decode steps: the
-token, its position, and one place of the mask, which the cache itself counts on the device. So transformers prepares
-the first decode step, and later steps renew these three: the same values, shapes and strides.
+Only three things change between decode steps: the token, its position, and one place of the mask, which the cache
+itself counts on the device. So transformers prepares the first decode step, and later steps renew these three: the
+same values, shapes and strides.
 
 This is exact only if each layer keeps and attends to all tokens, and only transformers' own code prepares inputs.
 Otherwise, and once any other argument changes between two steps, inputs are prepared as usual.
@@ -32,12 +30,7 @@ _CONSTANTS = (bool, int, float, str, type(None))
 
 @contextlib.contextmanager
 def reused_inputs(model: Any, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Derive the inputs of decode steps from the previous step, where that is exact.
-
-    Args:
-        model: a `GenerationMixin`.
-        kwargs: the model arguments that `_sample` receives, with the cache.
-    """
+    """Derive the inputs of decode steps from the previous step and the arguments of `_sample`, where that is exact."""
     cache = kwargs.get("past_key_values")
     if not (_has_full_static_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
         yield
@@ -144,9 +137,7 @@ def _by_layer_type(masks: Any, change: Callable[[Any], Any]) -> Any:
 class _Mask:
     """The mask of a decode step, stored as the first step that attends to each place of a static cache.
 
-    Args:
-        mask: bool (batch, 1, 1, places), of the first decode step.
-        length: (), int64, device: the place of that step's token.
+    Made of the first decode step's mask, bool (batch, 1, 1, places), and its token's place, () int64, device.
     """
 
     def __init__(self, mask: torch.Tensor, length: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """Undoes extra steps, launched after the last row had stopped: tokens, collected outputs, the cache, random draws."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 
@@ -22,11 +20,9 @@ _PER_STEP = (
 
 
 def crop_output(output: Any, steps: int) -> Any:
-    """The output of `_sample` without its last `steps` steps; `crop_cache` crops the cache.
+    """The output of `_sample`, int64 (batch, length) or a dataclass with it as `sequences`, without its last steps.
 
-    Args:
-        output: int64 (batch, length), or the dataclass of transformers that holds it as `sequences`.
-        steps: at least 1.
+    `crop_cache` crops the cache.
     """
     if isinstance(output, torch.Tensor):
         return output[:, :-steps].clone(memory_format=torch.contiguous_format)
@@ -38,12 +34,7 @@ def crop_output(output: Any, steps: int) -> Any:
 
 
 def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
-    """The reason why steps can't be undone in a cache; None if they can.
-
-    Args:
-        cache: the `past_key_values` of a model; None if there is none.
-        tokens: maximum tokens that the cache will hold; None if unknown.
-    """
+    """The reason why steps can't be undone in a cache of at most `tokens` tokens, if known; None if they can."""
     if cache is None:
         return None
     if not isinstance(cache, Cache | EncoderDecoderCache):

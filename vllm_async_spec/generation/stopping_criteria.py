@@ -26,12 +26,9 @@ OWN_LOOP = "transformers' own loop generates"
 
 
 def fall_back(reason: str, *, strict: bool, instead: str = _LATE) -> None:
-    """Warn that generation is synchronous because of `reason`; each reason once a process.
+    """Warn that generation is synchronous because of `reason`, a clause; each reason once a process.
 
-    Args:
-        reason: why, in one clause.
-        strict: whether to raise instead.
-        instead: what happens now.
+    `instead` says what happens now.
 
     Raises:
         ValueError: `strict` is set.
@@ -55,11 +52,7 @@ _ZERO = torch.zeros((1, 1), dtype=torch.long, device="cpu")
 
 
 class HostCriteria:
-    """The stopping criteria that the host can evaluate.
-
-    Args:
-        criteria: any criteria; `rest` keeps those that the host can't evaluate.
-    """
+    """The stopping criteria that the host can evaluate; `rest` keeps the others."""
 
     def __init__(self, criteria: Iterable[Any]) -> None:
         every = list(criteria)
@@ -85,10 +78,6 @@ class DeviceCriteria:
 
     One operation compares the newest token with the ids of all `EosTokenCriteria`. All others are called one at a
     time, as in transformers.
-
-    Args:
-        criteria: any.
-        device: of the sequences.
     """
 
     def __init__(self, criteria: Iterable[Any], device: torch.device) -> None:
@@ -101,16 +90,10 @@ class DeviceCriteria:
     def finished(
         self, before: torch.Tensor | None, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Compute the rows that have stopped at this step or before, on the current stream.
+        """The rows that have stopped at this step or before, bool (batch,), on the current stream.
 
-        Args:
-            before: bool (batch,), rows that have stopped at an earlier step; None if there was none.
-            input_ids: int64 (batch, length), with the token of this step.
-            scores: passed to the criteria.
-            kwargs: passed to the criteria.
-
-        Returns:
-            bool (batch,).
+        `before` has those of earlier steps; None if there was none. `input_ids`, int64 (batch, length), have this
+        step's token. The other arguments are passed to the criteria.
         """
         finished, called = before, self._others
         if kwargs:

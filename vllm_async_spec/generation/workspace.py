@@ -51,12 +51,9 @@ class MemoryReport:
 def reserved(
     segments: list[dict[str, Any]], *, pool: Any | None, streams: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], bool]:
-    """Measure what the caching allocator reserves for a graph pool, and for each stream outside the pool.
+    """Measure what the caching allocator reserves for a graph pool, and for each stream, by address, outside the pool.
 
-    Args:
-        segments: of `torch.cuda.memory_snapshot()`.
-        pool: the handle of the graphs' pool, or None.
-        streams: addresses of CUDA streams.
+    `segments` are those of `torch.cuda.memory_snapshot()`.
 
     Returns:
         Bytes of the pool, bytes of each stream, and whether a counted segment is expandable.

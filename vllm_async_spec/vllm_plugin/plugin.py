@@ -1,7 +1,5 @@
 """Loads the plugin: settles the patches of this process once, and logs a one-line summary."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import runpy
@@ -21,13 +19,10 @@ from vllm_async_spec.vllm_plugin.strict import StrictError, Strictness
 
 
 def load(*, report: bool = True) -> Plugin:
-    """Read the settings and settle every patch, now or as soon as its module is imported.
+    """Read the settings and settle every patch, now or as soon as its module is imported; `report` logs the result.
 
     A second call changes nothing, and a forked child is already loaded. In the mode `auto`, any other failure leaves
     stock vLLM.
-
-    Args:
-        report: whether to log the result.
 
     Raises:
         SettingError: an environment variable has a value that does not exist.

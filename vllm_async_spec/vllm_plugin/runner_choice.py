@@ -68,10 +68,7 @@ def leave_to_vllm(why: str, strict: bool) -> None:
 
 
 def created(create: Callable[[], VllmConfig]) -> VllmConfig:
-    """The engine's configuration, with vLLM's choice of runner where it refuses the one that the plugin asked for.
-
-    Args:
-        create: makes the configuration.
+    """The configuration that `create` makes; where vLLM refuses the runner asked for, with vLLM's own choice.
 
     Raises:
         StrictError: vLLM refuses the runner, and the mode is `strict`.

@@ -77,12 +77,7 @@ def is_on(config: VllmConfig) -> bool:
 
 
 def concluded(choice: bool | None, config: VllmConfig) -> Decision:
-    """The decision, as far as the finished configuration tells.
-
-    Args:
-        choice: what the user chose, or None.
-        config: vLLM's configuration.
-    """
+    """The decision, as far as the user's choice, if any, and the finished configuration tell."""
     enabled, method = is_on(config), getattr(config.speculative_config, "method", None)
     if choice is not None and enabled is choice:
         return Decision(enabled, USER, f"{_option(choice)} was given")
@@ -145,11 +140,9 @@ def copied(engine_args: EngineArgs) -> EngineArgs:
 
 
 class Inquiry:
-    """Asks vLLM about one engine's arguments, and about the same with one of them changed.
+    """Asks vLLM about one engine's `EngineArgs`, which stay unchanged, and about the same with one of them changed.
 
-    Args:
-        engine_args: vLLM's `EngineArgs`. Not changed.
-        create: makes the configuration, with whatever patches this process has.
+    `create` makes the configuration, with whatever patches this process has.
     """
 
     def __init__(self, engine_args: EngineArgs, create: Create) -> None:
@@ -250,14 +243,7 @@ def _causes(engine_args: EngineArgs, method: str | None) -> Iterator[_Cause]:
 
 
 def why_off(ask: Inquiry, config: VllmConfig, stock: Stock | None = None, *, asked: bool = False) -> Decision:
-    """Why vLLM turned asynchronous scheduling off.
-
-    Args:
-        ask: of the engine's arguments.
-        config: the engine's configuration.
-        stock: why the plugin leaves vLLM as stock, or None.
-        asked: whether the user gave `--async-scheduling`.
-    """
+    """Why vLLM turned asynchronous scheduling off; `asked`: whether the user gave `--async-scheduling`."""
     causes = list(_causes(ask.engine_args, getattr(config.speculative_config, "method", None)))
     why = ask.refusal()
     if why is None and ask.turns_on(True):

@@ -29,10 +29,7 @@ class ServeArguments:
 
 
 def read_arguments(given: Sequence[str]) -> ServeArguments:
-    """The engine's part of the arguments of `vllm serve`, whose own parser reads them.
-
-    Args:
-        given: as after `vllm serve`; the model may come first or with `--model`.
+    """The engine's part of the arguments of `vllm serve`, whose own parser reads them; the model may come first.
 
     Raises:
         ArgumentsError: an argument is unknown or has a wrong value, or there is no model.

@@ -1,7 +1,5 @@
 """`vllm-async-spec status --url`: the plugin's state in a running server, from the server's `/metrics`."""
 
-from __future__ import annotations
-
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field
@@ -46,10 +44,7 @@ class ServerStatus:
 
 
 def read_server(url: str) -> ServerStatus:
-    """Read the plugin's state from a server.
-
-    Args:
-        url: of the server, such as `http://127.0.0.1:8000`.
+    """Read the plugin's state from a server, such as `http://127.0.0.1:8000`.
 
     Raises:
         ServerError: no server answers there, or the server has no plugin.

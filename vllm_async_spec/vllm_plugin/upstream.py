@@ -28,26 +28,6 @@ if TYPE_CHECKING:
         VllmConfig,
     )
 
-__all__ = [
-    "AttentionGroup",
-    "AttentionSpec",
-    "BatchMetadata",
-    "BuilderBase",
-    "CachedRequestData",
-    "CpuGpuBuffer",
-    "EngineClient",
-    "EngineCore",
-    "HttpApp",
-    "InputBatch",
-    "ModelRunner",
-    "MultiGroupBlockTable",
-    "Proposer",
-    "RunnerBase",
-    "SchedulerOutput",
-    "SpecDecodeMetadata",
-    "WorkerWrapper",
-]
-
 
 class CpuGpuBuffer(Protocol):
     """A pinned host tensor, and the device tensor for its copies."""

@@ -16,20 +16,6 @@ import torch
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch
 from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
 
-__all__ = [
-    "AddRequest",
-    "CommonMetadata",
-    "CopyEvent",
-    "DraftingBuilder",
-    "EagleProposer",
-    "EngineArgs",
-    "FastPrefillRunner",
-    "GraftedMetadata",
-    "MLABuilder",
-    "MinTokensProcessor",
-    "SampledBatch",
-]
-
 
 class EngineArgs(Protocol):
     """What the user asked of an engine: `EngineArgs`, or `AsyncEngineArgs` for a server."""

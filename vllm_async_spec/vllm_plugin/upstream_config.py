@@ -1,13 +1,9 @@
 """Types of vLLM's platform and configuration that patches use; see `upstream`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 
 import torch
-
-__all__ = ["MaybeNone", "ModelConfig", "ParallelConfig", "Platform", "SpeculativeConfig", "VllmConfig"]
 
 MaybeNone: TypeAlias = Any
 """In a union, None that readers need not check for, because they only run where there is a value (as in typeshed)."""

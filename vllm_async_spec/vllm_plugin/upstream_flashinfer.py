@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer
     from vllm_async_spec.vllm_plugin.upstream_config import MaybeNone, ModelConfig, VllmConfig
 
-__all__ = ["FlashInferBackend", "FlashInferBuilderBase", "FlashInferMetadata", "PlannedWrapper"]
-
 
 class FlashInferBackend(Protocol):
     """The class of vLLM's backend."""

@@ -1,7 +1,5 @@
 """Which functions a call in source would reach, found by the names in the loaded modules, without calling anything."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -12,22 +10,13 @@ from typing import Any
 
 from vllm_async_spec.compat.branches.source_lines import Function
 
-__all__ = ["code_of", "loaded_modules", "target"]
-
 _NOTHING = object()
 
 
 def target(call: ast.Call, function: Function, module: ModuleType, instances: Sequence[object]) -> CodeType | None:
-    """Find the code that a call runs.
+    """Find the code that a call in `function` of `module` runs, where `instances`, the builders, may be its `self`.
 
-    Args:
-        call: The call.
-        function: The function that the call is in.
-        module: Its module.
-        instances: Objects that may be the `self` of `function`: the builders.
-
-    Returns:
-        The code; None if the names don't tell, as for an item of a list, or if it is not Python.
+    None if the names don't tell, as for an item of a list, or if it is not Python.
     """
     return code_of(_value(call.func, function, module, instances))
 

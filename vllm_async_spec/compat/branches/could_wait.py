@@ -5,8 +5,6 @@ search can't report `int(x)`, `if x:`, a boolean index, `.to(place)` or `a.copy_
 these from their harmless forms. Only a `copy_` into a name of the host's is reported.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,8 +12,6 @@ from dataclasses import dataclass
 
 from vllm_async_spec.audit.report import WaitKind
 from vllm_async_spec.compat.branches.host_values import HostValues, text
-
-__all__ = ["COULD_WAIT", "HOST_LENGTHS", "Suspect", "suspects"]
 
 HOST_LENGTHS = ("seq_lens_cpu", "_seq_lens_cpu", "num_computed_tokens_cpu", "_num_computed_tokens_cpu")
 """Fields of the common metadata that hold exact lengths on the host, and properties that copy them."""
@@ -26,15 +22,12 @@ _LENGTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """An expression that could wait.
+    """An expression that could wait, from line `first` to line `last`.
 
     Attributes:
-        name: The function or field, such as `item`.
+        name: The function or field, such as `item`, in `line`.
         what: How it could wait: `read (item)`, `copy to host (cpu)`, `read of a host length (seq_lens_cpu)`.
         source: Its text, on one line.
-        line: The line of `name`.
-        first: Its first line.
-        last: Its last line.
         guarded: Whether a condition on the same line decides whether it runs, so that lines can't tell.
     """
 
@@ -48,15 +41,12 @@ class Suspect:
 
 
 def suspects(node: ast.AST, values: HostValues, guard: tuple[int, int] | None = None) -> Iterator[Suspect]:
-    """Find the expressions in `node` that could wait, except in a `raise`, which ends the step.
+    """The expressions in `node` that could wait, outer ones first, except in a `raise`, which ends the step.
 
     Args:
         node: An expression, or a statement without a body.
         values: Judges the values of the function that `node` is in.
         guard: First and last line of the condition that decides whether `node` runs.
-
-    Yields:
-        The expressions, outer ones first.
     """
     yield from _walk(node, values, guard)
 

@@ -5,12 +5,8 @@ A read of a host tensor waits for nothing, so only reads of other values matter.
 for may have such a name too.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
-
-__all__ = ["HostValues", "text"]
 
 _ON_HOST = ("_cpu", "_np")
 _PARTS = ("T", "mT", "data", "values", "indices")
@@ -19,11 +15,7 @@ _REDUCTIONS = ("max", "min", "sum", "item")
 
 
 class HostValues:
-    """Judges expressions of one function.
-
-    Args:
-        function: The function's definition; None for code outside of functions.
-    """
+    """Judges expressions of one function; without its definition, of code outside of functions."""
 
     def __init__(self, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> None:
         self._assigned: dict[str, list[ast.expr | None]] = {}
@@ -32,11 +24,7 @@ class HostValues:
         self._asked: set[str] = set()
 
     def holds(self, node: ast.expr | None) -> bool:
-        """Whether `node` is surely in host memory; False if that can't be told.
-
-        Args:
-            node: An expression; None for a value that can't be told.
-        """
+        """Whether `node` is surely in host memory; False if that can't be told, as without a node."""
         if isinstance(node, ast.Name):
             return self._name(node.id)
         if isinstance(node, ast.Attribute):

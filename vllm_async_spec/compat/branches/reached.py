@@ -29,8 +29,6 @@ from vllm_async_spec.compat.branches.source_lines import Function, Statement, fu
 from vllm_async_spec.compat.device import Device
 from vllm_async_spec.compat.simulated_device import HostDevice
 
-__all__ = ["NOTHING_REACHED", "Reached", "Trace", "Unreached", "recorded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
@@ -38,8 +36,6 @@ class Unreached:
 
     Attributes:
         file: Its file, from the package's name on.
-        line: Its number.
-        source: Its text.
         what: How it could wait, such as `read (item)`.
         function: The function that it is in.
         called_from: `file:line` of the unreached call of that function; None if other lines of it ran.
@@ -120,12 +116,10 @@ class Trace:
 
     @contextlib.contextmanager
     def recording(self, builder: object, device: Device) -> Iterator[None]:
-        """Record what runs on this thread.
+        """Record what `builder` runs on this thread.
 
-        Args:
-            builder: The builder that builds.
-            device: Where. Calls of PyTorch are noted on a simulated device only, because that may disturb compilers.
-                Only such a note can tell a call from a condition on the same line.
+        Calls of PyTorch are noted on a simulated device only, because that may disturb compilers. Only such a note can
+        tell a call from a condition on the same line.
         """
         self._builders.setdefault(type(builder), builder)
         self._can_wait = not isinstance(device, HostDevice)
@@ -218,12 +212,7 @@ _ACTIVE: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("_ACTIVE"
 
 
 def recorded(builder: object, device: Device) -> contextlib.AbstractContextManager[None]:
-    """Record what runs in the context for the active trace; without an active trace do nothing.
-
-    Args:
-        builder: The builder that builds.
-        device: Where.
-    """
+    """Record what `builder` runs in the context for the active trace; without an active trace do nothing."""
     trace = _ACTIVE.get()
     return contextlib.nullcontext() if trace is None else trace.recording(builder, device)
 

@@ -11,16 +11,12 @@ from pathlib import Path
 from vllm_async_spec.compat.branches.could_wait import Suspect, suspects
 from vllm_async_spec.compat.branches.host_values import HostValues
 
-__all__ = ["Branch", "Function", "Statement", "functions_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement; of a compound statement only the part before its body.
+    """One statement, from its first line to its last; of a compound statement only the part before its body.
 
     Attributes:
-        first: First line.
-        last: Last line.
         suspects: Its expressions that could wait.
         calls: Its calls.
     """
@@ -50,11 +46,7 @@ class Branch:
     leaves: bool
 
     def taken(self, ways: Mapping[int, Collection[int]]) -> bool:
-        """Whether this branch ran.
-
-        Args:
-            ways: The lines that each executed line led to; a negative line leaves the function.
-        """
+        """Whether this branch ran, by the lines that each executed line led to; a negative line leaves the function."""
         ends = (end for line in self.source for end in ways.get(line, ()))
         return any(
             (end not in self.source if self.leaves else True) and (end in self.body) != self.leaves for end in ends
@@ -88,14 +80,7 @@ class Function:
 
 @functools.cache
 def functions_of(file: str) -> tuple[Function, ...]:
-    """The functions of a Python file, outer ones before the functions defined in them.
-
-    Args:
-        file: Its path.
-
-    Returns:
-        The functions; none if the file can't be read or is not Python.
-    """
+    """The functions of a Python file, outer ones first; none if the file can't be read or is not Python."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -13,12 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_async_spec.attention import (
-    FlashAttentionAdapter,
-    ReferenceAdapter,
-    UnsupportedShapeError,
-    paged_attention,
-)
+from vllm_async_spec.attention import FlashAttentionAdapter, ReferenceAdapter, UnsupportedShapeError, paged_attention
 from vllm_async_spec.generation.batching.attention_function import Attend
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.step_slots import PrefillInputs
@@ -44,13 +39,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, device: PrefillInputs) -> Attend:
-        """The attention function for a batch of prompts; never captured.
-
-        Args:
-            metadata: the batch.
-            host: inputs of the rows, on the host.
-            device: the same inputs, on the device.
-        """
+        """The attention function for a batch of prompts; never captured. `host` and `device` hold the same inputs."""
         ...
 
 
@@ -143,15 +132,9 @@ def choose_backend(
     device: torch.device,
     query_tokens: int = 1,
 ) -> AttentionBackend:
-    """The backend named `attention`; for `auto`, the fastest that this machine has and the model's shape allows.
+    """The backend named `attention`; for `auto`, the fastest that this machine has and the shapes of the layers allow.
 
-    Args:
-        attention: the name, or `auto`.
-        layers: shapes of the model's layers.
-        page_size: tokens in a page.
-        slots: steps that may be planned before the first of them has run.
-        device: of the model.
-        query_tokens: maximum tokens of a decode row.
+    Other arguments are those of `FlashInferBackend`.
 
     Raises:
         AttentionChoiceError: the name is unknown, or the backend does not support this machine or shape.

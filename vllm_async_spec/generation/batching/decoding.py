@@ -4,8 +4,6 @@ A request slot holds what the device remembers of a request between two steps. F
 token of the request. The other `Decoding` is `drafting.DraftedTokens`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,10 +22,7 @@ class Decoding(Protocol):
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Any:
         """Call the model for `size` rows, padding rows included; may be captured. Changes no request slot.
 
-        Args:
-            inputs: the rows.
-            size: number of rows.
-            longest: upper bound of the sequences' lengths, this step's tokens included.
+        `longest` is an upper bound of the sequences' lengths, this step's tokens included.
         """
         ...
 
@@ -57,11 +52,7 @@ class Decoding(Protocol):
 class SingleTokens:
     """One token a row and step. The host always knows the length of each sequence.
 
-    Args:
-        target: the model.
-        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
-        eos_token_ids: tokens that end a sequence.
-        device: of the model.
+    There are as many request slots as rows at most; padding rows share an extra slot at the end.
     """
 
     def __init__(self, target: PagedModel, batch: int, eos_token_ids: Sequence[int], device: torch.device) -> None:

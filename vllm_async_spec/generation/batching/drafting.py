@@ -9,8 +9,6 @@ computes positions, lengths and slots from the count.
 The first call of the drafter takes the last two tokens, because after K accepted drafts it has not seen the last draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,14 +35,8 @@ class Drafted:
 class DraftedTokens:
     """K drafts a row and step; a `Decoding`.
 
-    Args:
-        target: the model whose tokens are generated.
-        drafter: the model that drafts; its cache uses the same pages.
-        drafts: K.
-        batch: maximum rows, and number of request slots; padding rows share an extra slot at the end.
-        max_length: maximum tokens of a sequence.
-        eos_token_ids: tokens that end a sequence.
-        device: of both models.
+    The drafter's cache uses the same pages. There are as many request slots as rows at most; padding rows share an
+    extra slot at the end. A sequence has at most `max_length` tokens.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Checks whether a model can be batched continuously, and finds its layers' shapes by calling the model once."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -62,12 +60,7 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
 
 
 def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
-    """Number of drafts of each sequence in a step; 0 without a draft model.
-
-    Args:
-        model: verifies the drafts.
-        draft_model: drafts; None if there is none.
-        given: the caller's number, or None.
+    """Number of drafts of each sequence in a step: the caller's, if given; 0 without a draft model.
 
     Raises:
         ModelError: the draft model is the model, has another vocabulary, or is on another device.
@@ -95,11 +88,7 @@ def drafts_of(model: Any, draft_model: Any, given: int | None) -> int:
 
 
 def max_length_of(models: Sequence[Any], given: int | None) -> int:
-    """Maximum tokens of a sequence, prompt and generated: `given`, or a default that the models allow.
-
-    Args:
-        models: the model, and the draft model if there is one.
-        given: the caller's number, or None.
+    """Maximum tokens of a sequence, prompt and generated: `given`, or a default that all models allow.
 
     Raises:
         ValueError: one of the models has fewer positions.

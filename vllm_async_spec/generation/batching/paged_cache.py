@@ -1,7 +1,5 @@
 """Keys and values of all layers in pages, and the shape of a layer's attention."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,15 +21,9 @@ class LayerShape:
 
 
 class PagedCache:
-    """Pages of keys and of values, each (pages, page size, KV heads, head size), for every layer.
+    """Pages of keys and of values, each (pages, page size, KV heads, head size), for every layer, by its index.
 
     Pages start as zeros: a kernel may multiply values past a sequence's end by zero, and zero times NaN is NaN.
-
-    Args:
-        layers: shape of each layer, by its index.
-        num_pages: pages of each layer.
-        page_size: tokens in a page.
-        device: of the model.
     """
 
     def __init__(
@@ -52,13 +44,9 @@ class PagedCache:
         return self._pages[layer]
 
     def write(self, layer: int, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the keys and values of a step's tokens.
+        """Write the keys and values of a step's tokens, each (tokens, KV heads, head size).
 
-        Args:
-            layer: index of the layer.
-            slot_mapping: (tokens,) int64, device. Several padding rows may share a slot.
-            key: (tokens, KV heads, head size).
-            value: the same.
+        `slot_mapping` is (tokens,) int64, device. Several padding rows may share a slot.
         """
         for pages, tokens in zip(self._pages[layer], (key, value), strict=True):
             pages.flatten(0, 1).index_copy_(0, slot_mapping, tokens)

@@ -45,11 +45,7 @@ class PagedModel:
     ) -> torch.Tensor:
         """Logits of a batch of decodes, padded to one of a few sizes; may be captured in a CUDA graph.
 
-        Args:
-            metadata: the batch.
-            tokens: (tokens,) int64.
-            positions: (tokens,) int64.
-            wanted: (rows,) int64, indices into `tokens`; None means all.
+        Tokens and positions are (tokens,) int64. `wanted` is (rows,) int64, indices into the tokens; None means all.
 
         Returns:
             (rows, vocabulary), or (tokens, vocabulary).
@@ -58,15 +54,9 @@ class PagedModel:
         return self._logits(self.forward, metadata, attend, tokens, positions, wanted)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> torch.Tensor:
-        """Logits of the last token of each prompt, or of each prompt chunk.
+        """Logits of the last token of each prompt, or of each prompt chunk: (rows, vocabulary).
 
-        Args:
-            metadata: the batch.
-            host: inputs of the batch, on the host.
-            inputs: the same inputs, on the device.
-
-        Returns:
-            (rows, vocabulary).
+        `host` and `inputs` hold the same inputs, on the host and on the device.
         """
         tokens, rows = metadata.num_actual_tokens, metadata.num_reqs
         attend = self.backend.prefill(metadata, host, inputs)

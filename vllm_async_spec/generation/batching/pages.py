@@ -1,7 +1,5 @@
 """Tracks by number which pages of the KV cache are free; `PagedCache` holds the tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 NULL_PAGE = 0
@@ -11,11 +9,8 @@ NULL_PAGE = 0
 class PageAllocator:
     """Hands out pages 1 to `num_pages - 1`; page 0 is `NULL_PAGE`.
 
-    Args:
-        num_pages: pages in all, the null page included; at least 2.
-
     Raises:
-        ValueError: there are fewer than 2.
+        ValueError: there are fewer than 2 pages in all.
     """
 
     def __init__(self, num_pages: int) -> None:

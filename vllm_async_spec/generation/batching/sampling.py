@@ -5,8 +5,6 @@ is a hash of seed, position and token (the finaliser of SplitMix64: Steele, Lea 
 does not depend on which rows share a step, and a row computed twice draws the same token twice.
 """
 
-from __future__ import annotations
-
 import torch
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
@@ -42,10 +40,7 @@ def sample(
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """(rows, vocabulary) float32 on the device of `seeds`: independent draws of the standard Gumbel distribution.
 
-    Args:
-        seeds: (rows,) int64.
-        positions: (rows,) int.
-        vocabulary: draws of each row.
+    `seeds` are (rows,) int64, `positions` (rows,) int.
     """
     rows = _mixed(_mixed(seeds) + positions.long())
     tokens = torch.arange(vocabulary, device=seeds.device)

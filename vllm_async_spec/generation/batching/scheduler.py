@@ -184,12 +184,9 @@ class Scheduler:
         return Step(decodes, prefills) if decodes or prefills else None
 
     def apply_results(self, rows: Sequence[Row], results: Iterable[tuple[Sequence[int], bool]]) -> None:
-        """Apply the results of a step.
+        """Apply the results of a step: of each row its tokens, and whether the last one ends the sequence.
 
-        Args:
-            rows: the step's rows.
-            results: for each row, its tokens, and whether the last token ends the sequence; ignored for rows that don't
-                sample.
+        The results of rows that don't sample are ignored.
         """
         for row, (tokens, stops) in zip(rows, results, strict=True):
             row.job.in_flight -= 1

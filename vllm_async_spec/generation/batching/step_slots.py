@@ -4,8 +4,6 @@ All inputs of a step share one buffer, so one copy sends them. Decode inputs com
 prompts ends after them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,13 +194,7 @@ class HostInputs:
 
 
 class StepSlot:
-    """One set of buffers on the device: inputs and results.
-
-    Args:
-        number: index of the set.
-        sizes: of the buffers.
-        device: of the model.
-    """
+    """One set of buffers on the device, of these sizes: inputs and results. `number` is the index of the set."""
 
     def __init__(self, number: int, sizes: Sizes, device: torch.device) -> None:
         self.number = number
@@ -215,10 +207,7 @@ class StepSlot:
 class StepSlots:
     """The sets, used in turn, and the host's buffers for them, each fenced by the copy that uses it.
 
-    Args:
-        count: one more than the steps launched before a step's results are read.
-        sizes: of the buffers.
-        device: of the model.
+    There is one more than the steps launched before a step's results are read.
     """
 
     def __init__(self, count: int, sizes: Sizes, device: torch.device) -> None:

@@ -1,7 +1,5 @@
 """The launched steps whose tokens the scheduler does not have yet."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,14 +24,7 @@ class _InFlight:
 
 
 class StepsInFlight:
-    """Launches planned steps, and passes their results to the scheduler, oldest first.
-
-    Args:
-        scheduler: plans the steps.
-        runner: launches them.
-        streams: of the runner.
-        device: of the model.
-    """
+    """Launches the steps that a scheduler plans, and passes their results to the scheduler, oldest first."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, streams: Streams, device: torch.device) -> None:
         self._scheduler = scheduler

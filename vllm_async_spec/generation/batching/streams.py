@@ -4,8 +4,6 @@ On a CUDA device each stage has a stream, and events order them. A step's inputs
 and its tokens travel while the next step runs. On other devices, work has run when the call returns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -84,12 +82,7 @@ class _Events:
 
 
 class CudaStreams:
-    """Three CUDA streams, one for each stage.
-
-    Args:
-        device: a CUDA device.
-        slots: number of buffer sets that steps use in turn.
-    """
+    """Three CUDA streams, one for each stage, for as many buffer sets as steps use in turn."""
 
     def __init__(self, device: torch.device, slots: int) -> None:
         self.stream = torch.cuda.Stream(device)

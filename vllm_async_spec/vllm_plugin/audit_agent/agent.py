@@ -44,13 +44,9 @@ class Agent:
         self._changes = Transaction()
 
     def core(self, core: EngineCore, call: Callable[..., list[str]], request: str, timeout: float | None) -> list[str]:
-        """Answer for the engine core, and pass the request on to its workers.
+        """Answer for vLLM's `EngineCore`, and pass the request on to its workers by the original `collective_rpc`.
 
-        Args:
-            core: vLLM's `EngineCore`.
-            call: the original `collective_rpc`.
-            request: JSON; see `_do`.
-            timeout: for the workers' answers, in seconds, or None.
+        The request is JSON; see `_do`. The workers must answer within `timeout` seconds, if given.
         """
         self._core = core
         workers: list[str] = call(core, RPC, timeout, (request,), None)

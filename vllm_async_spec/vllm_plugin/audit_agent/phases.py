@@ -26,37 +26,40 @@ SCHEDULER = {
     "update_from_output": Phase.OUTPUT,
 }
 STEP = ("execute_model", "sample_tokens", "take_draft_token_ids")
-RUNNER = {
-    **dict.fromkeys(STEP, Phase.OTHER),
-    # V1
-    "_update_states": Phase.INPUTS,
-    "_get_valid_sampled_token_count": Phase.INPUTS,
-    "_prepare_inputs": Phase.INPUTS,
-    "_calc_spec_decode_metadata": Phase.INPUTS,
-    "_determine_batch_execution_and_padding": Phase.INPUTS,
-    "_get_slot_mappings": Phase.INPUTS,
-    "_preprocess": Phase.INPUTS,
-    "_build_attention_metadata": Phase.METADATA,
-    "_model_forward": Phase.LAUNCH,
-    "_sample": Phase.SAMPLING,
-    "_update_states_after_model_execute": Phase.SAMPLING,
-    "_bookkeeping_sync": Phase.OUTPUT,
-    "propose_draft_token_ids": Phase.DRAFTING,
-    "_copy_draft_token_ids_to_cpu": Phase.DRAFTING,
-    "_copy_valid_sampled_token_count": Phase.DRAFTING,
-    "_get_draft_token_ids_cpu": Phase.OUTPUT,
-    # V2
-    "finish_requests": Phase.INPUTS,
-    "free_states": Phase.INPUTS,
-    "add_requests": Phase.INPUTS,
-    "update_requests": Phase.INPUTS,
-    "gather_batch_req_state": Phase.INPUTS,
-    "prepare_inputs": Phase.INPUTS,
-    "prepare_attn": Phase.METADATA,
-    "sample": Phase.SAMPLING,
-    "postprocess": Phase.SAMPLING,
-    "postprocess_sampled": Phase.SAMPLING,
+_V1 = {
+    Phase.OTHER: STEP,
+    Phase.INPUTS: (
+        "_update_states",
+        "_get_valid_sampled_token_count",
+        "_prepare_inputs",
+        "_calc_spec_decode_metadata",
+        "_determine_batch_execution_and_padding",
+        "_get_slot_mappings",
+        "_preprocess",
+    ),
+    Phase.METADATA: ("_build_attention_metadata",),
+    Phase.LAUNCH: ("_model_forward",),
+    Phase.SAMPLING: ("_sample", "_update_states_after_model_execute"),
+    Phase.DRAFTING: (
+        "propose_draft_token_ids",
+        "_copy_draft_token_ids_to_cpu",
+        "_copy_valid_sampled_token_count",
+    ),
+    Phase.OUTPUT: ("_bookkeeping_sync", "_get_draft_token_ids_cpu"),
 }
+_V2 = {
+    Phase.INPUTS: (
+        "finish_requests",
+        "free_states",
+        "add_requests",
+        "update_requests",
+        "gather_batch_req_state",
+        "prepare_inputs",
+    ),
+    Phase.METADATA: ("prepare_attn",),
+    Phase.SAMPLING: ("sample", "postprocess", "postprocess_sampled"),
+}
+RUNNER = {name: phase for runner in (_V1, _V2) for phase, names in runner.items() for name in names}
 PARTS = {
     "drafter": {"propose": Phase.DRAFTING},
     "speculator": {"propose": Phase.DRAFTING},
@@ -74,13 +77,7 @@ def watch_engine_core(watch: Watch, core: EngineCore) -> None:
 
 
 def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> None:
-    """Watch a model runner and the functions that it calls in a step.
-
-    Args:
-        watch: records the calls.
-        runner: a V1 or V2 runner.
-        cpu: follows the runner's tensors if there is no device, else None.
-    """
+    """Watch a V1 or V2 runner and the functions that it calls in a step; without a device `cpu` follows its tensors."""
     for name, phase in RUNNER.items():
         watch.watch(type(runner), name, phase, around=cpu.following if cpu and name in STEP else None)
     for part, functions in PARTS.items():

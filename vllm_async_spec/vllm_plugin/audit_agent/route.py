@@ -40,12 +40,7 @@ _SCOPE = {"type", "asgi", "http_version", "method", "scheme", "query_string", "h
 
 
 class Refusal(Exception):
-    """The request is refused.
-
-    Args:
-        status: the HTTP status of the answer.
-        why: the reason, in one sentence.
-    """
+    """The request is refused with an HTTP status, and a reason in one sentence."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)

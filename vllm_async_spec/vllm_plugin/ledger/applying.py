@@ -5,8 +5,6 @@ A patch is *waiting* until a module that defines its target exists. Then the led
 after it was applied. No change in vLLM makes an import fail here; it causes a refusal with a reason.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import importlib
@@ -20,12 +18,7 @@ from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchError, PatchSpec, Target, missing
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 from vllm_async_spec.vllm_plugin.ledger.import_hook import is_initialising, when_imported
-from vllm_async_spec.vllm_plugin.ledger.targets import (
-    defines,
-    package_root,
-    refuse_third_party,
-    source_file,
-)
+from vllm_async_spec.vllm_plugin.ledger.targets import defines, package_root, refuse_third_party, source_file
 from vllm_async_spec.vllm_plugin.ledger.verify import Match, compare
 
 
@@ -225,11 +218,8 @@ class Ledger:
         """The reason why a patch will be refused when its module is imported, according to vLLM's source, or None.
 
         Perhaps only another process imports the module. An import here would be too early, so this method reads the
-        module's file. If the patch is not for this release, the file is not read.
-
-        Args:
-            outcome: of the patch.
-            asking: patches that need this patch, directly or not. They are not checked again.
+        module's file. If the patch is not for this release, the file is not read. Patches in `asking` need this patch,
+        directly or not, and are not checked again.
         """
         spec = outcome.spec
         for module in map(sys.modules.get, spec.modules):

@@ -1,7 +1,5 @@
 """Counts the patches in each state: the same way for the log, `/metrics`, the audit and `status`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 
@@ -11,11 +9,7 @@ _COUNTED = (State.APPLIED, State.NOT_NEEDED, State.REFUSED, State.WAITING)
 
 
 def count_states(states: Mapping[str, State]) -> dict[str, int]:
-    """The number of patches in each state but `off`, without the patches that only serve the audit.
-
-    Args:
-        states: by patch name.
-    """
+    """The number of patches in each state but `off`, without the patches that only serve the audit."""
     counts = Counter(state for name, state in states.items() if not name.startswith("audit-"))
     return {state.value: counts[state] for state in _COUNTED}
 

@@ -58,11 +58,9 @@ class Target:
 
 
 def missing(targets: Sequence[Target], found: Mapping[str, str]) -> list[Target]:
-    """The targets that this vLLM lacks, compared with the closest release that has some target as it is here.
+    """The targets of a patch that this vLLM lacks, by the fingerprints found.
 
-    Args:
-        targets: of one patch. Not every release has all of them.
-        found: the fingerprints of the targets that exist, by the target's name.
+    Not every release has all targets: the closest release counts that has some target as it is here.
     """
     alike = {
         release
@@ -93,11 +91,7 @@ class PatchSpec:
 
     @classmethod
     def load(cls, path: Path, lock: Mapping[str, Mapping[str, str]]) -> PatchSpec:
-        """Read a ledger entry.
-
-        Args:
-            path: the TOML file.
-            lock: the fingerprints, by target and release.
+        """Read a ledger entry, with its fingerprints from the lock, by target and release.
 
         Raises:
             PatchError: the file is not a ledger entry; the message says what is wrong.
@@ -200,11 +194,7 @@ def read_lock(directory: Path) -> dict[str, dict[str, str]]:
 
 
 def lock_text(lock: Mapping[str, Mapping[str, str]]) -> str:
-    """The lock file's text: the releases of each fingerprint, so that one source is one line.
-
-    Args:
-        lock: the fingerprints, by target and release.
-    """
+    """The lock file's text: the releases of each fingerprint of a target, so that one source is one line."""
     written: dict[str, dict[str, str]] = {}
     for target, known in lock.items():
         of = written[target] = {}
@@ -214,10 +204,7 @@ def lock_text(lock: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
-    """The readable ledger entries, sorted by name, and for each other patch the reason why its entry can't be read.
-
-    Args:
-        directory: has the TOML files; by default, the installed ledger.
+    """The readable entries of the installed or another ledger, sorted by name, and why each other entry can't be read.
 
     Raises:
         PatchError: there is no ledger, or the lock file can't be read.

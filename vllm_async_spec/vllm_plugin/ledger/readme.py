@@ -1,7 +1,5 @@
 """Generates patches/README.md: one row per patch, grouped by the last release that needs the patch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchSpec, known_releases, release_order, release_runs
@@ -19,11 +17,7 @@ _HEAD_OPEN = "| patch | what it changes in vLLM | releases | deleted when |\n|--
 
 
 def readme(specs: Sequence[PatchSpec]) -> str:
-    """The text of the page.
-
-    Args:
-        specs: every ledger entry.
-    """
+    """The text of the page about every ledger entry."""
     newest = known_releases(specs)[-1]
     needed = [spec for spec in specs if spec.covers(newest)]
     dying: dict[str, list[PatchSpec]] = {}

@@ -1,7 +1,5 @@
 """Says in about ten lines what a release of vLLM means for the ledger: what a maintainer reads on its first day."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchSpec, known_releases, release_order
@@ -11,13 +9,7 @@ _GUIDE = "CONTRIBUTING.md, 'Adding a release of vLLM to the ledger'"
 
 
 def release_summary(specs: Sequence[PatchSpec], verdicts: Sequence[Verdict], release: str | None) -> list[str]:
-    """The lines.
-
-    Args:
-        specs: every ledger entry.
-        verdicts: of these entries, from `verify`.
-        release: of the source that was compared; None if it is unknown.
-    """
+    """The lines about the verdicts of `verify` on a release; None if the source does not name it."""
     by_match = {match: [each for each in verdicts if each.match is match] for match in Match}
     applying, changed = by_match[Match.SAME], by_match[Match.CHANGED]
     known = known_releases(specs)

@@ -1,7 +1,5 @@
 """Compares the ledger with a vLLM source tree, without importing or installing it, and updates the lock file."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +39,7 @@ def source_release(source: Path) -> str | None:
 
 
 def verify(specs: Sequence[PatchSpec], source: Path) -> list[Verdict]:
-    """Compare every target with a vLLM source tree.
-
-    Args:
-        specs: the ledger entries.
-        source: the directory that contains `vllm/`.
+    """Compare every target with the vLLM source tree in `source`, which contains `vllm/`.
 
     Raises:
         PatchError: there is no vLLM in `source`.
@@ -56,13 +50,7 @@ def verify(specs: Sequence[PatchSpec], source: Path) -> list[Verdict]:
 
 
 def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
-    """Compare the targets of one patch.
-
-    Args:
-        spec: the ledger entry.
-        source: the directory that contains `vllm/`.
-        release: the release of that source; None if it is unknown.
-    """
+    """Compare the targets of one patch with the source of `release`; None if it is unknown."""
     found = _fingerprints(spec, source)
     if spec.is_for_others(release):
         return Verdict(spec.name, Match.NOT_NEEDED, found, None)
@@ -79,12 +67,7 @@ def compare(spec: PatchSpec, source: Path, release: str | None) -> Verdict:
 def updated_lock(
     specs: Sequence[PatchSpec], lock: Mapping[str, Mapping[str, str]], source: Path
 ) -> dict[str, dict[str, str]]:
-    """The lock file's new content: adds one release's fingerprints, and drops those that no entry needs any more.
-
-    Args:
-        specs: the ledger entries.
-        lock: the current content: fingerprints, by target and release.
-        source: the directory that contains an unpacked wheel's `vllm/`.
+    """The lock's new content: adds the fingerprints of the release in `source`, and drops those that no entry needs.
 
     Raises:
         PatchError: `source` has no vLLM or names no release, or a patch for that release finds no target.

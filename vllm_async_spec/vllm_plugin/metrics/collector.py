@@ -3,8 +3,6 @@
 Imported only where vLLM has imported `prometheus_client` already.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,12 +19,7 @@ OTHER = "other"
 
 
 class Collector:
-    """The collector that `prometheus_client` calls at each scrape.
-
-    Args:
-        snapshot: returns the server's current counters.
-        settings: the settings of this process, which all of the server's processes share.
-    """
+    """The collector that `prometheus_client` calls at each scrape, for the server's current counters."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], settings: Settings) -> None:
         self._snapshot = snapshot

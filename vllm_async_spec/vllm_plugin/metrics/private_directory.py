@@ -5,8 +5,6 @@ plugin uses, changes and removes no other directory, and removes a private one f
 descriptor, so that a directory swapped in meanwhile is not mistaken for the first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -20,12 +18,9 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def make(parent: Path, prefix: str, name: str = "") -> tuple[Path, int]:
-    """Make a private directory with a unique name.
+    """Make a private directory with a unique name in `parent`, which need not be private.
 
-    Args:
-        parent: the parent directory, which need not be private.
-        prefix: of the directory's name.
-        name: the name in the marker, if the directory is about to be renamed.
+    `name` is written into the marker, if the directory is about to be renamed.
 
     Returns:
         The directory, and a descriptor. The directory is in use while any process has this descriptor open.
@@ -81,12 +76,9 @@ def hold(path: Path) -> int:
 
 
 def remove(path: Path, files: re.Pattern[str], *, abandoned: bool) -> None:
-    """Remove a private directory and the plugin's files in it. If it contains anything else, change nothing.
+    """Remove a private directory and the plugin's files in it. If it has anything else, change nothing.
 
-    Args:
-        path: the directory.
-        files: matches the names of the plugin's files.
-        abandoned: whether to remove the directory only if it is not in use.
+    `files` matches the names of the plugin's files.
 
     Raises:
         OSError: the directory is not private, contains anything else, or is in use with `abandoned` set.

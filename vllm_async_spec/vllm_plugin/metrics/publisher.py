@@ -1,7 +1,5 @@
 """Shares each process's counters with the server's other processes, through one file per process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -20,11 +18,7 @@ INTERVAL = 1.0
 
 
 class SnapshotFile:
-    """The file with this process's counters.
-
-    Args:
-        directory: the server's directory, with one such file per process.
-    """
+    """The file with this process's counters, one for each process in the server's directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -81,11 +75,7 @@ class Publisher:
         """Why only the counters of this process are known."""
 
     def start(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Publish the counters of this process and of the processes that it forks.
-
-        Args:
-            outcomes: the ledger's live mapping.
-        """
+        """Publish the counters of this process and of those that it forks; `outcomes` is the ledger's live mapping."""
         self._outcomes = outcomes
         try:
             directory = run_directory()
@@ -96,12 +86,7 @@ class Publisher:
             os.register_at_fork(after_in_child=lambda: self._begin(directory))
 
     def report(self, *, engine: Engine | None = None, foreseen: Mapping[str, tuple[State, str]] | None = None) -> None:
-        """Publish what only this process knows.
-
-        Args:
-            engine: what this process's engine runs with.
-            foreseen: the states that waiting patches will have.
-        """
+        """Publish what only this process knows: its engine, and the states that waiting patches will have."""
         self._engine = engine or self._engine
         self._foreseen |= foreseen or {}
         self.publish()
