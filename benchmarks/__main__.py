@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 try:
     from benchmarks.cli import app
 except KeyboardInterrupt:  # the imports take seconds

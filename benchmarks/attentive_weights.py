@@ -5,6 +5,8 @@ so that attention moves the residual stream as far as the embeddings do. The hea
 movement changes the logits. The successor still wins more often than not, and the drafter relies on this.
 """
 
+from __future__ import annotations
+
 import math
 
 import torch

@@ -1,5 +1,7 @@
 """The arms of the continuous batching benchmark, which `batching` times in turns and `tracing` records."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

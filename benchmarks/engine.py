@@ -4,6 +4,8 @@ It answers each line of JSON on its standard input with one on its standard outp
 error. The engine core and the worker are in this process, so that it can report what really runs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import json

@@ -1,5 +1,7 @@
 """A result as a table of strings, for the terminal and for the documents alike."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

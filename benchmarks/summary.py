@@ -1,5 +1,7 @@
 """Rows from turns: medians, spreads, and ratios unless noise forbids them."""
 
+from __future__ import annotations
+
 import statistics
 from dataclasses import asdict
 from typing import Any

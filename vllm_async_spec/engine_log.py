@@ -8,6 +8,8 @@ another process, each with a prefix that depends on the release:
 - 0.32: the same before what vLLM's logger prints, and nothing before the rest.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A child process that answers in lines of JSON: `start` is the parent's side, `serve` and `answering` the child's."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

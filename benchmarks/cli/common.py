@@ -1,5 +1,7 @@
 """Shared by the commands: options, one-sentence errors, and output of results."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import sys

@@ -1,5 +1,7 @@
 """Commands that measure one thing each, and those of transformers; each imports what it measures when it runs."""
 
+from __future__ import annotations
+
 import shlex
 import sys
 import time

@@ -1,5 +1,7 @@
 """Commands of plans: run a plan, show and draw results, write their tables."""
 
+from __future__ import annotations
+
 import dataclasses
 import shlex
 import sys

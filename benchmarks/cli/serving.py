@@ -1,5 +1,7 @@
 """The command of served plans."""
 
+from __future__ import annotations
+
 import dataclasses
 import shlex
 import sys

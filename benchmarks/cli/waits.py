@@ -1,5 +1,7 @@
 """`python -m benchmarks features --audit`: what waits, by feature."""
 
+from __future__ import annotations
+
 import shlex
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Servers and clients as child processes of this one: started together, and ended with it."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import json

@@ -3,6 +3,8 @@
 vLLM imports this module in each worker, before it loads the model: it is the server's `--worker-extension-cls`.
 """
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -5,6 +5,8 @@ Delays put the device behind the host, so that a buffer reused too early, or a l
 `soaks.Soak.undrafted`.
 """
 
+from __future__ import annotations
+
 import copy
 import random
 import time

@@ -1,5 +1,7 @@
 """All soaks."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from benchmarks import older_gpu

@@ -1,5 +1,7 @@
 """Turn recordings into the findings of a report."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ The process writes JSON lines to standard output: its progress, then the report 
 are as vLLM lays them out.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import sys

@@ -5,6 +5,8 @@ phases and waits, and each stream of the device its kernels and copies. Those cl
 microseconds from the first step shown.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -6,6 +6,8 @@ recorded become the host's when a thread waits for the event; that wait is count
 CPU, so a non-blocking copy within the device counts as a copy to the host.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import time

@@ -5,6 +5,8 @@ operation of its own, on the thread and at the line. The mode does not warn of e
 non-blocking copies, so these functions are wrapped to note each call. `waits` joins both by thread and time.
 """
 
+from __future__ import annotations
+
 import functools
 import threading
 import time

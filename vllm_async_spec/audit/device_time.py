@@ -1,5 +1,7 @@
 """How the device spent its time, and what the host did while it had nothing to do."""
 
+from __future__ import annotations
+
 from collections import Counter
 from dataclasses import dataclass
 

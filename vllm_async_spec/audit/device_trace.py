@@ -1,5 +1,7 @@
 """CUPTI's records of a recording: what ran on the device and when, and the runtime calls that the host made."""
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Audit an engine that this process holds: a `vllm.LLM`, in whatever processes it runs."""
 
+from __future__ import annotations
+
 import datetime
 import itertools
 import json

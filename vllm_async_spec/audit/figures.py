@@ -1,5 +1,7 @@
 """What the terminal and the page both show of a report: key figures, facts and number formats."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

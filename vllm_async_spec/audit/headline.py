@@ -1,5 +1,7 @@
 """The headline of a report, and the sentence below: does the host wait, where most, and what to change."""
 
+from __future__ import annotations
+
 from vllm_async_spec.audit.analysis import Findings
 from vllm_async_spec.audit.remedies import remedy
 from vllm_async_spec.audit.report import Cause, EngineFacts, Phase, PhaseTime, Place

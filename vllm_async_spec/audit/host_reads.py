@@ -6,6 +6,8 @@ a GPU. Both separate reads of the newest step (*now*: the host stops until the d
 step before (*late*: the device has work queued meanwhile).
 """
 
+from __future__ import annotations
+
 import sys
 import threading
 import warnings

@@ -1,5 +1,7 @@
 """Render an audit as one self-contained HTML file."""
 
+from __future__ import annotations
+
 from dataclasses import asdict
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Audit an engine in another process: a newly started engine, or a running server."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import itertools

@@ -1,5 +1,7 @@
 """Templates of self-contained pages: one HTML file, no network, no font, only its own script."""
 
+from __future__ import annotations
+
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 

@@ -1,5 +1,7 @@
 """Read a saved recording back; all times are nanoseconds since the epoch."""
 
+from __future__ import annotations
+
 import itertools
 import json
 from collections import defaultdict

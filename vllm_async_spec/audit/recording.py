@@ -4,6 +4,8 @@ An armed `Recorder` is called at every step; it skips some steps, records some, 
 the process only while it records. Its clock is nanoseconds since the epoch, as CUPTI's.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import json

@@ -1,5 +1,7 @@
 """What to write instead of code that makes the host wait: one table, for the audit and for the compatibility suite."""
 
+from __future__ import annotations
+
 from vllm_async_spec.audit.report import WaitKind
 
 _FROM_LENGTHS = "build from device seq_lens or seq_lens_cpu_upper_bound"

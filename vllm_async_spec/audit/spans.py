@@ -1,5 +1,7 @@
 """Find when the host was in which phase: watched functions note their start and end during a recording."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import threading

@@ -1,5 +1,7 @@
 """Python call stacks, taken cheaply while recording and made readable afterwards."""
 
+from __future__ import annotations
+
 import linecache
 import os
 import sys

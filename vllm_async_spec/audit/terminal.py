@@ -1,5 +1,7 @@
 """Print an audit in the terminal."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

@@ -1,5 +1,7 @@
 """A few steps from the middle of a recording, as lanes of blocks."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from vllm_async_spec.audit.device_time import LAUNCH_GAP_NS, gaps_between

@@ -1,5 +1,7 @@
 """The command line: `vllm-async-spec demo | status | audit | compat | patches`."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

@@ -1,5 +1,7 @@
 """`vllm-async-spec audit`."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,5 +1,7 @@
 """What the commands share: how a command fails, and options that mean the same everywhere."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping

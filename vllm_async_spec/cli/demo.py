@@ -1,5 +1,7 @@
 """`vllm-async-spec demo`."""
 
+from __future__ import annotations
+
 import json
 import os
 from pathlib import Path

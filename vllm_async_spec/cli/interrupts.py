@@ -1,5 +1,7 @@
 """Signals that end a command: the command ends its own processes, and says so in one sentence without a traceback."""
 
+from __future__ import annotations
+
 import contextlib
 import signal
 import threading

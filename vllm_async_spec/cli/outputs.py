@@ -1,5 +1,7 @@
 """Where output goes: checked before work starts, and kept elsewhere if it can't be written at the end."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import tempfile

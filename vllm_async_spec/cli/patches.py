@@ -1,5 +1,7 @@
 """`vllm-async-spec patches`: lists the ledger, and compares it with a vLLM source tree."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

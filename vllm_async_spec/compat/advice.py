@@ -4,6 +4,8 @@ Faults are sentences, also in published results, so the advice is found by the s
 audit.
 """
 
+from __future__ import annotations
+
 import re
 
 from vllm_async_spec.audit.remedies import remedy

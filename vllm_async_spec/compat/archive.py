@@ -4,6 +4,8 @@ The content is JSON, a line for each builder of each run; `xz -dc docs/compat/ru
 `compat.publish` gives the site each run as a JSON file of its own.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,6 +3,8 @@
 `mla` makes the builders of multi-head latent attention.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import importlib

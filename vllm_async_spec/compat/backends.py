@@ -3,6 +3,8 @@
 `backend_builders` and `mla` make their metadata builders.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Fields and arguments beside the common ones that vLLM's runner gives some builders for a batch."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Names of batches in tables, where a builder is tried with the numbers of several models."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """One build of one batch: what was found, and the same as plain data."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

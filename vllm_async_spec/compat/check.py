@@ -4,6 +4,8 @@ The class is found by experiment, not by reading code. The builder runs without 
 with garbage; each result is compared with the one from exact lengths.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import traceback

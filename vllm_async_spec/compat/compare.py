@@ -1,5 +1,7 @@
 """Snapshots of built metadata, compared field by field with metadata from exact host lengths."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping, Sequence

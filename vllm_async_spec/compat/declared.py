@@ -4,6 +4,8 @@ vLLM never gives a builder what its declarations exclude. So a batch that fails 
 the batch. The sentences here name that declaration.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import sys

@@ -4,6 +4,8 @@
 from copies. `simulated_device` has the devices that need no GPU.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping

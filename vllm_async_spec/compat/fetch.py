@@ -4,6 +4,8 @@
 of `RELEASES`. A version is any that pip finds, and `latest` is the newest of these.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import shutil

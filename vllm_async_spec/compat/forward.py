@@ -6,6 +6,8 @@ asynchronous speculative decoding knows, and with the least that the builder see
 is wrong, the builder needs more.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import sys

@@ -6,6 +6,8 @@ that runs on the host with the kernels that are installed, get the installed vLL
 once only, so a run of both kinds takes two processes.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,7 @@
 """Keep the results of a run while it lasts, so that a run that is killed loses at most a second's work."""
 
+from __future__ import annotations
+
 import json
 import os
 import tempfile

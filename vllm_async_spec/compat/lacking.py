@@ -1,5 +1,7 @@
 """Names what a loaded vLLM release needs and neither this environment nor the stubs have, from the error it caused."""
 
+from __future__ import annotations
+
 import re
 import traceback
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What a table of the suite counts, and which batches a declaration excludes, in lines below the table."""
 
+from __future__ import annotations
+
 from vllm_async_spec.compat.cases import CASES, DRAFT_TOKENS
 from vllm_async_spec.compat.report import Run
 

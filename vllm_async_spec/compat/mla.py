@@ -3,6 +3,8 @@
 Builders are made the same way for every release.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import importlib

@@ -4,6 +4,8 @@ A builder that is wrong whatever the host knows differs from nothing that it bui
 vLLM's name, such as `seq_lens`, the integers of the case say what belongs there.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

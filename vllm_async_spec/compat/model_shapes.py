@@ -5,6 +5,8 @@ shape sets configuration only: no weights and no KV cache are made. `max_model_l
 sizes its workspaces by that number, and the batches reach both sides of each workspace.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -6,6 +6,8 @@ page and a JSON file of each run, an overview page and a badge. A file that is n
 or the reverse, is refused. So a run that lacked `--plugin` by mistake never becomes stock's column.
 """
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys

@@ -1,5 +1,7 @@
 """Render a run of the suite: for the terminal, as JUnit XML, as Markdown, as one HTML file, as a badge."""
 
+from __future__ import annotations
+
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """The former name of `compat.builder_inputs`, for one release."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 

@@ -6,6 +6,8 @@ in both directions and explicit waits. It computes real values, so results can b
 memory, reads by kernels, waits of compiled code, or time.
 """
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

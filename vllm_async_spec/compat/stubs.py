@@ -7,6 +7,8 @@ The flashinfer-python stub has what vLLM's backends need to build metadata; it r
 so that plan is never compared.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import sys

@@ -1,5 +1,7 @@
 """What `check` is given of a builder: how to make it, its batches, and a layer that attends with its metadata."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,5 +1,7 @@
 """A run of the suite: the builders by name, on one device, with one vLLM."""
 
+from __future__ import annotations
+
 import datetime
 import functools
 import logging

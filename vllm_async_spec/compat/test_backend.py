@@ -1,5 +1,7 @@
 """The suite as tests, for a backend of anybody's: `pytest --pyargs vllm_async_spec.compat --backend module:Builder`."""
 
+from __future__ import annotations
+
 import pytest
 
 from vllm_async_spec.compat.advice import advised

@@ -5,6 +5,8 @@ adapter, or a factory: a function that is given a `BuilderInputs` and returns a 
 `get_impl_cls`, the suite runs its attention too.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import inspect

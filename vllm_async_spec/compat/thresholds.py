@@ -4,6 +4,8 @@
 cut contexts that exceed a workspace of 64k tokens; such builders get further batches.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any

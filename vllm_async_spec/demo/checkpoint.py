@@ -1,5 +1,7 @@
 """The state of an interrupted training, kept so that the next run goes on from it."""
 
+from __future__ import annotations
+
 import os
 import tempfile
 from collections.abc import Sequence

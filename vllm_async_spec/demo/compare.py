@@ -1,5 +1,7 @@
 """The demo: serves one batch of prompts in four ways with one model, and compares the tokens."""
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import json

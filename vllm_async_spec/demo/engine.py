@@ -4,6 +4,8 @@ It takes commands through `json_child`. The engine is in this process, not in a 
 the thread that drives the device.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys

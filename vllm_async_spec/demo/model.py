@@ -4,6 +4,8 @@ The modules are named so that `state_dict()` has exactly the keys of Hugging Fac
 be saved as they are and loaded by transformers or vLLM.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

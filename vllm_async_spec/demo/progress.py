@@ -1,5 +1,7 @@
 """How far the demo is: a bar on a terminal, and a line every few seconds elsewhere, such as in a log of CI."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import time

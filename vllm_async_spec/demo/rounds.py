@@ -1,5 +1,7 @@
 """Which rounds count: the warm-up ends when the speeds of all engines are steady."""
 
+from __future__ import annotations
+
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """A demo's result for the terminal, in at most 80 columns."""
 
+from __future__ import annotations
+
 from rich.console import Console
 from rich.table import Table
 

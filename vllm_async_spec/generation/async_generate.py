@@ -4,6 +4,8 @@ The loop is transformers' unchanged `_sample`. It receives an `AsyncStoppingCrit
 There are two ways in. `model.generate(custom_generate=generate)` serves one call; `enabling` has the other.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """The `torch_compile` option, for steps that are compiled and then captured."""
 
+from __future__ import annotations
+
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """The two decode loops side by side: `synchronous` reads a step's flags before the next launch, `interleaved` later."""
 
+from __future__ import annotations
+
 from vllm_async_spec.generation.decode import Decode
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel
 from vllm_async_spec.generation.rollback import RngHistory

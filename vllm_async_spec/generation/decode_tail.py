@@ -1,5 +1,7 @@
 """The part of a step after the model's forward: chooses tokens from logits, and finds the rows that have ended."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

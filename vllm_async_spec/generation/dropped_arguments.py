@@ -1,5 +1,7 @@
 """Finds what `model.generate` was given, but does not pass to a `custom_generate` function."""
 
+from __future__ import annotations
+
 import inspect
 import sys
 from dataclasses import dataclass, field

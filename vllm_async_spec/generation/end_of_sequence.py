@@ -1,5 +1,7 @@
 """The end-of-sequence test that all loops share: which tokens end a sequence. It never waits for the device."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """How the host learns that every row has stopped: flags are copied asynchronously, and a tracker reads them late."""
 
+from __future__ import annotations
+
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator

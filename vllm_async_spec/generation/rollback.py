@@ -1,5 +1,7 @@
 """Undoes extra steps, launched after the last row had stopped: tokens, collected outputs, the cache, random draws."""
 
+from __future__ import annotations
+
 from collections import deque
 from typing import Any
 

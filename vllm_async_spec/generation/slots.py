@@ -1,5 +1,7 @@
 """Two slots between which steps alternate, each with its own stream, and the events that order the steps."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from collections.abc import Iterator

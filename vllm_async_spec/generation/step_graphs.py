@@ -1,5 +1,7 @@
 """One CUDA graph of a decode step for each slot, captured once, from one memory pool."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """The plugin's logger, a child of vLLM's logger with the same format and destination."""
 
+from __future__ import annotations
+
 import logging
 import multiprocessing
 

@@ -1,5 +1,7 @@
 """Loads the plugin: settles the patches of this process once, and logs a one-line summary."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import runpy

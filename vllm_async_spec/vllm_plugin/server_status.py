@@ -1,5 +1,7 @@
 """`vllm-async-spec status --url`: the plugin's state in a running server, from the server's `/metrics`."""
 
+from __future__ import annotations
+
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field

@@ -1,5 +1,7 @@
 """The plugin's state in this process."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from vllm_async_spec.vllm_plugin.ledger import Ledger

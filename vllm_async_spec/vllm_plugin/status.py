@@ -1,5 +1,7 @@
 """`vllm-async-spec status`: the environment, the state of each patch, and the origin of each setting."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import importlib.metadata

@@ -1,5 +1,7 @@
 """`VLLM_ASYNC_SPEC=strict`: a refusal ends the start-up, even if other code swallows the first error."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterable
 from types import ModuleType

@@ -1,5 +1,7 @@
 """Types of vLLM's platform and configuration that patches use; see `upstream`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeAlias
 

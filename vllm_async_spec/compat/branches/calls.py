@@ -1,5 +1,7 @@
 """Which functions a call in source would reach, found by the names in the loaded modules, without calling anything."""
 
+from __future__ import annotations
+
 import ast
 import functools
 import inspect

@@ -5,6 +5,8 @@ search can't report `int(x)`, `if x:`, a boolean index, `.to(place)` or `a.copy_
 these from their harmless forms. Only a `copy_` into a name of the host's is reported.
 """
 
+from __future__ import annotations
+
 import ast
 import textwrap
 from collections.abc import Callable, Iterator

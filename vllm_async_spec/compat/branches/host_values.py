@@ -5,6 +5,8 @@ A read of a host tensor waits for nothing, so only reads of other values matter.
 for may have such a name too.
 """
 
+from __future__ import annotations
+
 import ast
 from collections.abc import Iterator
 

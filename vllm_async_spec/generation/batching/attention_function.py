@@ -5,6 +5,8 @@ The model is unchanged and calls the function that its configuration names. That
 model the function is an operator that asks the worker at run time. The compiler sees only its inputs and outputs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """The settings of a `ContinuousBatcher`."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,6 +4,8 @@ A request slot holds what the device remembers of a request between two steps. F
 token of the request. The other `Decoding` is `drafting.DraftedTokens`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 

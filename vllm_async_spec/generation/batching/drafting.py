@@ -9,6 +9,8 @@ computes positions, lengths and slots from the count.
 The first call of the drafter takes the last two tokens, because after K accepted drafts it has not seen the last draft.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

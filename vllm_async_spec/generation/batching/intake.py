@@ -1,5 +1,7 @@
 """Turns what a caller submits into a request that can be served."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Checks whether a model can be batched continuously, and finds its layers' shapes by calling the model once."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Sequence
 from typing import Any

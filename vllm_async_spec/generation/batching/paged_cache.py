@@ -1,5 +1,7 @@
 """Keys and values of all layers in pages, and the shape of a layer's attention."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """Tracks by number which pages of the KV cache are free; `PagedCache` holds the tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 NULL_PAGE = 0

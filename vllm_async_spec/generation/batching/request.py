@@ -4,6 +4,8 @@ The stepping thread runs no code of the request's readers. It asks their event l
 So a reader that is slow or raises harms only itself.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field

@@ -5,6 +5,8 @@ is a hash of seed, position and token (the finaliser of SplitMix64: Steele, Lea 
 does not depend on which rows share a step, and a row computed twice draws the same token twice.
 """
 
+from __future__ import annotations
+
 import torch
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64

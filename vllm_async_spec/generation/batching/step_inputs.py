@@ -1,5 +1,7 @@
 """Fills the host's inputs of a step from its rows. Nothing here touches the device."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,6 +4,8 @@ All inputs of a step share one buffer, so one copy sends them. Decode inputs com
 prompts ends after them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

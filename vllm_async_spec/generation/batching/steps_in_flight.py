@@ -1,5 +1,7 @@
 """The launched steps whose tokens the scheduler does not have yet."""
 
+from __future__ import annotations
+
 import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence

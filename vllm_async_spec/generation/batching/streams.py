@@ -4,6 +4,8 @@ On a CUDA device each stage has a stream, and events order them. A step's inputs
 and its tokens travel while the next step runs. On other devices, work has run when the call returns.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,6 +5,8 @@ A patch is *waiting* until a module that defines its target exists. Then the led
 after it was applied. No change in vLLM makes an import fail here; it causes a refusal with a reason.
 """
 
+from __future__ import annotations
+
 import enum
 import functools
 import importlib

@@ -1,5 +1,7 @@
 """Counts the patches in each state: the same way for the log, `/metrics`, the audit and `status`."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping
 

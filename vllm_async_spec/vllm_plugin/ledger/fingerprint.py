@@ -1,5 +1,7 @@
 """Hashes the source of a function or class without its layout, comments and docstrings."""
 
+from __future__ import annotations
+
 import ast
 import hashlib
 from collections.abc import Iterable

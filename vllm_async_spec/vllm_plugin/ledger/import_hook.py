@@ -1,5 +1,7 @@
 """Runs an action on a module as soon as vLLM has imported it, without importing it earlier."""
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.machinery
 import importlib.util

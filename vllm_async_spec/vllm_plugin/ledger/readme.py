@@ -1,5 +1,7 @@
 """Generates patches/README.md: one row per patch, grouped by the last release that needs the patch."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchSpec, known_releases, release_order, release_runs

@@ -1,5 +1,7 @@
 """Says in about ten lines what a release of vLLM means for the ledger: what a maintainer reads on its first day."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_async_spec.vllm_plugin.ledger.entries import PatchSpec, known_releases, release_order

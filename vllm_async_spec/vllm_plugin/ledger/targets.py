@@ -1,5 +1,7 @@
 """Finds a patch's targets, and detects targets that a third party has replaced."""
 
+from __future__ import annotations
+
 import functools
 import importlib.util
 import inspect

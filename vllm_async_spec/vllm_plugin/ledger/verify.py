@@ -1,5 +1,7 @@
 """Compares the ledger with a vLLM source tree, without importing or installing it, and updates the lock file."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
 Imported only where vLLM has imported `prometheus_client` already.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric

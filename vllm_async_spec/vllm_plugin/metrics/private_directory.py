@@ -5,6 +5,8 @@ plugin uses, changes and removes no other directory, and removes a private one f
 descriptor, so that a directory swapped in meanwhile is not mistaken for the first.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os

@@ -1,5 +1,7 @@
 """Shares each process's counters with the server's other processes, through one file per process."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import threading

@@ -3,6 +3,8 @@
 Its path is `vllm-async-spec.UID/run-*` below the temporary directory. Both directories are private.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import hashlib
