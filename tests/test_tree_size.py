@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 4 << 20
+LIMIT = 4_000_000
 """Bytes of all files in git, of which measurements and generated files are a sixtieth. The rest is read and tested."""
 
 
