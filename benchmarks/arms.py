@@ -70,6 +70,11 @@ class Arm:
         return not self.shape.startswith("tiny")
 
     @property
+    def gpus(self) -> int:
+        """GPUs that its engine takes."""
+        return int(self.engine.get("tensor_parallel_size", 1))
+
+    @property
     def weight_bytes(self) -> float:
         """Bytes of the target's weights in bfloat16; the drafter's and the KV cache come on top.
 

@@ -23,14 +23,18 @@ def has_gpu() -> bool:
 
 
 def gpu_bytes() -> float | None:
-    """Bytes of the largest GPU's memory, asked of the driver so that no CUDA context starts; None without a GPU."""
+    """Bytes of the largest GPU's memory; None without a GPU."""
+    return max(gpus(), default=None)
+
+
+def gpus() -> list[float]:
+    """Bytes of each GPU's memory, asked of the driver so that no CUDA context starts."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return []
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    mebibytes = [int(line) for line in done.stdout.split() if line.isdecimal()]
-    return max(mebibytes) * 2.0**20 if mebibytes else None
+    return [int(line) * 2.0**20 for line in done.stdout.split() if line.isdecimal()]
 
 
 def installed_vllm() -> str | None:

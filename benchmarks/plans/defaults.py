@@ -27,6 +27,8 @@ class Published:
     backend: str
     name: str
     """Of its plans, after `defaults-` or `serve-`."""
+    gpus: int = 1
+    """Ranks of tensor parallelism."""
 
     def arms(self, engine: dict[str, Any], draft_tokens: int = 3) -> tuple[Arm, ...]:
         """The plugin on, off and not loaded, and FLASH_ATTN beside FLASHINFER; `engine` without the backend."""
@@ -50,7 +52,8 @@ class Published:
     def about(self) -> str:
         """What its arms are, in words."""
         beside = "" if self.backend == "FLASH_ATTN" else ", and FLASH_ATTN beside it"
-        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape"
+        ranks = "" if self.gpus == 1 else f", tensor parallel on {self.gpus} GPUs"
+        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape{ranks}"
 
 
 PUBLISHED = (
@@ -63,6 +66,13 @@ PUBLISHED = (
     Published("1b", "0.24.0", "V1", "FLASH_ATTN", "1b-0.24.0"),
 )
 
+SEVERAL_GPUS = (
+    Published("8b", "0.32.0", "V2", "FLASHINFER", "8b-tp2", gpus=2),
+    Published("8b", "0.26.0", "V2", "FLASHINFER", "8b-0.26.0-V2-tp2", gpus=2),
+    Published("8b", "0.26.0", "V1", "FLASHINFER", "8b-0.26.0-V1-tp2", gpus=2),
+    Published("8b", "0.18.1", "V1", "FLASH_ATTN", "8b-0.18.1-tp2", gpus=2),
+)
+"""The same on several GPUs, as servers only: the engines of `run` have one rank, which is in their process."""
 
 VARIANTS = {
     "": (_LOADS, 3),

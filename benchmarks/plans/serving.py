@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.arms import Arm, PlanError, Plugin
-from benchmarks.plans.defaults import PUBLISHED, Published
+from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS, Published
 from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, DEFAULT_ENGINE
 from benchmarks.serving.plan import ServeLoad, ServePlan
 from benchmarks.shapes import Method
@@ -36,6 +36,8 @@ _LOADS = (
 def _served(which: Published) -> ServePlan:
     engine: dict[str, Any] = DEFAULT_ENGINE | BESIDE_OTHERS | {"max_model_len": _LONGEST}
     engine["kv_cache_memory_bytes"] = _CACHE[which.shape]
+    if which.gpus > 1:
+        engine["tensor_parallel_size"] = which.gpus
     return ServePlan(
         name=f"serve-{which.name}",
         about=f"vllm serve {which.about}",
@@ -79,7 +81,7 @@ def serve_tiny() -> ServePlan:
 
 SERVE_PLANS: dict[str, Callable[[], ServePlan]] = {
     "serve-tiny": serve_tiny,
-    **{f"serve-{which.name}": partial(_served, which) for which in PUBLISHED},
+    **{f"serve-{which.name}": partial(_served, which) for which in (*PUBLISHED, *SEVERAL_GPUS)},
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.arms import Arm
 from benchmarks.audited import digest
 from benchmarks.child import ChildError
-from benchmarks.machine import gpu_bytes, has_gpu, installed_vllm
+from benchmarks.machine import gpus, has_gpu, installed_vllm
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments
 from benchmarks.serving.client import requests_of
 from benchmarks.serving.plan import ServePlan, Step, grouped, steps
@@ -80,14 +80,17 @@ class ServeRunner:
             return f"no environment has vLLM {', '.join(without)}; give --env RELEASE=FILE"
         if here is None and any(arm.release is None for arm in arms):
             return "vLLM is not installed in this environment; install it, or take a plan that names a release"
-        room = gpu_bytes()
+        found, wanted = gpus(), max(arm.gpus for arm in arms)
         needs = [
-            arm.weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
+            arm.weight_bytes / arm.gpus + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
             for arm in arms
             if arm.needs_gpu
         ]
         needed = (sum(needs) if self._plan.keep else max(needs)) if needs else 0
-        if room is None or needed <= room:
+        if found and len(found) < wanted:
+            return f"each of its servers needs {wanted} GPUs, and this machine has {len(found)}; run it on a larger one"
+        room = max(found, default=needed)
+        if needed <= room:
             return None
         return (
             f"{len(needs)} servers side by side need about {needed / 1e9:.0f} GB, and the GPU has "

@@ -26,7 +26,9 @@ def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwis
     plan = find_plan(name) if name in PLANS else find_serve_plan(name)
     for arm in plan.arms:
         if arm.needs_gpu:
-            assert (arm.engine.keys() <= SIZES | CHOSEN) is not name.endswith("-mode0"), arm.name
+            ranks = {"tensor_parallel_size"} if name.endswith("-tp2") else set()
+            assert (arm.engine.keys() <= SIZES | CHOSEN | ranks) is not name.endswith("-mode0"), arm.name
+            assert arm.gpus == (2 if ranks else 1)
             if not name.endswith("-mode0"):
                 assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
 

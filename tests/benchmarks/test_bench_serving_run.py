@@ -349,10 +349,30 @@ def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: py
     )
 
 
+@pytest.mark.parametrize(
+    ("gpus", "why"),
+    [
+        ([141e9], "each of its servers needs 2 GPUs, and this machine has 1; run it on a larger one"),
+        ([80e9, 80e9], "4 servers side by side need about 98 GB, and the GPU has 80 GB; give --one-by-one"),
+        ([141e9, 141e9], None),
+    ],
+)
+def test_servers_of_two_ranks_need_two_gpus_and_half_the_weights_on_each(
+    gpus: list[float], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
+    monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: gpus)
+    monkeypatch.setattr(run.ServeRunner, "run", lambda *_, **__: True)
+    done = CliRunner().invoke(app, ["serve", "serve-8b-tp2", "--out", str(tmp_path), "--cache", str(tmp_path)])
+    assert done.exit_code == (2 if why else 0)
+    assert why is None or why in done.stderr
+
+
 def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
     monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
-    monkeypatch.setattr("benchmarks.serving.run.gpu_bytes", lambda: 80e9)
+    monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: [80e9])
     done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
     assert done.exit_code == 2
     arguments = ["serve", "serve-8b", "--one-by-one", "--out", str(tmp_path), "--cache", str(tmp_path)]
