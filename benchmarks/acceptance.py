@@ -98,7 +98,8 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     matrix.
 
     Args:
-        model: a causal language model, its modules named as in vLLM and transformers.
+        model: a causal language model, its modules named as in vLLM and transformers; of several ranks, one rank's
+            part, whose layers are split as vLLM does.
         vocabulary: tokens of the model; matrices may have more rows, as padding.
         share: probability that a draft is accepted.
         votes: whether the model's own embeddings hold the marks: it is a draft model.
@@ -124,9 +125,10 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
         _hand_on_by_attention(weights, hidden)
     for name, weight in weights:
         if name in _HEADS:
-            weight.zero_()
-            weight[orbit.successor.to(device)] = (head_scale * rows[: orbit.stranger]).to(weight.dtype)
-            weight[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
+            head = torch.zeros_like(rows)
+            head[orbit.successor.to(device)] = head_scale * rows[: orbit.stranger]
+            head[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
+            _fill(weight, head)
         elif name in _NORMS:
             weight.fill_(1)
         elif name in _PROJECTIONS and weight.shape[1] == 2 * hidden:
@@ -136,8 +138,16 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     rows[:, MARK] = marks
     if votes:
         rows[:, VOTE] = marks
-    embeddings.zero_()
-    embeddings[:vocabulary] = rows.to(embeddings.dtype)
+    _fill(embeddings, rows)
+
+
+def _fill(weight: nn.Parameter, rows: Tensor) -> None:
+    """Write a row for each token, and zeros into padding; of several ranks, each keeps its own part."""
+    if len(weight) >= len(rows):
+        weight[: len(rows)] = rows.to(weight.dtype)
+        weight[len(rows) :] = 0
+    else:
+        weight.weight_loader(weight, rows.to(weight.dtype))  # vLLM's, of a matrix that is split by tokens
 
 
 def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) -> None:

@@ -25,14 +25,14 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
     acceptance = arm["acceptance"]
     if acceptance and acceptance["means"] != "sampler":
-        if arm["engine"].get("tensor_parallel_size", 1) > 1:
+        attentive = acceptance["means"] == "attentive"
+        if arm["engine"].get("tensor_parallel_size", 1) > 1 and (attentive or method is Method.EAGLE3):
             raise EngineError(
-                "weights are not arranged across tensor-parallel ranks; run with tensor_parallel_size=1, or set "
-                "the acceptance by means of the sampler"
+                "weights of layers are not arranged across tensor-parallel ranks; run with tensor_parallel_size=1, or "
+                "set the acceptance by plain weights and another method than EAGLE-3"
             )
         options["load_format"] = LOAD_FORMAT
         draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
-        attentive = acceptance["means"] == "attentive"
         loading = {"share": acceptance["share"], "draft_model": draft_model, "attentive": attentive}
         options["model_loader_extra_config"] = loading
     if method is None:

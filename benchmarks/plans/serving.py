@@ -48,11 +48,13 @@ def _served(which: Published) -> ServePlan:
     )
 
 
-def serve_tiny() -> ServePlan:
+def serve_tiny(ranks: int = 1) -> ServePlan:
     """The same on a CPU, with shorter prompts and outputs; it says nothing about a GPU."""
+    several = {} if ranks == 1 else {"tensor_parallel_size": ranks}
     return ServePlan(
-        name="serve-tiny",
-        about="vllm serve with the plugin on, off and not loaded, tiny shape on a CPU",
+        name=f"serve-tiny-tp{ranks}" if several else "serve-tiny",
+        about="vllm serve with the plugin on, off and not loaded, tiny shape on a CPU"
+        + (f", tensor parallel of {ranks} ranks" if several else ""),
         arms=tuple(
             Arm(
                 plugin.value,
@@ -60,7 +62,7 @@ def serve_tiny() -> ServePlan:
                 plugin=plugin,
                 method=Method.EAGLE,
                 acceptance=ACCEPTANCE,
-                engine=CPU_ENGINE | {"max_model_len": 2048},
+                engine=CPU_ENGINE | {"max_model_len": 2048} | several,
                 environment=CPU_ENVIRONMENT,
             )
             for plugin in Plugin
@@ -81,6 +83,7 @@ def serve_tiny() -> ServePlan:
 
 SERVE_PLANS: dict[str, Callable[[], ServePlan]] = {
     "serve-tiny": serve_tiny,
+    "serve-tiny-tp2": partial(serve_tiny, 2),
     **{f"serve-{which.name}": partial(_served, which) for which in (*PUBLISHED, *SEVERAL_GPUS)},
 }
 

@@ -134,6 +134,25 @@ def test_padding_of_the_vocabulary_is_left_out():
     assert not model.lm_head.weight[-24:].any()
 
 
+def test_each_rank_keeps_its_part_of_matrices_that_are_split_by_tokens():
+    whole, halves = TinyLlama(TARGET), [TinyLlama(TARGET) for _ in range(2)]
+    arrange(whole, VOCABULARY, 0.7)
+    names = ("model.embed_tokens", "lm_head")
+    for rank, half in enumerate(halves):
+
+        def keep(part: torch.nn.Parameter, rows: torch.Tensor, rank: int = rank) -> None:
+            part.copy_(rows.chunk(2)[rank])
+
+        for name in names:
+            part = torch.nn.Parameter(half.get_submodule(name).weight[: VOCABULARY // 2].detach().clone())
+            part.weight_loader = keep  # type: ignore[attr-defined]
+            half.get_submodule(name).weight = part
+        arrange(half, VOCABULARY, 0.7)
+    for name in names:
+        parts = [half.get_submodule(name).weight for half in halves]
+        assert torch.equal(torch.cat(parts), whole.get_submodule(name).weight)
+
+
 def test_one_matrix_for_head_and_embeddings_is_refused():
     model = TinyLlama(TARGET)
     model.lm_head.weight = model.model.embed_tokens.weight
