@@ -15,6 +15,8 @@ from undone import applied
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.compat import builders
+from vllm_async_spec.vllm_plugin.ledger import find_patch
+from vllm_async_spec.vllm_plugin.patches import fast_prefill
 
 BATCHES: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     # query lengths, lengths, draft tokens of each request
@@ -32,7 +34,7 @@ def stock(release: str) -> Iterator[Any]:
     own = utils().make_kv_sharing_fast_prefill_common_attn_metadata
     for module in ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.attn_utils"):
         importlib.import_module(module)
-    with applied("fast-prefill-counts", "fast-prefill-offsets"):
+    with applied(*[name for name in fast_prefill.IMPLEMENTATIONS if release in find_patch(name).releases]):
         yield own
 
 
