@@ -147,7 +147,8 @@ def _fill(weight: nn.Parameter, rows: Tensor) -> None:
         weight[: len(rows)] = rows.to(weight.dtype)
         weight[len(rows) :] = 0
     else:
-        weight.weight_loader(weight, rows.to(weight.dtype))  # vLLM's, of a matrix that is split by tokens
+        # vLLM's, of a matrix that is split by tokens.
+        weight.weight_loader(weight, rows.to(weight.dtype))  # type: ignore[attr-defined]
 
 
 def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) -> None:

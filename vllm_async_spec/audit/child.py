@@ -55,6 +55,7 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
         steps=setup["steps"],
         name=work.name,
         requests=work.together,
+        rank=setup["rank"],
         decided_by=_decided_by(arguments.get("async_scheduling"), bool(config.scheduler_config.async_scheduling)),
     )
 

@@ -58,6 +58,7 @@ def audit_llm(
     name: str = "your own",
     requests: int = 0,
     decided_by: str = "as the engine was made",
+    rank: int = 0,
 ) -> Report:
     """Audit a `vllm.LLM` in a process with `VLLM_ASYNC_SPEC_AUDIT=1`.
 
@@ -69,14 +70,15 @@ def audit_llm(
         name: what the report calls the load.
         requests: number of requests that run at once, for the report.
         decided_by: why asynchronous scheduling is as it is.
+        rank: the worker to record, of several.
 
     Raises:
-        AuditError: the engine's processes have no audit agent, or the load has too few steps.
+        AuditError: the engine's processes have no audit agent, it has no such rank, or the load has too few steps.
     """
 
     def ask(request: dict[str, Any]) -> list[dict[str, Any]]:
         try:
-            return answers(llm.collective_rpc(RPC, args=(json.dumps(request),)))
+            return answers(llm.collective_rpc(RPC, args=(json.dumps(request | {"rank": rank}),)))
         except Exception as error:
             if RPC not in str(error):
                 raise
@@ -84,7 +86,7 @@ def audit_llm(
                 "this engine has no audit agent; start it with VLLM_ASYNC_SPEC_AUDIT=1 and vllm-async-spec installed"
             ) from error
 
-    facts = described(ask({"do": "describe"}))
+    facts = described(ask({"do": "describe"}), rank)
     saved: Saved = {}
     with make_folder() as folder:
         for how in recordings(facts):
@@ -117,9 +119,16 @@ def answers(replies: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def described(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the engine runs with, and in which processes, from the answers to `describe`."""
-    core, worker = found[0], next(answer for answer in found if "facts" in answer)
+def described(found: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """What the engine runs with, and in which processes, from the answers to `describe` about this rank.
+
+    Raises:
+        AuditError: the engine has no such rank.
+    """
+    core, worker = found[0], next((answer for answer in found if "facts" in answer), None)
+    if worker is None:
+        last = max(answer["rank"] for answer in found[1:])
+        raise AuditError(f"the engine has no rank {rank}; give --rank from 0 to {last}")
     how = {"_MainProcess": "the caller's", "ForkProcess": "forked", "SpawnProcess": "spawned"}
     if core["pid"] == worker["pid"]:
         processes = f"engine core and worker in one process ({how.get(worker['started_by'], worker['started_by'])})"
@@ -127,7 +136,7 @@ def described(found: list[dict[str, Any]]) -> dict[str, Any]:
         processes = f"the worker in a process of its own ({how.get(worker['started_by'], worker['started_by'])})"
     facts: dict[str, Any] = worker["facts"]
     if facts.pop("world_size") > 1:
-        processes += "; only rank 0 was recorded"
+        processes += f"; only rank {rank} was recorded"
     return facts | {"processes": processes}
 
 

@@ -24,7 +24,15 @@ Stage = Callable[[str], None]
 
 
 def audit_model(
-    engine_arguments: list[str], *, load: str, batch: int, steps: int, plugin: bool, log: Path, stage: Stage
+    engine_arguments: list[str],
+    *,
+    load: str,
+    batch: int,
+    steps: int,
+    plugin: bool,
+    log: Path,
+    stage: Stage,
+    rank: int = 0,
 ) -> Report:
     """Start an engine, audit it, and end it.
 
@@ -36,11 +44,12 @@ def audit_model(
         plugin: whether the plugin is on; otherwise vLLM is stock.
         log: where the engine's log goes.
         stage: called with what is being done.
+        rank: the worker to record, of several.
 
     Raises:
         AuditError: the audit failed; the message says why, and where the log is.
     """
-    setup = {"engine_arguments": engine_arguments, "load": load, "batch": batch, "steps": steps}
+    setup = {"engine_arguments": engine_arguments, "load": load, "batch": batch, "steps": steps, "rank": rank}
     environment = os.environ | {"VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not plugin:
         environment["VLLM_ASYNC_SPEC"] = "off"
@@ -56,7 +65,7 @@ def audit_model(
 
 
 def audit_server(
-    url: str, *, load: str | None, batch: int, steps: int, seconds: float, api_key: str | None = None
+    url: str, *, load: str | None, batch: int, steps: int, seconds: float, api_key: str | None = None, rank: int = 0
 ) -> Report:
     """Audit a server.
 
@@ -67,6 +76,7 @@ def audit_server(
         steps: steps to record.
         seconds: time limit for each of the three recordings.
         api_key: one of the server's keys, if it has any.
+        rank: the worker to record, of several.
 
     Raises:
         AuditError: the server can't be asked, or can't answer; the message says why.
@@ -93,7 +103,7 @@ def audit_server(
             answer = _ask(
                 f"{url}/async_spec/audit",
                 headers,
-                {"steps": steps, "seconds": seconds},
+                {"steps": steps, "seconds": seconds, "rank": rank},
                 most_seconds(seconds) + 30,
             )
         except AuditError:

@@ -31,6 +31,7 @@ def audit(
     batch: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
     steps: Annotated[int, typer.Option(min=3, max=2048, help="Steps to record.")] = 64,
     seconds: Annotated[float, typer.Option(min=1, max=600, help="Time limit of each of a server's recordings.")] = 120,
+    rank: Annotated[int, typer.Option(min=0, max=4096, help="The worker to record, of several.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=output_file, help="Write the report to this JSON file.")
     ] = None,
@@ -81,10 +82,12 @@ def audit(
     try:
         with errors.status("auditing the server") as status:
             if url is not None:
-                found = audit_server(url, load=load, batch=batch, steps=steps, seconds=seconds, api_key=api_key)
+                found = audit_server(
+                    url, load=load, batch=batch, steps=steps, seconds=seconds, api_key=api_key, rank=rank
+                )
             else:
                 arguments = ["--model", str(model), *context.args]
-                options: dict[str, Any] = {"load": load or "decode", "batch": batch, "steps": steps}
+                options: dict[str, Any] = {"load": load or "decode", "batch": batch, "steps": steps, "rank": rank}
                 if compare == "off":
                     before = audit_model(
                         arguments, **options, plugin=False, log=log, stage=lambda s: status.update(f"stock vLLM: {s}")

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
 
 from vllm_async_spec.audit import engine
-from vllm_async_spec.audit.engine import AuditError, Ran, answers, saved_files
+from vllm_async_spec.audit.engine import AuditError, Ran, answers, described, saved_files
 from vllm_async_spec.audit.folder import make_folder
 from vllm_async_spec.audit.recording import How, Order
 from vllm_async_spec.vllm_plugin.audit_agent.agent import Agent
@@ -166,7 +166,7 @@ def test_what_an_agent_does_not_know_is_an_answer_and_no_exception():
     assert "asked to 'dance'; it can describe, arm, save and cancel" in json.loads(reply)["error"]
 
 
-def test_only_the_first_rank_is_recorded(folder):
+def test_another_rank_than_the_one_asked_for_is_not_recorded(folder):
     engine_ = EngineOf(rank=1)
     (reply,) = engine_.replies(do="arm", how="plain", skip=0, steps=3, folder=str(folder))[1:]
     assert json.loads(reply) == {"role": "worker", "rank": 1}
@@ -194,3 +194,13 @@ def test_a_load_is_run_until_the_steps_are_through(folder):
 
     engine._record(engine_.ask, work, Order(How.PLAIN, 1, 3, str(folder)))
     assert engine_.runner.steps == 5
+
+
+def test_the_rank_that_is_asked_for_answers():
+    engine = EngineOf(rank=1)
+    assert engine.ask({"do": "describe"})[1:] == [{"role": "worker", "rank": 1}]
+    with pytest.raises(AuditError, match="the engine has no rank 0; give --rank from 0 to 1"):
+        described(engine.ask({"do": "describe"}), 0)
+    facts = {"world_size": 2, "driver": ""}
+    found = [{"pid": 1}, {"rank": 0}, {"facts": facts, "pid": 2, "started_by": "SpawnProcess"}]
+    assert described(found, 1)["processes"].endswith("(spawned); only rank 1 was recorded")

@@ -184,9 +184,9 @@ def test_where_the_keys_have_moved_nobody_is_let_in():
     assert asked(app) == (503, {"error": why})
 
 
-OBJECT = "it must be an object with steps, skip and seconds, or {}"
+OBJECT = "it must be an object with steps, skip, seconds and rank, or {}"
 MISTAKES = {
-    "": "the request is b'', which is not JSON; send an object with steps, skip and seconds, or {}",
+    "": "the request is b'', which is not JSON; send an object with steps, skip, seconds and rank, or {}",
     "{": "the request is b'{', which is not JSON; send an object",
     "\xff": "which is not JSON",
     "[" * 4000: "which is not JSON",

@@ -56,7 +56,7 @@ class Agent:
 
     def worker(self, wrapper: WorkerWrapper, request: str) -> str:
         """Answer for a worker, given vLLM's `WorkerWrapperBase`."""
-        if wrapper.worker.rank != 0:
+        if wrapper.worker.rank != json.loads(request).get("rank", 0):
             return json.dumps({"role": "worker", "rank": wrapper.worker.rank})
         self._runner = wrapper.worker.model_runner
         return self._answer("worker", request)

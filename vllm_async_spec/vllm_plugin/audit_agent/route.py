@@ -201,9 +201,10 @@ _LIMITS: dict[str, tuple[float, float, float]] = {
     "steps": (64, 3, MOST_STEPS),
     "skip": (SKIP, 0, MOST_STEPS),
     "seconds": (120.0, 1, LONGEST_S),
+    "rank": (0, 0, 4096),
 }
 """Default, lowest and highest value of each option."""
-_NAMES = "steps, skip and seconds, or {}"
+_NAMES = "steps, skip, seconds and rank, or {}"
 
 
 def read_options(body: bytes) -> dict[str, Any]:

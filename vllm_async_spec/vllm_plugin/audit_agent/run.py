@@ -34,6 +34,7 @@ class Run:
         steps: steps to record.
         skip: steps to leave out before the recording.
         seconds: longest duration of one recording.
+        rank: the worker to record, of several.
         ending: tells whether the server and its engine are ending.
     """
 
@@ -41,6 +42,7 @@ class Run:
     steps: int
     skip: int
     seconds: float
+    rank: int
     ending: Callable[[], bool]
 
     async def report(self) -> dict[str, object]:
@@ -49,14 +51,15 @@ class Run:
         Raises:
             AuditError: the audit can't be made; the message says why.
         """
-        facts = described(await self._ask({"do": "describe"}))
+        facts = described(await self._ask({"do": "describe"}), self.rank)
         with make_folder() as folder:
             saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
             return await _analyse({"facts": facts, "saved": saved})
 
     async def _ask(self, request: dict[str, object]) -> list[dict[str, Any]]:
         try:
-            replies = await self.client.collective_rpc(RPC, args=(json.dumps(request),))
+            asked = json.dumps(request | {"rank": self.rank})
+            replies = await self.client.collective_rpc(RPC, args=(asked,))
         except Exception as error:
             raise AuditError(f"the engine did not answer the audit: {type(error).__name__}: {error}") from error
         return answers(replies)
