@@ -126,7 +126,8 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     for name, weight in weights:
         if name in _HEADS:
             head = torch.zeros_like(rows)
-            head[orbit.successor.to(device)] = head_scale * rows[: orbit.stranger]
+            head[orbit.successor.to(device)] = rows[: orbit.stranger]
+            head *= head_scale
             head[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
             _fill(weight, head)
         elif name in _NORMS:

@@ -21,7 +21,7 @@ from benchmarks.cli import app
         (
             ["soak", "0.32.0-V2-FLASHINFER", "--control", "positions"],
             "--control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
-            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b",
+            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
         ),
         (
             ["soak", "0.18.1-V1-FLASH_ATTN", "--control", "fence"],
@@ -81,5 +81,8 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
         pytest.importorskip("transformers")
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == (2 if "no environment" in sentence else 1)
+    if arguments[0] in ("soak", "features"):
+        assert done.stderr.startswith(f"benchmarks: {sentence}")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("benchmarks: ")]
-    assert sentence in line
+    assert sentence.rstrip() in line
+    assert "Traceback" not in done.output

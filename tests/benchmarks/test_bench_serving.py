@@ -209,8 +209,11 @@ def test_an_odd_number_of_turns_is_refused():
 
 
 def test_an_unknown_plan_is_refused_with_those_that_there_are():
-    with pytest.raises(PlanError, match="there is no served plan 'x'; there are serve-tiny, serve-tiny-tp2, "):
+    with pytest.raises(
+        PlanError, match="no served plan 'x'; there are serve-tiny, serve-tiny-tp2, serve-8b, "
+    ) as refused:
         find_serve_plan("x")
+    assert str(refused.value).startswith("there is no served plan")
     assert [find_serve_plan(name).name for name in SERVE_PLANS] == [*SERVE_PLANS]
     rates = [load.rate for load in SERVE_8B.loads if load.rate]
     assert rates == sorted(rates)

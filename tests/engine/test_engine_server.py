@@ -200,8 +200,10 @@ def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server
     assert report.engine.async_scheduling
     assert report.engine.plugin.startswith("on: ")
     assert report.load.name == "decode, batch 4"
+    critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
     # On a busy machine the clients may come late: the runner then gets a step without tokens, whose inputs wait once.
-    assert [str(cause.site) for cause in report.causes if cause.place is Place.CRITICAL and cause.per_step > 0.2] == []
+    assert [str(each.site) for each in critical if not str(each.site).endswith("synchronize_input_prep")] == []
+    assert sum(each.per_step for each in critical) * report.steps <= 1
     # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
     waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
     assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}

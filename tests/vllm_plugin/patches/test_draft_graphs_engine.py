@@ -115,7 +115,8 @@ def test_replayed_drafts_are_those_that_are_launched(
     print(found)
     assert found["refused"] is None
     assert found["captured"]
-    assert {1, 3} <= set(found["rows"])  # 3 is filled up
+    # 3 and 5 are filled up; at most four requests of the mixed load run at once
+    assert ({1, 3, 5} if drafter is DRAFT_MODEL else {1, 3}) <= set(found["rows"])
     assert bool(found["split"]) == (drafter is EAGLE)
     assert found["drafts"] > 300
     # Lengths are bounds in a graph, by which attention may add up in another order: a near tie may go the other way.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_async_spec.spec_decode.draft_graphs import Replay
     from vllm_async_spec.vllm_plugin.upstream import Proposer, RunnerBase
 
-SPLIT = "EagleProposer"
+_SPLIT = "EagleProposer"
 """The drafter whose batches keep their tokens in the first pass; a draft model's get one more for each request."""
 LAST_INDICES = ("token_indices_to_sample", "last_token_indices")
 """Parameter of `propose` with the index of each request's last accepted token, newer name first."""
@@ -101,7 +101,7 @@ class Drafter:
         self._graphs = self._captured(shape, runner.device, capture)
         self.sizes = self._graphs.sizes
         self._rest: DraftGraphs | None = None
-        if type(drafter).__name__ == SPLIT and self._drafts > 1:
+        if type(drafter).__name__ == _SPLIT and self._drafts > 1:
             self._rest = self._captured(replace(shape, tokens=1, own=drafter.hidden_size), runner.device, capture)
             self._first_pass = FirstPass(drafter.model)
             self._none_rejected = torch.zeros(most, dtype=torch.int32, device=runner.device)
@@ -218,6 +218,7 @@ class Drafter:
         sampled, own = self._first_pass.taken(last)
         tensors = {
             "positions": given["target_positions"][..., last],
+            # Of them MTP in 0.14 to 0.17 makes its next step.
             "hidden_states": given["target_hidden_states"][last],
             "sampled_states": sampled,
             "own_states": own,
