@@ -25,6 +25,7 @@ class ParallelConfig(Protocol):
     """How the engine is spread over devices."""
 
     world_size: int
+    tensor_parallel_size: int
     data_parallel_size: int
     pipeline_parallel_size: int
     prefill_context_parallel_size: int

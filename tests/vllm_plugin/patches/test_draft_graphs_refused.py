@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_async_spec.patching import temporarily
-from vllm_async_spec.vllm_plugin.patches import draft_graphs
+from vllm_async_spec.vllm_plugin.patches import capture_on_ranks, draft_graphs
 
 
 class FlashAttentionMetadataBuilder:
@@ -45,9 +45,16 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
     )
     return SimpleNamespace(
         drafter=drafter,
+        device=torch.device("cpu"),
         use_async_scheduling=True,
         max_num_reqs=64,
-        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, enable_eplb=False),
+        parallel_config=SimpleNamespace(
+            world_size=1,
+            tensor_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            enable_eplb=False,
+        ),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: True), max_cudagraph_capture_size=128
         ),
@@ -106,10 +113,11 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
         set_to("compilation_config.cudagraph_mode.has_full_cudagraphs", lambda: False)
     ],
     "the drafter is to run eagerly": [set_to("speculative_config.enforce_eager", True)],
-    "there are several ranks": [
+    "not all ranks are tensor-parallel": [
         set_to("parallel_config.world_size", 2),
         set_to("parallel_config.data_parallel_size", 2),
     ],
+    "ranks divide each request's KV cache": [set_to("parallel_config.decode_context_parallel_size", 2)],
     "experts are rebalanced": [set_to("parallel_config.enable_eplb", True)],
     "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],
     "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
@@ -194,8 +202,8 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
         return run
 
     monkeypatch.setattr(draft_graphs, "Drafter", drafter)
-    monkeypatch.setattr(draft_graphs, "refuse_waits", check)
-    monkeypatch.setattr(draft_graphs, "captured", capture)
+    monkeypatch.setattr(capture_on_ranks, "refuse_waits", check)
+    monkeypatch.setattr(capture_on_ranks, "captured", capture)
     monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
     runner = make_runner()

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.streams import captured, refuse_waits
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
+from vllm_async_spec.vllm_plugin.patches.capture_on_ranks import Ranks, RanksApartError
 from vllm_async_spec.vllm_plugin.patches.replayed_drafter import LAST_INDICES, Drafter, most_rows
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def refused(runner: RunnerBase) -> str | None:
         "scheduling is synchronous": not runner.use_async_scheduling,
         "the engine captures no whole forward": not compilation.cudagraph_mode.has_full_cudagraphs(),
         "the drafter is to run eagerly": bool(getattr(runner.speculative_config, "enforce_eager", False)),
-        "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
+        "not all ranks are tensor-parallel": parallel.world_size > parallel.tensor_parallel_size
+        or parallel.data_parallel_size > 1,
+        "ranks divide each request's KV cache": parallel.decode_context_parallel_size > 1,
         "experts are rebalanced": parallel.enable_eplb,
         "positions are XD-RoPE's": getattr(runner, "uses_xdrope_dim", 0) > 0,
         "drafts are made in parallel": bool(getattr(drafter, "parallel_drafting", False)),
@@ -96,8 +98,8 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _replay(runner: RunnerBase, changes: Transaction) -> tuple[int, int, str, float, float]:
-    """Capture this runner's drafter, and replay the graphs from now on.
+def _replay(runner: RunnerBase, changes: Transaction, ranks: Ranks) -> tuple[int, int, str, float, float]:
+    """Capture this runner's drafter on all ranks, and replay the graphs from now on.
 
     Returns:
         The number of batch sizes, the largest, whether batches with prompts have graphs, in words, the seconds taken,
@@ -106,8 +108,7 @@ def _replay(runner: RunnerBase, changes: Transaction) -> tuple[int, int, str, fl
     start, reserved, pool = time.perf_counter(), torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], torch.Tensor]) -> Replay:
-        refuse_waits(run)
-        return captured(run, pool)
+        return ranks.capture(run, pool, runner.device)
 
     with _no_garbage_collected(), torch.inference_mode():
         drafting = Drafter(runner, capture)
@@ -131,9 +132,10 @@ def _capture(runner: RunnerBase, warm_up: Callable[[], object]) -> None:
             return  # no drafter, or one without a model
         reason = refused(runner)
         if reason is None:
+            ranks = Ranks.of(runner)
             with Transaction() as changes:
-                taken = _replay(runner, changes)
-                warm_up()
+                taken = _replay(runner, changes, ranks)
+                ranks.all_do(warm_up)
             inform(
                 "vllm-async-spec replays drafting as CUDA graphs of %d batch sizes up to %d, "
                 "%s the draft steps of batches with prompts (%.1f s, %.0f MiB)",
@@ -141,6 +143,8 @@ def _capture(runner: RunnerBase, warm_up: Callable[[], object]) -> None:
             )
             return
         failed = False
+    except RanksApartError:
+        raise
     except Exception as error:  # vLLM's own drafting still works
         failed, reason = True, f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')}"
     if failed:
