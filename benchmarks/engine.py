@@ -181,13 +181,11 @@ class BenchEngine:
             yield counted
             return
         self._llm.collective_rpc("bench_begin_delays", args=(seed,))
-        try:
-            yield counted
-        finally:
-            ranks = self._llm.collective_rpc("bench_end_delays")
-            for rank, found in enumerate(ranks):
-                where = f"rank {rank}: " if len(ranks) > 1 else ""
-                counted.update({where + place: count for place, count in found.items()})
+        yield counted  # an error ends this process, and may be that a rank died, so no rank is asked after one
+        ranks = self._llm.collective_rpc("bench_end_delays")
+        for rank, found in enumerate(ranks):
+            where = f"rank {rank}: " if len(ranks) > 1 else ""
+            counted.update({where + place: count for place, count in found.items()})
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
         """Options for the model, its drafter and their random weights."""
