@@ -129,7 +129,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
             head[orbit.successor.to(device)] = rows[: orbit.stranger]
             head *= head_scale
             head[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
-            _fill(weight, head)
+            fill_rows(weight, head)
         elif name in _NORMS:
             weight.fill_(1)
         elif name in _PROJECTIONS and weight.shape[1] == 2 * hidden:
@@ -139,10 +139,10 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
     rows[:, MARK] = marks
     if votes:
         rows[:, VOTE] = marks
-    _fill(embeddings, rows)
+    fill_rows(embeddings, rows)
 
 
-def _fill(weight: nn.Parameter, rows: Tensor) -> None:
+def fill_rows(weight: nn.Parameter, rows: Tensor) -> None:
     """Write a row for each token, and zeros into padding; of several ranks, each keeps its own part."""
     if len(weight) >= len(rows):
         weight[: len(rows)] = rows.to(weight.dtype)

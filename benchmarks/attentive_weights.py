@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from benchmarks.acceptance import MARK, SEED, VOTE, is_head, is_projection, named_weights
+from benchmarks.acceptance import MARK, SEED, VOTE, fill_rows, is_head, is_projection, named_weights
 
 _SEED = SEED + 1
 _GAIN = 1.5
@@ -26,10 +26,14 @@ _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 
 
 @torch.no_grad()
-def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False) -> None:
+def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ranks: int = 1) -> None:
     """Add random parts to the arranged weights of a target, and to the head of a drafter that may share it.
 
     `acceptance.arrange` must have arranged the model. A draft model (`votes`) has its own head and stays unchanged.
+
+    Of several tensor-parallel ranks, `model` is one rank's part. All ranks get the same noise in their layers: a matrix
+    that every rank holds whole must be equal on all of them. Heads then repeat from rank to rank, so each rank writes
+    its share, 1 / `ranks`, of what one rank would write, and vLLM adds the shares.
     """
     if votes:
         return
@@ -45,21 +49,24 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False) ->
         elif weight.ndim == 1 and "norm" in name:
             weight.fill_(1)
         elif weight.ndim > 1:
-            scale = 1 / math.sqrt(2 * layers) if name in _OUTPUTS else 1.0
+            scale = 1 / (math.sqrt(2 * layers) * ranks) if name in _OUTPUTS else 1.0
             weight.copy_(_noise(weight, _SEED + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
             if name in _OUTPUTS:
                 weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
 
 
-def _attentive_head(weight: Tensor, vocabulary: int) -> None:
-    """Shrink the successor's part until it leads by `_LEAD`, and add a random part."""
-    hidden, stranger = weight.shape[1], vocabulary - 1
+def _attentive_head(weight: nn.Parameter, vocabulary: int) -> None:
+    """Shrink the successor's part until it leads by `_LEAD`, and add a random part: the rank's rows of the whole."""
+    hidden, arranged = weight.shape[1], weight.clone()
     best = math.sqrt(2 * math.log(vocabulary))
     share = min(1.0, (best + _LEAD) * math.sqrt(1 + _MOVED**2) / math.sqrt(hidden))
-    others = _noise(weight[:stranger], _SEED)
-    others[:, [MARK, VOTE]] = 0
-    weight[:stranger] = weight[:stranger] * share + others
-    weight /= math.sqrt(hidden)  # logits of the others spread by 1, so that gaps between them have a unit
+    rows = weight.new_zeros(vocabulary, hidden)
+    rows[:-1] = _noise(rows[:-1], _SEED)
+    rows[:, [MARK, VOTE]] = 0
+    fill_rows(weight, rows)
+    stranger = arranged[:, VOTE, None] != 0  # may be a row of another rank
+    weight.copy_(torch.where(stranger, arranged, arranged * share + weight))
+    weight.div_(math.sqrt(hidden))  # logits of the others spread by 1, so that gaps between them have a unit
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -80,10 +80,12 @@ def environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = False) 
     """
     common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     runner = {} if arm.runner is None else {"VLLM_USE_V2_MODEL_RUNNER": "1" if arm.runner == "V2" else "0"}
+    # Forked ranks would inherit what this process has imported and started.
+    ranks = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} if arm.gpus > 1 else {}
     agent = {"VLLM_ASYNC_SPEC_AUDIT": "1"} if audit else {}
     kept = {
         name: value
         for name, value in inherited.items()
         if name == CACHE_ROOT or not name.startswith(("VLLM_", "ASYNC_SPEC_"))
     }
-    return kept | common | runner | agent | _MODES[arm.plugin] | dict(arm.environment)
+    return kept | common | runner | ranks | agent | _MODES[arm.plugin] | dict(arm.environment)

@@ -1,7 +1,8 @@
 """One arm's engine, in a process of its own: `python -m benchmarks.engine SETUP`, SETUP being JSON (see `child`).
 
 It answers each line of JSON on its standard input with one on its standard output; all other output goes to standard
-error. The engine core and the worker are in this process, so that it can report what really runs.
+error. The engine core is in this process, and so is the worker of an engine of one rank. Whatever concerns the ranks
+goes through `worker.BenchWorker`, wherever they are.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import caches, mrope, older_gpu
-from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins, engine_facts
+from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins
 from benchmarks.features.cases import find_feature
 from benchmarks.features.engine import serve_feature
 from benchmarks.loads import Load, Request, make_requests
-from benchmarks.options import LOAD_FORMAT, model_options
+from benchmarks.options import EXTENSION, LOAD_FORMAT, model_options
 from benchmarks.shapes import find_shape
-from benchmarks.soak.engine import CONTROLS, NEAR, Expected, delays, expect, runner_of, soak
+from benchmarks.soak.engine import NEAR, Expected, expect, soak
 from benchmarks.timing import Driver, Timing
 from vllm_async_spec.json_child import serve
 
@@ -61,6 +64,7 @@ class BenchEngine:
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "seed": 0,
+            "worker_extension_cls": EXTENSION,
             "max_model_len": max(load.longest for load in loads) + _SPARE_TOKENS,
             "max_num_seqs": max(load.running for load in loads),
         }
@@ -89,7 +93,8 @@ class BenchEngine:
         Raises:
             EngineError: the engine is not what the arm declares.
         """
-        facts = engine_facts(runner_of(self._llm), self._llm.llm_engine.vllm_config)
+        ranks = [json.loads(facts) for facts in self._llm.collective_rpc("bench_facts")]
+        facts: dict[str, Any] = ranks[0]
         core = self._llm.llm_engine.engine_core.engine_core
         facts |= {
             "async_scheduling": core.batch_queue is not None,
@@ -97,7 +102,8 @@ class BenchEngine:
             "start_seconds": round(self._start_seconds, 1),
             "caches": self._caches,
         }
-        check_declared(self._arm, facts)
+        for rank in ranks:
+            check_declared(self._arm, rank)
         return facts
 
     def measure(self, load: str, seconds: float, repetitions: int) -> dict[str, Any]:
@@ -136,11 +142,8 @@ class BenchEngine:
         """Serve `load` for `seconds` under random arrivals and, on a GPU, delays; compare with the tokens in `file`."""
         which, requests = self._loads[load]
         expected = [Expected(**each) for each in json.loads(Path(file).read_text())]
-        if control is not None:
-            CONTROLS[control](self._llm)
-        report = sys.modules.get("vllm_async_spec.sync_policy")
-        with contextlib.ExitStack() as stack:
-            delayed = stack.enter_context(delays(self._llm, seed)) if self._cuda else {}
+        self._break(control)
+        with self._delays(seed, late=self._cuda) as delayed:
             start = time.perf_counter()
             verdict = soak(
                 self._llm,
@@ -156,17 +159,33 @@ class BenchEngine:
         return asdict(verdict) | {
             "seconds": round(spent, 1),
             "delays": dict(delayed),
-            "fallbacks": dict(report.sync_report().fallbacks) if report else {},
+            "fallbacks": dict(sum(map(Counter, self._llm.collective_rpc("bench_fallbacks")), Counter())),
         }
 
     def feature(self, name: str, noted: bool, late: bool, control: str | None, adapter: str | None) -> dict[str, Any]:
         """Serve the case `name`, with random delays of the device if `late`; see `features.engine.serve_feature`."""
-        if control is not None:
-            CONTROLS[control](self._llm)
-        with contextlib.ExitStack() as stack:
-            if late:
-                stack.enter_context(delays(self._llm, seed=0))
+        self._break(control)
+        with self._delays(seed=0, late=late):
             return serve_feature(self._llm, find_feature(name), noted=noted, adapter=adapter)
+
+    def _break(self, control: str | None) -> None:
+        """Break every rank on purpose, see `soak.engine.CONTROLS`; None: none."""
+        if control is not None:
+            self._llm.collective_rpc("bench_break", args=(control,))
+
+    @contextlib.contextmanager
+    def _delays(self, seed: int, *, late: bool) -> Iterator[Mapping[str, int]]:
+        """Delay the device of every rank at random if `late`. Yields what has the number by place at the end."""
+        counted: dict[str, int] = {}
+        if not late:
+            yield counted
+            return
+        self._llm.collective_rpc("bench_begin_delays", args=(seed,))
+        yield counted  # an error ends this process, and may be that a rank died, so no rank is asked after one
+        ranks = self._llm.collective_rpc("bench_end_delays")
+        for rank, found in enumerate(ranks):
+            where = f"rank {rank}: " if len(ranks) > 1 else ""
+            counted.update({where + place: count for place, count in found.items()})
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
         """Options for the model, its drafter and their random weights."""

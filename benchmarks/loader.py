@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from vllm.config import ModelConfig
 from vllm.config.load import LoadConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -38,4 +39,5 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         scale = self._options.get("head_scale", 1.0)
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes, head_scale=scale)
         if self._options["attentive"]:
-            make_attentive(model, model_config.get_vocab_size(), votes=votes)
+            ranks = get_tensor_model_parallel_world_size()
+            make_attentive(model, model_config.get_vocab_size(), votes=votes, ranks=ranks)

@@ -11,6 +11,8 @@ from benchmarks.shapes import Method, find_shape, write_models
 
 LOAD_FORMAT = "arranged"
 """The load format that `loader` registers."""
+EXTENSION = "benchmarks.worker.BenchWorker"
+"""The class that vLLM adds to its worker's."""
 
 
 def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -25,15 +27,15 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
     acceptance = arm["acceptance"]
     if acceptance and acceptance["means"] != "sampler":
-        attentive = acceptance["means"] == "attentive"
-        if arm["engine"].get("tensor_parallel_size", 1) > 1 and (attentive or method is Method.EAGLE3):
+        if arm["engine"].get("tensor_parallel_size", 1) > 1 and method is Method.EAGLE3:
             raise EngineError(
-                "weights of layers are not arranged across tensor-parallel ranks; run with tensor_parallel_size=1, or "
-                "set the acceptance by plain weights and another method than EAGLE-3"
+                "the layer of an EAGLE-3 drafter is not arranged across tensor-parallel ranks; run with "
+                "tensor_parallel_size=1, or take another method than EAGLE-3"
             )
         options["load_format"] = LOAD_FORMAT
         draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
-        loading = {"share": acceptance["share"], "draft_model": draft_model, "attentive": attentive}
+        loading = {"share": acceptance["share"], "draft_model": draft_model}
+        loading["attentive"] = acceptance["means"] == "attentive"
         options["model_loader_extra_config"] = loading
     if method is None:
         return options

@@ -17,7 +17,7 @@ from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environ
 from benchmarks.cli.waits import run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
-from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
+from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, LAST_RANK, RUNNER_RELEASES, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 from benchmarks.waits.cases import CASES
@@ -62,6 +62,9 @@ def soak(
         envs = find_environments(env, chosen.subject.release)
         if chosen.subject.needs_gpu and not machine.has_gpu():
             fail(f"the soak {name} needs a GPU, and this machine has none; run it where there is one, or take tiny", 2)
+        gpus, wanted = len(machine.gpus()), chosen.subject.gpus
+        if chosen.subject.needs_gpu and gpus and gpus < wanted:
+            fail(f"the soak {name} needs {wanted} GPUs, and this machine has {gpus}; run it on a larger one", 2)
         for found in run_soak(
             chosen,
             plugin=plugin,
@@ -219,8 +222,9 @@ def _check_shown(control: str, chosen: Soak) -> None:
     """Refuse a control that breaks nothing in this soak, which would then pass."""
     shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
     if chosen.name not in shown:
-        broken = f"{BREAKS[control]}, which soak {chosen.name} does not use"
-        fail(f"--control {control} breaks {broken}; give one of {', '.join(shown)}")
+        broken = "one of several ranks" if control == LAST_RANK else BREAKS[control]
+        unused = f"breaks {broken}, which soak {chosen.name} does not use"
+        fail(f"--control {control} {unused}; give one of {', '.join(shown)}")
 
 
 def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm
-from benchmarks.options import model_options
+from benchmarks.options import EXTENSION, model_options
 from benchmarks.serving.client import LATENCIES, PERCENTILES
 from benchmarks.serving.plan import ServeLoad, ServePlan
 from benchmarks.shapes import find_shape
@@ -31,7 +31,7 @@ def server_arguments(arm: Arm, *, models: Path, tokenizer: Path, port: int) -> l
         "port": port,
         "tokenizer": str(tokenizer),
         "served_model_name": MODEL,
-        "worker_extension_cls": "benchmarks.serving.worker.BenchWorker",
+        "worker_extension_cls": EXTENSION,
     }
     if "model_loader_extra_config" in options:
         target = find_shape(arm.shape).target

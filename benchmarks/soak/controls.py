@@ -11,10 +11,13 @@ RUNNER_RELEASES = find_patch("optimistic-runner").releases
 _RUNNER = f"the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU"
 _PLANS = "the plugin's plans for FlashInfer"
 BREAKS = {"lengths": _PLANS, "fence": _PLANS, "positions": _RUNNER, "exact": _RUNNER}
-"""The part of the plugin that each control breaks. `short`, not listed, breaks the builders of any engine."""
+"""The part of the plugin that each control breaks. `short` and `short-last-rank`, not listed, break the builders
+of any engine, stock too."""
 
+LAST_RANK = "short-last-rank"
+"""The control that breaks the builders of one rank of several."""
 FEATURE_CONTROLS = ("positions", "exact")
-SOAK_CONTROLS = ("lengths", "fence", "short", "positions")
+SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, "positions")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
 
 
@@ -22,6 +25,8 @@ def can_show(control: str, subject: Arm) -> bool:
     """Whether `control`, one of `SOAK_CONTROLS`, breaks anything in a soak of this engine with the plugin."""
     if control == "short":
         return True
+    if control == LAST_RANK:
+        return subject.gpus > 1
     if control == "positions":
         return subject.release in RUNNER_RELEASES
     return bool(subject.engine.get("attention_config", {}).get("backend") == "FLASHINFER")

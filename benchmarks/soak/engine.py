@@ -10,14 +10,12 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.loads import Request
-from vllm_async_spec.patching import temporarily
+from benchmarks.soak.delays import builders
 
 NEAR = 0.05
 """Two tokens this close, in log-probability, may be swapped by the order of additions: float16, logits spread by 1."""
@@ -27,10 +25,6 @@ NOTED = 0.5
 GAPS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, NOTED)
 CHOICES = 5
 """Number of most likely tokens requested, including the chosen token."""
-
-_LONGEST_DELAY_MS = 6.0
-_DELAYED = 0.25
-"""Share of the possible places that get a delay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,79 +132,19 @@ def soak(
                 verdict.add(index, expected[index], output.outputs[0].token_ids)
 
 
-@contextmanager
-def delays(llm: Any, seed: int) -> Iterator[Counter[str]]:
-    """Put random work on the device before and after each metadata build, and before each of the runner's steps.
-
-    Yields:
-        Number of delays, by place.
-
-    Raises:
-        RuntimeError: there is no device to delay.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("there is no CUDA device to delay")
-    source, counted = random.Random(seed), Counter[str]()
-    cycles_per_ms = _cycles_per_ms(torch)
-    runner = runner_of(llm)
-    builders = _builders(llm)
-
-    def maybe(place: str) -> None:
-        if not torch.cuda.is_current_stream_capturing() and source.random() < _DELAYED:
-            counted[place] += 1
-            torch.cuda._sleep(int(cycles_per_ms * _LONGEST_DELAY_MS * source.random() ** 4))
-
-    def around(owner: type[Any], name: str, *, after: bool) -> Callable[..., Any]:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            maybe(f"before {name}")
-            answer = original(*args, **kwargs)
-            if after:
-                maybe(f"after {name}")
-            return answer
-
-        return wrapped
-
-    with temporarily() as changes:
-        for builder in builders:
-            changes.set(builder, "build", around(builder, "build", after=True))
-        for name in ("execute_model", "sample_tokens"):
-            changes.set(type(runner), name, around(type(runner), name, after=False))
-        yield counted
-
-
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine whose core and worker are in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def _builders(llm: Any) -> list[type[Any]]:
-    """The classes of the target's metadata builders, each once."""
-    groups = (group for groups in runner_of(llm).attn_groups for group in groups)
-    return list(dict.fromkeys(type(group.get_metadata_builder(0)) for group in groups))
-
-
-def _cycles_per_ms(torch: Any) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1000)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    return 10_000_000 / float(start.elapsed_time(end))
-
-
-def _no_lengths(llm: Any) -> None:
+def _no_lengths(runner: Any) -> None:
     """The device does not correct what FlashInfer planned from the upper bound."""
     from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
 
     flashinfer_builder.__dict__["write_exact_lengths"] = lambda *_: None
 
 
-def _no_fence(llm: Any) -> None:
+def _no_fence(runner: Any) -> None:
     """A plan's pinned buffer is filled again at once, whether or not its copy has run."""
     from vllm_async_spec.attention.flashinfer import PlanBuffers
 
@@ -218,7 +152,7 @@ def _no_fence(llm: Any) -> None:
         setattr(PlanBuffers, name, lambda *_: None)
 
 
-def _short(llm: Any) -> None:
+def _short(runner: Any) -> None:
     """Each builder gets lengths that are one token too short; the tensors that a CUDA graph reads stay the same."""
     import torch
 
@@ -233,11 +167,19 @@ def _short(llm: Any) -> None:
 
         return build
 
-    for builder in _builders(llm):
+    for builder in builders(runner):
         builder.build = shortened(builder.build)
 
 
-def _no_positions(llm: Any) -> None:
+def _short_on_last_rank(runner: Any) -> None:
+    """As `_short`, on the last tensor-parallel rank alone, so that ranks disagree."""
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    if get_tensor_model_parallel_rank() == get_tensor_model_parallel_world_size() - 1:
+        _short(runner)
+
+
+def _no_positions(runner: Any) -> None:
     """The device does not correct inputs that the runner of 0.14 to 0.18 sent as if every draft had been accepted."""
     from vllm_async_spec.spec_decode import DeviceProgress
 
@@ -250,7 +192,7 @@ def _no_positions(llm: Any) -> None:
     DeviceProgress.correct = uncorrected  # type: ignore[method-assign,assignment]
 
 
-def _never_exact(llm: Any) -> None:
+def _never_exact(runner: Any) -> None:
     """No batch waits for exact counts, whatever its requests need."""
     from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 
@@ -261,7 +203,9 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "lengths": _no_lengths,
     "fence": _no_fence,
     "short": _short,
+    "short-last-rank": _short_on_last_rank,
     "positions": _no_positions,
     "exact": _never_exact,
 }
-"""Deliberate breakages of an engine. A soak must notice each of them if its path uses the broken part."""
+"""Deliberate breakages of the process of a model runner, by name. A soak must notice each of them if its path uses the
+broken part."""

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.loads import Load
-from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, MODE_0_ENGINE, NATIVE, RUNNERS, tiny_arm
+from benchmarks.plans.engines import (
+    ATTENTIVE,
+    BESIDE_OTHERS,
+    CPU_ENGINE,
+    DEFAULT_ENGINE,
+    MODE_0_ENGINE,
+    NATIVE,
+    RUNNERS,
+    tiny_arm,
+)
 from benchmarks.shapes import Method, find_shape
 
 _E5M2 = {"disable_flashinfer_q_quantization": True}
@@ -42,14 +52,26 @@ def find_soak(name: str) -> Soak:
     return SOAKS[name]
 
 
-def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b") -> Soak:
+def _several(ranks: int) -> dict[str, Any]:
+    """An engine of several ranks, as vLLM has it, for the few requests at a time of a soak.
+
+    A soak repeats its prompts, so a prefix cache would hold all of them.
+    """
+    own = {name: value for name, value in DEFAULT_ENGINE.items() if name != "max_num_seqs"}
+    return own | {"enable_prefix_caching": False, "tensor_parallel_size": ranks}
+
+
+def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b", ranks: int = 1) -> Soak:
     """A soak on a GPU.
 
     `kinds` may have `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV
     cache of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two below
-    the tokens of all requests with all their drafts.
+    the tokens of all requests with all their drafts. An engine of several tensor-parallel `ranks` has vLLM's default
+    compilation and graphs.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
+    several = ranks > 1
+    tp = [f"tp{ranks}"] if several else []
     environment: dict[str, str] = {}
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
@@ -57,7 +79,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
         # Stock gets the kernels that the plugin enables; otherwise stock would add in another order.
         environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
     return Soak(
-        name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds]),
+        name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds, *tp]),
         subject=Arm(
             "subject",
             shape,
@@ -67,7 +89,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             method=next(iter(find_shape(shape).drafters)),
             acceptance=ATTENTIVE,
             # In float16 rounding rarely decides between two tokens.
-            engine=MODE_0_ENGINE
+            engine=(_several(ranks) if several else MODE_0_ENGINE)
             | BESIDE_OTHERS
             | {
                 "dtype": "float16",
@@ -105,6 +127,17 @@ SOAKS: dict[str, Soak] = {
             load=_TINY_SOAK,
             undrafted=True,
         ),
+        Soak(
+            name="tiny-tp2",
+            # The tiny draft model has one head, which two ranks can't share.
+            subject=replace(
+                tiny_arm("subject", plugin=Plugin.ON),
+                method=Method.EAGLE,
+                acceptance=ATTENTIVE,
+                engine=CPU_ENGINE | {"tensor_parallel_size": 2},
+            ),
+            load=_TINY_SOAK,
+        ),
         *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
@@ -116,6 +149,8 @@ SOAKS: dict[str, Soak] = {
             for shape in ("mla", "mla-dense")
             for backend in ("FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
         ),
+        *(_soak(*each, "FLASHINFER", ranks=2) for each in (("0.32.0", "V2"), ("0.26.0", "V2"), ("0.26.0", "V1"))),
+        *(_soak(*each, "FLASH_ATTN", ranks=2) for each in (("0.26.0", "V1"), ("0.18.1", "V1"))),
         *(_soak("0.32.0", "V2", each, "ragged", shape="mla-dense") for each in ("FLASHMLA", "TRITON_MLA")),
     )
 }

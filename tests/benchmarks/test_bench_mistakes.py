@@ -21,7 +21,8 @@ from benchmarks.cli import app
         (
             ["soak", "0.32.0-V2-FLASHINFER", "--control", "positions"],
             "--control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
-            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b\n",
+            "0.32.0-V2-FLASHINFER does not use; give one of 0.18.1-V1-FLASH_ATTN, 0.18.1-V1-FLASH_ATTN-8b, "
+            "0.18.1-V1-FLASH_ATTN-tp2\n",
         ),
         (
             ["soak", "0.18.1-V1-FLASH_ATTN", "--control", "fence"],
@@ -31,6 +32,10 @@ from benchmarks.cli import app
         (
             ["soak", "0.18.1-V1-FLASH_ATTN", "--control", "positions", "--plugin", "stock"],
             "--control positions breaks the plugin, and --plugin is stock; leave out one of the two",
+        ),
+        (
+            ["soak", "tiny", "--control", "short-last-rank"],
+            "--control short-last-rank breaks one of several ranks, which soak tiny does not use; give one of tiny-tp2",
         ),
         (["soak", "0.26.0-V1-FLASHINFER"], "no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
         (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),

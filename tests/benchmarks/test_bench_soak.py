@@ -21,7 +21,7 @@ from benchmarks.child import ChildError
 from benchmarks.cli import app
 from benchmarks.loads import Request
 from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
-from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, delays, expect, soak
+from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, expect, soak
 from benchmarks.soak.run import SoakError, allowed, together
 from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec.demo.model import TinyLlama
@@ -151,12 +151,6 @@ def test_what_stock_says_is_kept_with_the_choices_close_behind():
     assert said == [Expected([7, 8], [{"3": 0.1}, {"2": 0.0}])]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to delay")
-def test_there_are_no_delays_without_a_device():
-    with pytest.raises(RuntimeError, match="no CUDA device"), delays(None, 0):
-        pass
-
-
 def test_a_soak_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
     monkeypatch.setattr("benchmarks.runner.installed_vllm", lambda: "0.32.0")
@@ -173,12 +167,13 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}
     flashinfer = {name for name in SOAKS if "FLASHINFER" in name}
-    assert len(flashinfer) == 8
+    assert len(flashinfer) == 11
     assert shown == {
         "lengths": flashinfer,
         "fence": flashinfer,
         "short": SOAKS.keys(),
-        "positions": {"0.18.1-V1-FLASH_ATTN", "0.18.1-V1-FLASH_ATTN-8b"},
+        "short-last-rank": {name for name in SOAKS if name.endswith("-tp2")},
+        "positions": {"0.18.1-V1-FLASH_ATTN", "0.18.1-V1-FLASH_ATTN-8b", "0.18.1-V1-FLASH_ATTN-tp2"},
     }
 
 

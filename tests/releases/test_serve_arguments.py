@@ -126,7 +126,7 @@ def test_the_server_takes_the_arguments_of_the_plan_for_this_release(served_plan
         assert parsed.port == 18000
         assert parsed.load_format == "arranged"
         assert parsed.kv_cache_memory_bytes == arm.engine["kv_cache_memory_bytes"]
-        assert parsed.worker_extension_cls == "benchmarks.serving.worker.BenchWorker"
+        assert parsed.worker_extension_cls == "benchmarks.worker.BenchWorker"
         assert parsed.speculative_config["num_speculative_tokens"] == 3
         assert parsed.model_loader_extra_config["share"] == 0.7
         assert not parsed.enforce_eager
