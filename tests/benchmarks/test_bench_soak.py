@@ -81,9 +81,9 @@ def test_where_stock_is_far_from_itself_nothing_is_told(found: dict[str, Any]):
         allowed(found)
 
 
-def test_of_mla_stock_without_drafts_says_what_is_right():
+def test_of_mla_and_of_experts_stock_without_drafts_says_what_is_right():
     for each in SOAKS.values():
-        undrafted = "mla" in each.name
+        undrafted = "mla" in each.name or "moe" in each.name
         assert each.undrafted is undrafted
         assert each.oracle.method is (None if undrafted else each.subject.method)
         assert each.oracle.plugin is Plugin.STOCK
