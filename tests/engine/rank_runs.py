@@ -20,6 +20,9 @@ NEAR = 0.05
 """Difference of the two best log-probabilities below which the sum of a GPU's ranks may go either way."""
 
 _ERROR = re.compile(r"\b(?:[A-Za-z_]\w*(?:Error|Exception)|Value error)(?:: |, )(.+?)(?: \[type=|$)", re.MULTILINE)
+_BARE = re.compile(r"^(.+)\n(?:.*\^+\s*\n)?.*\b([A-Za-z_]\w*(?:Error|Exception))[ \t]*$", re.MULTILINE)
+"""An error without a message, and the line before it, which is the last of its traceback."""
+_PREFIX = re.compile(r"^\([^)]*\) \w+ [\d-]+ [\d:]+ \[[^]]*\]\s*")
 _FOLLOWING = ("Engine core", "EngineCore", "WorkerProc", "cancelled", "Cancelled", "Connection", "onnection closed")
 """Parts of the errors that follow from another process's error, whatever that was."""
 _DECISION = re.compile(r"asynchronous scheduling is (on|off), decided by ([\w ]+):")
@@ -42,7 +45,9 @@ class Found:
     @property
     def errors(self) -> set[str]:
         """Messages of the errors in the log, without numbers and without the errors that follow from others."""
-        messages = {re.sub(r"0x[0-9a-f]+|\d+", "N", message.strip()) for message in _ERROR.findall(self.log)}
+        said = [*_ERROR.findall(self.log)]
+        said += [f"{name} at {_PREFIX.sub('', line).strip()}" for line, name in _BARE.findall(self.log)]
+        messages = {re.sub(r"0x[0-9a-f]+|\d+", "N", message.strip()) for message in said}
         return {message for message in messages if not any(part in message for part in _FOLLOWING)}
 
     @property
