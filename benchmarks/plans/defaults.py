@@ -68,12 +68,20 @@ class Published:
         return {"tensor_parallel_size": self.gpus}
 
     @property
+    def divided(self) -> str:
+        """How its server is divided, in words with a comma before; empty for one rank."""
+        if self.gpus == 1:
+            return ""
+        if self.has_experts:
+            rounding = "experts round by batch, so tokens tell only where those of noop do not differ"
+            return f", data parallel with experts divided on {self.gpus} ranks; {rounding}"
+        return f", tensor parallel on {self.gpus} ranks"
+
+    @property
     def about(self) -> str:
         """What its arms are, in words."""
         beside = "" if self.backend == "FLASH_ATTN" else ", and FLASH_ATTN beside it"
-        how = "data parallel with experts divided" if self.has_experts else "tensor parallel"
-        ranks = "" if self.gpus == 1 else f", {how} on {self.gpus} GPUs"
-        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape{ranks}"
+        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape{self.divided}"
 
 
 PUBLISHED = (

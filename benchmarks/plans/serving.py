@@ -36,10 +36,9 @@ _LOADS = (
 def _served(which: Published) -> ServePlan:
     engine: dict[str, Any] = DEFAULT_ENGINE | BESIDE_OTHERS | {"max_model_len": _LONGEST}
     engine["kv_cache_memory_bytes"] = _CACHE[which.shape]
-    rounding = "; experts round by batch, so tokens tell only where those of noop do not differ"
     return ServePlan(
         name=f"serve-{which.name}",
-        about=f"vllm serve {which.about}{rounding if which.has_experts else ''}",
+        about=f"vllm serve {which.about}",
         arms=which.arms(engine | which.parallel),
         loads=_LOADS,
         goodput=_GOODPUT,
@@ -47,21 +46,20 @@ def _served(which: Published) -> ServePlan:
     )
 
 
-def serve_tiny(ranks: int = 1) -> ServePlan:
+def serve_tiny(name: str = "serve-tiny", shape: str = "tiny", ranks: int = 1) -> ServePlan:
     """The same on a CPU, with shorter prompts and outputs; it says nothing about a GPU."""
-    several = {} if ranks == 1 else {"tensor_parallel_size": ranks}
+    which = Published(shape, "", "", "", name, gpus=ranks)
     return ServePlan(
-        name=f"serve-tiny-tp{ranks}" if several else "serve-tiny",
-        about="vllm serve with the plugin on, off and not loaded, tiny shape on a CPU"
-        + (f", tensor parallel of {ranks} ranks" if several else ""),
+        name=name,
+        about=f"vllm serve with the plugin on, off and not loaded, {shape} shape on a CPU{which.divided}",
         arms=tuple(
             Arm(
                 plugin.value,
-                "tiny",
+                shape,
                 plugin=plugin,
                 method=Method.EAGLE,
                 acceptance=ACCEPTANCE,
-                engine=CPU_ENGINE | {"max_model_len": 2048} | several,
+                engine=CPU_ENGINE | {"max_model_len": 2048} | which.parallel,
                 environment=CPU_ENVIRONMENT,
             )
             for plugin in Plugin
@@ -82,7 +80,8 @@ def serve_tiny(ranks: int = 1) -> ServePlan:
 
 SERVE_PLANS: dict[str, Callable[[], ServePlan]] = {
     "serve-tiny": serve_tiny,
-    "serve-tiny-tp2": partial(serve_tiny, 2),
+    "serve-tiny-tp2": partial(serve_tiny, "serve-tiny-tp2", ranks=2),
+    "serve-tiny-moe-dp2": partial(serve_tiny, "serve-tiny-moe-dp2", "tiny-moe", 2),
     **{f"serve-{which.name}": partial(_served, which) for which in (*PUBLISHED, *SEVERAL_GPUS)},
 }
 

@@ -38,7 +38,9 @@ def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwis
 def test_two_data_parallel_engines_divide_experts_and_say_what_a_difference_of_tokens_tells():
     for name, release, runner_ in (("serve-moe-dp2", "0.32.0", "V2"), ("serve-moe-0.26.0-V1-dp2", "0.26.0", "V1")):
         plan = find_serve_plan(name)
-        assert "data parallel with experts divided on 2 GPUs; experts round by batch, so tokens tell only" in plan.about
+        assert (
+            "data parallel with experts divided on 2 ranks; experts round by batch, so tokens tell only" in plan.about
+        )
         assert [arm.name for arm in plan.arms][:3] == ["stock", "noop", "plugin"]
         for arm in plan.arms:
             assert (arm.release, arm.runner, arm.shape, arm.gpus) == (release, runner_, "moe", 2)
