@@ -42,6 +42,7 @@ def test_two_data_parallel_engines_divide_experts_and_say_what_a_difference_of_t
             "data parallel with experts divided on 2 ranks; experts round by batch, so tokens tell only" in plan.about
         )
         assert [arm.name for arm in plan.arms][:3] == ["stock", "noop", "plugin"]
+        assert plan.audited == ("closed-32",)
         for arm in plan.arms:
             assert (arm.release, arm.runner, arm.shape, arm.gpus) == (release, runner_, "moe", 2)
             assert (arm.engine["data_parallel_size"], arm.engine["enable_expert_parallel"]) == (2, True)

@@ -227,7 +227,7 @@ def test_an_odd_number_of_turns_is_refused():
 
 def test_an_unknown_plan_is_refused_with_those_that_there_are():
     with pytest.raises(
-        PlanError, match="no served plan 'x'; there are serve-tiny, serve-tiny-tp2, serve-tiny-moe-dp2, serve-8b, "
+        PlanError, match="no served plan 'x'; there are serve-tiny, serve-tiny-tp2, serve-8b, "
     ) as refused:
         find_serve_plan("x")
     assert str(refused.value).startswith("there is no served plan")
