@@ -71,7 +71,11 @@ class Arm:
 
     @property
     def gpus(self) -> int:
-        """GPUs that its engine takes."""
+        """GPUs that its engines take: with data parallelism there are several."""
+        return self._tensor_ranks * int(self.engine.get("data_parallel_size", 1))
+
+    @property
+    def _tensor_ranks(self) -> int:
         return int(self.engine.get("tensor_parallel_size", 1))
 
     @property
@@ -82,6 +86,16 @@ class Arm:
             ShapeError: no shape has this arm's name.
         """
         return 2 * find_shape(self.shape).parameters
+
+    @property
+    def gpu_weight_bytes(self) -> float:
+        """Bytes of the target's weights on each GPU, in bfloat16; raises what `weight_bytes` raises.
+
+        Data parallelism divides experts, as tensor parallelism does, and repeats all other weights.
+        """
+        shape = find_shape(self.shape)
+        experts = shape.expert_parameters
+        return 2 * ((shape.parameters - experts) / self._tensor_ranks + experts / self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""

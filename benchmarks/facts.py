@@ -74,6 +74,7 @@ def engine_facts(runner: Any, config: Any) -> dict[str, Any]:
             "largest_graph": max(compilation.cudagraph_capture_sizes or [0]),
         },
         "all_reduce": all_reduce(config.parallel_config.tensor_parallel_size),
+        "data_parallel": data_parallel(config.parallel_config),
         "scheduler": {
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -90,7 +91,7 @@ def in_words(facts: dict[str, Any]) -> str:
     compiled = f"compilation {compilation['mode']}" + (f" ({compilation['backend']})" if compilation["backend"] else "")
     return (
         f"vLLM {facts['vllm']}, runner {facts['runner']}, {', '.join(facts['backends'])}, {compiled}, "
-        f"graphs {facts['graphs']}, all-reduce {facts['all_reduce']}, "
+        f"graphs {facts['graphs']}, all-reduce {facts['all_reduce']}, {facts.get('data_parallel', '')}"
         f"{'asynchronous' if facts['async_scheduling'] else 'synchronous'} scheduling"
     )
 
@@ -114,6 +115,14 @@ def all_reduce(ranks: int) -> str:
     found = {attribute: getattr(communicator, attribute, None) for attribute in _ALL_REDUCES}
     able = [attribute for attribute, each in found.items() if each and not getattr(each, "disabled", False)]
     return ", ".join(_ALL_REDUCES[attribute] for attribute in able) or type(communicator).__name__
+
+
+def data_parallel(parallel: Any) -> str:
+    """Data parallelism, and how experts exchange tokens, with a comma after it; empty for one engine."""
+    if parallel.data_parallel_size == 1:
+        return ""
+    experts = f" with experts by {parallel.all2all_backend}" if parallel.enable_expert_parallel else ""
+    return f"data parallel {parallel.data_parallel_size}{experts}, "
 
 
 def check_declared(arm: dict[str, Any], facts: dict[str, Any]) -> None:

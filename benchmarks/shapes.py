@@ -46,6 +46,16 @@ class Shape:
     drafters: Mapping[Method, Mapping[str, Any] | None]
     """A config.json for each method; None if the target's own directory holds the drafter, or no drafter is needed."""
 
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of the target's routed experts: three matrices each, in every layer after the dense ones."""
+        experts: int = self.target.get("num_experts") or self.target.get("n_routed_experts") or 0
+        if not experts:
+            return 0
+        layers = max(self.target["num_hidden_layers"] - self.target.get("first_k_dense_replace", 0), 0)
+        found: int = layers * experts * 3 * self.target["hidden_size"] * self.target["moe_intermediate_size"]
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Models:

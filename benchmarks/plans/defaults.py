@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, side_by_side
+from benchmarks.shapes import find_shape
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
 _CACHE = {
@@ -28,7 +29,7 @@ class Published:
     name: str
     """Of its plans, after `defaults-` or `serve-`."""
     gpus: int = 1
-    """Ranks of tensor parallelism."""
+    """Ranks of tensor parallelism; for a shape with experts, engines of data parallelism with experts divided."""
 
     def arms(self, engine: dict[str, Any], draft_tokens: int = 3) -> tuple[Arm, ...]:
         """The plugin on, off and not loaded, and FLASH_ATTN beside FLASHINFER; `engine` without the backend."""
@@ -49,11 +50,38 @@ class Published:
         return three if self.backend == "FLASH_ATTN" else (*three, arm("FLASH_ATTN", Plugin.STOCK, "FLASH_ATTN"))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether the shape has experts."""
+        return find_shape(self.shape).expert_parameters > 0
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """Engine arguments of a server on these GPUs.
+
+        vLLM starts an API server for each engine of data parallelism. One is enough here, and it alone can stop an
+        audit that it has started.
+        """
+        if self.gpus == 1:
+            return {}
+        if self.has_experts:
+            return {"data_parallel_size": self.gpus, "enable_expert_parallel": True, "api_server_count": 1}
+        return {"tensor_parallel_size": self.gpus}
+
+    @property
+    def divided(self) -> str:
+        """How its server is divided, in words with a comma before; empty for one rank."""
+        if self.gpus == 1:
+            return ""
+        if self.has_experts:
+            rounding = "experts round by batch, so tokens tell only where those of noop do not differ"
+            return f", data parallel with experts divided on {self.gpus} ranks; {rounding}"
+        return f", tensor parallel on {self.gpus} ranks"
+
+    @property
     def about(self) -> str:
         """What its arms are, in words."""
         beside = "" if self.backend == "FLASH_ATTN" else ", and FLASH_ATTN beside it"
-        ranks = "" if self.gpus == 1 else f", tensor parallel on {self.gpus} GPUs"
-        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape{ranks}"
+        return f"{self.release}, runner {self.runner}, {self.backend}{beside}, {self.shape} shape{self.divided}"
 
 
 PUBLISHED = (
@@ -71,6 +99,8 @@ SEVERAL_GPUS = (
     Published("8b", "0.26.0", "V2", "FLASHINFER", "8b-0.26.0-V2-tp2", gpus=2),
     Published("8b", "0.26.0", "V1", "FLASHINFER", "8b-0.26.0-V1-tp2", gpus=2),
     Published("8b", "0.18.1", "V1", "FLASH_ATTN", "8b-0.18.1-tp2", gpus=2),
+    Published("moe", "0.32.0", "V2", "FLASHINFER", "moe-dp2", gpus=2),
+    Published("moe", "0.26.0", "V1", "FLASH_ATTN", "moe-0.26.0-V1-dp2", gpus=2),
 )
 """The same on several GPUs, as servers only: the engines of `run` have one rank, which is in their process."""
 

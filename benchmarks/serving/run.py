@@ -82,7 +82,7 @@ class ServeRunner:
             return "vLLM is not installed in this environment; install it, or take a plan that names a release"
         found, wanted = gpus(), max(arm.gpus for arm in arms)
         needs = [
-            arm.weight_bytes / arm.gpus + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
+            arm.gpu_weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
             for arm in arms
             if arm.needs_gpu
         ]

@@ -19,6 +19,8 @@ from benchmarks.starts import starts_grid
 
 SIZES = {"dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len"}
 CHOSEN = {"attention_backend", "enable_prefix_caching", "max_num_seqs"}
+RANKS = {"tp2": {"tensor_parallel_size"}, "dp2": {"data_parallel_size", "enable_expert_parallel", "api_server_count"}}
+"""Arguments of engines on two GPUs, by the end of the plan's name."""
 
 
 @pytest.mark.parametrize("name", [*PLANS, *SERVE_PLANS])
@@ -26,11 +28,30 @@ def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwis
     plan = find_plan(name) if name in PLANS else find_serve_plan(name)
     for arm in plan.arms:
         if arm.needs_gpu:
-            ranks = {"tensor_parallel_size"} if name.endswith("-tp2") else set()
+            ranks = RANKS.get(name.rpartition("-")[2], set())
             assert (arm.engine.keys() <= SIZES | CHOSEN | ranks) is not name.endswith("-mode0"), arm.name
             assert arm.gpus == (2 if ranks else 1)
             if not name.endswith("-mode0"):
                 assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
+
+
+def test_two_data_parallel_engines_divide_experts_and_say_what_a_difference_of_tokens_tells():
+    for name, release, runner_ in (("serve-moe-dp2", "0.32.0", "V2"), ("serve-moe-0.26.0-V1-dp2", "0.26.0", "V1")):
+        plan = find_serve_plan(name)
+        assert (
+            "data parallel with experts divided on 2 ranks; experts round by batch, so tokens tell only" in plan.about
+        )
+        assert [arm.name for arm in plan.arms][:3] == ["stock", "noop", "plugin"]
+        assert plan.audited == ("closed-32",)
+        for arm in plan.arms:
+            assert (arm.release, arm.runner, arm.shape, arm.gpus) == (release, runner_, "moe", 2)
+            assert (arm.engine["data_parallel_size"], arm.engine["enable_expert_parallel"]) == (2, True)
+            # 16 layers of 64 experts of three matrices of 768 x 2,048 are on one of the GPUs, the rest is on both.
+            experts = 2 * 16 * 64 * 3 * 768 * 2048
+            assert arm.gpu_weight_bytes == arm.weight_bytes - experts / 2
+    dense = find_serve_plan("serve-8b-tp2")
+    assert "tokens tell" not in dense.about
+    assert dense.arms[0].gpu_weight_bytes == dense.arms[0].weight_bytes / 2
 
 
 def test_every_row_that_is_published_has_its_plans():

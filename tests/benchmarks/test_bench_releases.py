@@ -30,6 +30,8 @@ def source(release: str | None, folder: str) -> str:
 def takes(release: str | None, argument: str) -> bool:
     field = argument.removeprefix("--").removeprefix("no-").replace("-", "_")
     folders = ("engine/arg_utils.py", "entrypoints")
+    if f'"{argument}",' in source(release, "entrypoints"):  # an argument that no class has as a field
+        return True
     return any(re.search(rf"^    {field}\s*:", source(release, folder), re.MULTILINE) for folder in folders)
 
 

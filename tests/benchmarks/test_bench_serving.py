@@ -203,6 +203,23 @@ def test_all_reduces_are_named(communicators: dict[str, Any], ranks: int, words:
     assert facts.all_reduce(ranks) == words
 
 
+@pytest.mark.parametrize(
+    ("engines", "experts", "words"),
+    [
+        (1, True, ""),
+        (2, False, "data parallel 2, "),
+        (2, True, "data parallel 2 with experts by allgather_reducescatter, "),
+    ],
+)
+def test_facts_say_how_data_parallel_engines_exchange_tokens(engines: int, experts: bool, words: str):
+    parallel = SimpleNamespace(
+        data_parallel_size=engines, enable_expert_parallel=experts, all2all_backend="allgather_reducescatter"
+    )
+    assert facts.data_parallel(parallel) == words
+    said = facts.in_words(FACTS | {"data_parallel": words})
+    assert said.endswith(f"all-reduce none, {words}asynchronous scheduling")
+
+
 def test_an_odd_number_of_turns_is_refused():
     with pytest.raises(PlanError, match="3 turns can't be balanced"):
         ServePlan("a plan", "", (), (), turns=3)

@@ -369,6 +369,15 @@ def test_servers_of_two_ranks_need_two_gpus_and_half_the_weights_on_each(
     assert why is None or why in done.stderr
 
 
+def test_servers_with_experts_need_all_other_weights_on_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
+    monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: [70e9, 70e9])
+    done = CliRunner().invoke(app, ["serve", "serve-moe-dp2", "--out", str(tmp_path), "--cache", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "4 servers side by side need about 72 GB, and the GPU has 70 GB" in done.stderr
+
+
 def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
     monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")

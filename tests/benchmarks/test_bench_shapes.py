@@ -19,6 +19,16 @@ def test_a_shape_has_its_number_of_parameters(shape, tmp_path):
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_shape_has_the_parameters_of_its_experts(shape, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(write_models(shape, None, tmp_path).target)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    routed = [weight.numel() for name, weight in model.named_parameters() if ".mlp.experts." in name]
+    assert shape.expert_parameters == sum(routed)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_drafters_have_the_targets_vocabulary_and_eagle_its_hidden_size(shape, tmp_path):
     for method in shape.drafters:
         models = write_models(shape, method, tmp_path)

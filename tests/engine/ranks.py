@@ -36,6 +36,9 @@ def ask_rank(worker: Any) -> dict[str, Any]:
         "rank": worker.rank,
         "pid": os.getpid(),
         "runner": type(worker.model_runner).__module__,
+        "backends": sorted(
+            {group.backend.get_name() for groups in worker.model_runner.attn_groups for group in groups}
+        ),
         "asynchronous": bool(worker.vllm_config.scheduler_config.async_scheduling),
         "patches": {name: outcome.state.value for name, outcome in outcomes.items()},
         "report": sync_report().to_dict(),
@@ -55,6 +58,8 @@ def differ() -> None:
 
 
 def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    begun = time.monotonic()
+    import vllm
     from vllm import LLM, SamplingParams
 
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
@@ -67,6 +72,7 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         **({"dtype": "float32", "speculative_config": drafting} | options),
     )
+    start_s = time.monotonic() - begun
     prompts: Any = [
         {"prompt_token_ids": [(7 * row * row + 31 * at) % VOCABULARY for at in range(5 + 9 * row)]}
         for row in range(REQUESTS)
@@ -80,6 +86,8 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
     snapshot = published(len(ranks))
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     return {
+        "vllm": vllm.__version__,
+        "start_s": round(start_s, 1),
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "margins": [margins(output.outputs[0].logprobs) for output in outputs],
         "ranks": ranks,

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_models import prepare
+from rank_models import prepare, prepare_mla
+from rank_runs import NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
-from scenario import environment
-from watched_start import watched
 
 pytestmark = [
     pytest.mark.engine,
@@ -24,10 +20,6 @@ pytestmark = [
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'"
     ),
 ]
-RANKS = Path(__file__).with_name("ranks.py")
-STOCK = {"VLLM_PLUGINS": ""}
-NEAR = 0.05
-"""Difference of the two best log-probabilities below which the sum of a GPU's ranks may go either way."""
 GPUS = torch.cuda.device_count()
 on_cpu = pytest.mark.skipif(GPUS > 0, reason="this test is of vLLM's CPU platform, and this machine has a GPU")
 CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -40,6 +32,34 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Options of the engine and variables of its processes, on GPUs."""
+BESIDE_OTHERS: dict[str, Any] = {"dtype": "float16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30}
+"""For engines that share GPUs: with the cache given, vLLM does not derive it from memory that others take meanwhile."""
+RUNNERS = {
+    name: {"stock": Arm(STOCK | chosen), "plugin": Arm(chosen)}
+    for name, chosen in {
+        "V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+        "V2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    }.items()
+}
+"""The arms in each runner. V2 of 0.26.0 refuses draft models, so there both arms fail."""
+
+
+def exact(runner: str) -> dict[str, Arm]:
+    """The arms of a runner, of which `stock` has exact lengths on the host; with stock's asynchronous scheduling."""
+    stock, plugin = RUNNERS[runner].values()
+    return {
+        "stock": Arm(stock.variables, {"async_scheduling": False}),
+        "stock asynchronous": Arm(stock.variables, {"async_scheduling": True}),
+        "plugin": plugin,
+    }
+
+
+def on_gpus(arms: dict[str, Arm], caches: Path) -> dict[str, Arm]:
+    """The arms, each with compiled code of its own: they start at once, and vLLM does not lock its cache."""
+    return {
+        name: Arm(dict(arm.variables) | {"VLLM_CACHE_ROOT": str(caches / name.replace(" ", "-"))}, arm.options)
+        for name, arm in arms.items()
+    }
 
 
 def ranks_on_gpus(*numbers: int) -> list[Any]:
@@ -61,51 +81,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return prepare(tmp_path_factory.mktemp("models"))
 
 
-class Found:
-    def __init__(self, log: Path, said: Path) -> None:
-        self.log = log.read_text(encoding="utf-8", errors="replace")
-        self.said: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {}
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Models whose ranks can share each request's KV cache: with one KV head, and with latent attention."""
+    folder = tmp_path_factory.mktemp("sharing")
+    return {"GQA": prepare(folder / "gqa", kv_heads=1), "MLA": prepare_mla(folder / "mla")}
 
 
-def run(
-    folder: Path,
-    models: tuple[Path, Path],
-    options: dict[str, Any],
-    arms: dict[str, dict[str, str]],
-    *,
-    at_once: bool = True,
-) -> dict[str, Found]:
-    """Run one engine for each arm (its variables), and return what they said; one that hangs fails with its stacks."""
-    common = environment() | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for functions sent to the workers
-    for ours in ("VLLM_ASYNC_SPEC", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        del common[ours]  # processes as a user has them
-    target, draft = map(str, models)
-    starts = []
-    with ExitStack() as running:
-        for arm, variables in arms.items():
-            said = folder / f"{arm}.json"
-            command = [sys.executable, RANKS, "--target", target, "--draft", draft, "--out", said]
-            command += ["--options", json.dumps(options)]
-            starts.append(running.enter_context(watched(command, folder / f"{arm}.log", common | variables)))
-            if not at_once:
-                starts[-1].wait()
-        for start in starts:
-            start.wait()
-    return {arm: Found(folder / f"{arm}.log", folder / f"{arm}.json") for arm in arms}
-
-
-def served(found: Found) -> dict[str, Any]:
-    assert found.said, f"the engine failed; the end of its log:\n{found.log[-4000:]}"
-    return found.said
-
-
-def differing(stock: dict[str, Any], plugin: dict[str, Any], near: float) -> list[tuple[int, int]]:
-    found = []
-    for row, (ours, theirs) in enumerate(zip(plugin["tokens"], stock["tokens"], strict=True)):
-        at = next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
-        if at is not None and stock["margins"][row][at] >= near:
-            found.append((row, at))
-    return found
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("caches")
 
 
 def check_ranks(plugin: dict[str, Any], ranks: int) -> None:
@@ -132,7 +117,7 @@ def tensor_parallel(
 ) -> tuple[int, dict[str, Found]]:
     ranks: int = request.param
     options = {"tensor_parallel_size": ranks, "enforce_eager": True}
-    arms = {"stock": STOCK, "noop": {"VLLM_ASYNC_SPEC": "off"}, "plugin": {}}
+    arms = {"stock": Arm(STOCK), "noop": Arm({"VLLM_ASYNC_SPEC": "off"}), "plugin": Arm()}
     return ranks, run(tmp_path_factory.mktemp(f"tensor-{ranks}"), tiny, options, arms)
 
 
@@ -160,7 +145,7 @@ class TestTensorParallel:
 def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp_path: Path):
     """The V1 runner of 0.32.0 asks every rank for a drafter, and only a pipeline's last rank has one."""
     options = {"pipeline_parallel_size": 2, "enforce_eager": True}
-    found = run(tmp_path, tiny, options, {"stock": STOCK, "plugin": {}})
+    found = run(tmp_path, tiny, options, {"stock": Arm(STOCK), "plugin": Arm()})
     words = "'CPUModelRunner' object has no attribute 'drafter'"
     assert [(arm, words in each.log, each.said) for arm, each in found.items()] == [
         ("stock", True, {}),
@@ -172,9 +157,18 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
 
 
 @on_cpu
+def test_context_parallelism_fails_on_a_cpu_as_stock_does(sharing: dict[str, tuple[Path, Path]], tmp_path: Path):
+    options = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "enforce_eager": True}
+    found = run(tmp_path, sharing["GQA"], options, {"stock": Arm(STOCK), "plugin": Arm()})
+    told = report("decode context parallel 2", found)
+    assert not serve_alike(found)
+    assert any("Decode Context Parallelism (DCP) requires" in each for each in told["arms"]["plugin"]["failed"])
+
+
+@on_cpu
 def test_ranks_that_decide_differently_end_the_start(tiny: tuple[Path, Path], tmp_path: Path):
     options = {"tensor_parallel_size": 2, "enforce_eager": True}
-    found = run(tmp_path, tiny, options, {"stock": STOCK | {DIFFER: "1"}, "plugin": {DIFFER: "1"}})
+    found = run(tmp_path, tiny, options, {"stock": Arm(STOCK | {DIFFER: "1"}), "plugin": Arm({DIFFER: "1"})})
     assert served(found["stock"])["tokens"], "nothing meets in a collective on a CPU, so stock starts"
     assert found["plugin"].said == {}
     said = "the ranks differ in attention group 1 of "
@@ -189,15 +183,84 @@ def test_only_a_near_tie_may_differ_on_gpus():
     assert differing(stock, plugin, NEAR) == [(2, 1)]
 
 
+def test_the_words_of_a_failure_are_those_of_its_first_errors():
+    prefix = "(Worker_TP1 pid=13471) ERROR 11-24 19:46:50 [multiproc_executor.py:1063]"
+    log = f"""{prefix}     assert seq_lens
+{prefix} AssertionError
+{prefix} AttributeError: 'Runner' object has no attribute 'drafter' in step 17
+pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig
+  Value error, Model Runner V2 does not yet support: speculative method 'draft_model' [type=value_error, input]
+RuntimeError: Engine core initialization failed. See root cause above.
+"""
+    assert Found(log, {}).errors == {
+        "AssertionError at assert seq_lens",
+        "'Runner' object has no attribute 'drafter' in step N",
+        "N validation error for VllmConfig",
+        "Model Runner VN does not yet support: speculative method 'draft_model'",
+    }
+
+
+def test_only_failures_in_the_same_words_are_alike():
+    tokens = {"tokens": [[1, 2]], "margins": [[1.0, 1.0]]}
+    served_, other = Found("", tokens), Found("", {"tokens": [[1, 3]]})
+    missing, lost = Found("AttributeError: no drafter", {}), Found("RuntimeError: NCCL error", {})
+    assert serve_alike({"stock": served_, "plugin": served_})
+    assert not serve_alike({"stock": missing, "plugin": missing})
+    for pair in ((served_, other), (served_, missing), (missing, served_), (missing, lost)):
+        with pytest.raises(AssertionError):
+            serve_alike(dict(zip(("stock", "plugin"), pair, strict=True)))
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", ranks_on_gpus(2, 4, 8))
-def test_tokens_and_counts_of_ranks_on_gpus(ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path):
+def test_tokens_and_counts_of_ranks_on_gpus(
+    ranks: int, case: str, tiny: tuple[Path, Path], tmp_path: Path, caches: Path
+):
     options, variables = CASES[case]
-    options = options | {"tensor_parallel_size": ranks, "dtype": "float16", "gpu_memory_utilization": 0.4}
-    arms = {"stock": STOCK | variables, "plugin": variables}
-    found = run(tmp_path, tiny, options, arms, at_once=False)  # they share the GPUs
-    stock, plugin = served(found["stock"]), served(found["plugin"])
-    assert differing(stock, plugin, NEAR) == []
+    arms = on_gpus({"stock": Arm(STOCK | variables), "plugin": Arm(variables)}, caches)
+    found = run(tmp_path, tiny, BESIDE_OTHERS | options | {"tensor_parallel_size": ranks}, arms)
+    report(f"tensor parallel {ranks}, {case}", found)
+    assert serve_alike(found), "tensor parallelism is served"
+    plugin = served(found["plugin"])
     assert 0 < plugin["accepted"] < plugin["drafts"]
     check_ranks(plugin, ranks)
     check_said_once(found["plugin"].log)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("ranks", ranks_on_gpus(2))
+def test_a_pipeline_on_gpus_serves_or_fails_as_stock_does(
+    ranks: int, runner: str, tiny: tuple[Path, Path], tmp_path: Path, caches: Path
+):
+    """By reading: V1 asks the first rank for a drafter, which only the last has; V2 takes draft models after 0.26."""
+    options = BESIDE_OTHERS | {"pipeline_parallel_size": ranks, "enforce_eager": True}
+    found = run(tmp_path, tiny, options, on_gpus(RUNNERS[runner], caches))
+    report(f"pipeline parallel {ranks}, {runner}", found)
+    decisions = found["plugin"].decisions
+    assert len(decisions) == 1, f"the log says of asynchronous scheduling {decisions or 'nothing'}"
+    if serve_alike(found):
+        workers = served(found["plugin"])["ranks"]
+        assert [worker["rank"] for worker in workers] == list(range(ranks))
+        assert {"on" if worker["asynchronous"] else "off" for worker in workers} == {state for state, _ in decisions}
+        assert not any("refused" in worker["patches"].values() for worker in workers)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("backend", ["FLASH_ATTN_MLA", "FLASHMLA", "FLASH_ATTN", "FLASHINFER"])
+@pytest.mark.parametrize("ranks", ranks_on_gpus(2))
+def test_context_parallel_tokens_are_those_of_exact_lengths(
+    ranks: int, backend: str, runner: str, sharing: dict[str, tuple[Path, Path]], tmp_path: Path, caches: Path
+):
+    """Stock without asynchronous scheduling has exact lengths on the host; what stock gives with it is printed.
+
+    By reading, of these only FLASH_ATTN_MLA masks by the runner's local lengths. FLASH_ATTN computes its own from
+    device lengths, FLASHINFER waits for them, and FLASHMLA takes requests with drafts as prefills, by the host's bound.
+    """
+    options = BESIDE_OTHERS | {"attention_backend": backend, "enforce_eager": True}
+    options |= {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    found = run(tmp_path, sharing["MLA" if "MLA" in backend else "GQA"], options, on_gpus(exact(runner), caches))
+    report(f"decode context parallel {ranks}, {backend}, {runner}", found)
+    if found["plugin"].said and not found["stock"].said:
+        pytest.skip(f"stock fails with {sorted(found['stock'].errors)}, so there are no tokens to compare with")
+    if serve_alike(found):
+        check_ranks(served(found["plugin"]), ranks)
