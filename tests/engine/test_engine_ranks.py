@@ -12,6 +12,8 @@ from rank_models import prepare, prepare_mla
 from rank_runs import NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
 
+from vllm_async_spec.vllm_plugin.scheduling import PLUGIN, USER, VLLM, Decision
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
@@ -198,6 +200,13 @@ RuntimeError: Engine core initialization failed. See root cause above.
         "N validation error for VllmConfig",
         "Model Runner VN does not yet support: speculative method 'draft_model'",
     }
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("by", [PLUGIN, USER, VLLM])
+def test_the_log_says_whether_and_who_decided(enabled: bool, by: str):
+    line = f"(Worker pid=1) INFO vllm-async-spec: {Decision(enabled, by, 'a reason: of words')}\n"
+    assert Found(line * 2, {}).decisions == {("on" if enabled else "off", by)}
 
 
 def test_only_failures_in_the_same_words_are_alike():
