@@ -25,7 +25,7 @@ _BARE = re.compile(r"^(.+)\n(?:.*\^+\s*\n)?.*\b([A-Za-z_]\w*(?:Error|Exception))
 _PREFIX = re.compile(r"^\([^)]*\) \w+ [\d-]+ [\d:]+ \[[^]]*\]\s*")
 _FOLLOWING = ("Engine core", "EngineCore", "WorkerProc", "cancelled", "Cancelled", "Connection", "onnection closed")
 """Parts of the errors that follow from another process's error, whatever that was."""
-_DECISION = re.compile(r"asynchronous scheduling is (on|off), decided by ([\w ]+):")
+_DECISION = re.compile(r"asynchronous scheduling is (on|off), decided by ([^:\n]+):")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from rank_models import prepare, prepare_mla
 from rank_runs import NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
 
+from vllm_async_spec.vllm_plugin.scheduling import PLUGIN, USER, VLLM, Decision
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
@@ -200,6 +202,13 @@ RuntimeError: Engine core initialization failed. See root cause above.
     }
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("by", [PLUGIN, USER, VLLM])
+def test_the_log_says_whether_and_who_decided(enabled: bool, by: str):
+    line = f"(Worker pid=1) INFO vllm-async-spec: {Decision(enabled, by, 'a reason: of words')}\n"
+    assert Found(line * 2, {}).decisions == {("on" if enabled else "off", by)}
+
+
 def test_only_failures_in_the_same_words_are_alike():
     tokens = {"tokens": [[1, 2]], "margins": [[1.0, 1.0]]}
     served_, other = Found("", tokens), Found("", {"tokens": [[1, 3]]})
@@ -236,9 +245,10 @@ def test_a_pipeline_on_gpus_serves_or_fails_as_stock_does(
     options = BESIDE_OTHERS | {"pipeline_parallel_size": ranks, "enforce_eager": True}
     found = run(tmp_path, tiny, options, on_gpus(RUNNERS[runner], caches))
     report(f"pipeline parallel {ranks}, {runner}", found)
-    decisions = found["plugin"].decisions
-    assert len(decisions) == 1, f"the log says of asynchronous scheduling {decisions or 'nothing'}"
-    if serve_alike(found):
+    alike, decisions = serve_alike(found), found["plugin"].decisions
+    refused = any("validation error" in error for error in found["plugin"].errors)  # before anything is decided
+    assert len(decisions) == (0 if refused else 1), f"the log says of asynchronous scheduling {decisions or 'nothing'}"
+    if alike:
         workers = served(found["plugin"])["ranks"]
         assert [worker["rank"] for worker in workers] == list(range(ranks))
         assert {"on" if worker["asynchronous"] else "off" for worker in workers} == {state for state, _ in decisions}
