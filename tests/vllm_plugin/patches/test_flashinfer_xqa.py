@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -182,6 +183,24 @@ def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
     compiling = "vllm-async-spec: compiling 1 XQA kernels, once for this machine"
     waiting = "vllm-async-spec: waiting for 1 XQA kernels, which another rank compiles"
     assert said == [compiling, waiting, compiling]
+
+
+def test_kernels_are_loaded_on_the_device_of_their_rank(
+    compiler: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    """A start of two ranks hung: the second rank's kernels had been prepared for the first GPU."""
+    current, loaded_on = threading.local(), []
+    current.device = 1
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: getattr(current, "device", 0),
+        set_device=lambda index: setattr(current, "device", index),
+    )
+    monkeypatch.setattr(flashinfer_xqa, "torch", SimpleNamespace(cuda=cuda))
+    spec = sys.modules["flashinfer.jit.xqa"].gen_xqa_module
+    monkeypatch.setattr(spec, "build_and_load", lambda self: loaded_on.append(cuda.current_device()))
+    flashinfer_xqa.compile_xqa([(1,), (4,)])
+    assert loaded_on == [1, 1]
 
 
 def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]):

@@ -22,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+import torch
+
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform, logger
@@ -140,7 +142,11 @@ def compile_xqa(shapes: Iterable[tuple[object, ...]]) -> None:
             inform("vllm-async-spec: compiling %d XQA kernels, once for this machine", len(missing))
         else:
             inform("vllm-async-spec: waiting for %d XQA kernels, which another rank compiles", len(missing))
-        with ThreadPoolExecutor(len(missing)) as pool:
+        # A kernel's library prepares the thread's current device when it is loaded. A new thread has the first device,
+        # and the kernels of any other rank would then fail with cudaErrorInvalidValue while its peers wait for it.
+        cuda = torch.cuda
+        take_device = functools.partial(cuda.set_device, cuda.current_device()) if cuda.is_available() else None
+        with ThreadPoolExecutor(len(missing), initializer=take_device) as pool:
             building = {pool.submit(spec.build_and_load): spec for spec in missing}
             for number, built in enumerate(as_completed(building), 1):
                 built.result()
