@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import caches, child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
-from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, has_gpu, installed_vllm
+from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -102,6 +102,9 @@ class Runner:
             return f"no environment has vLLM {', '.join(releases)}; give --env RELEASE=FILE"
         if not self._envs and installed_vllm() is None:
             return "vLLM is not installed in this environment; install it, or give --env RELEASE=FILE"
+        found, wanted = len(gpus()), min((arm.gpus for arm in arms), default=1)
+        if 0 < found < wanted:
+            return f"each of its engines needs {wanted} GPUs, and this machine has {found}; run it on a larger one"
         return self._lacks_memory(arms)
 
     def _lacks_memory(self, arms: Sequence[Arm]) -> str | None:
@@ -109,11 +112,11 @@ class Runner:
         if room is None or not arms:
             return None
         if not self._plan.keep:
-            needed = min(arm.weight_bytes for arm in arms)
+            needed = min(arm.gpu_weight_bytes for arm in arms)
             each = f"its engine has {needed / 1e9:.1f} GB of weights"
         else:
             caches = [arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms]
-            needed = sum(arm.weight_bytes + WORKSPACE_BYTES for arm in arms) + sum(caches)
+            needed = sum(arm.gpu_weight_bytes + WORKSPACE_BYTES for arm in arms) + sum(caches)
             each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None

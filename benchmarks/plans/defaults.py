@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, side_by_side
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, TRTLLM_ALL_REDUCE, side_by_side
 from benchmarks.shapes import find_shape
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
@@ -44,6 +44,7 @@ class Published:
                 draft_tokens=draft_tokens,
                 acceptance=ACCEPTANCE,
                 engine=engine | {"attention_backend": backend},
+                environment=TRTLLM_ALL_REDUCE if self.gpus > 1 and self.release == "0.26.0" else {},
             )
 
         three = tuple(arm(plugin.value, plugin, self.backend) for plugin in Plugin)
@@ -102,7 +103,7 @@ SEVERAL_GPUS = (
     Published("moe", "0.32.0", "V2", "FLASHINFER", "moe-dp2", gpus=2),
     Published("moe", "0.26.0", "V1", "FLASH_ATTN", "moe-0.26.0-V1-dp2", gpus=2),
 )
-"""The same on several GPUs, as servers only: the engines of `run` have one rank, which is in their process."""
+"""The same on several GPUs; of experts as servers only, because vLLM's `LLM` has no data parallelism."""
 
 VARIANTS = {
     "": (_LOADS, 3),
@@ -117,6 +118,9 @@ def defaults() -> Iterator[Plan]:
     for which in PUBLISHED:
         for suffix, (loads, draft_tokens) in VARIANTS.items():
             yield _defaults(which, suffix, loads, draft_tokens)
+    for which in SEVERAL_GPUS:
+        if not which.has_experts:
+            yield _defaults(which, "", *VARIANTS[""])
 
 
 def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_tokens: int) -> Plan:
@@ -126,6 +130,6 @@ def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_token
     return side_by_side(
         name=f"defaults-{which.name}{suffix}",
         about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
-        arms=which.arms(engine, draft_tokens),
+        arms=which.arms(engine | which.parallel, draft_tokens),
         loads=loads,
     )

@@ -18,6 +18,9 @@ may start or end meanwhile. The utilisation is the share that must be free at th
 SIX_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 2 << 30}
 """For six engines: with 23 GiB each, of which 4 are cache, six would not fit on an H200. This cache holds 15,000 tokens
 of an 8b; mixed arrivals use 10,000."""
+TRTLLM_ALL_REDUCE = {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
+"""For several ranks of 0.26.0: FlashInfer's other all-reduce reads address 0 where NVLink multicast is off, as in many
+virtual machines. Later releases notice that and choose this one."""
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the tiny shape's matrices are too small for two threads

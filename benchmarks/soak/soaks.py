@@ -16,6 +16,7 @@ from benchmarks.plans.engines import (
     MODE_0_ENGINE,
     NATIVE,
     RUNNERS,
+    TRTLLM_ALL_REDUCE,
     tiny_arm,
 )
 from benchmarks.shapes import Method, find_shape
@@ -73,12 +74,12 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
     several = ranks > 1
     tp = [f"tp{ranks}"] if several else []
-    environment: dict[str, str] = {}
+    environment = TRTLLM_ALL_REDUCE if several and release == "0.26.0" else {}
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
     elif backend == "FLASHINFER" and not wrappers and not e5m2:
         # Stock gets the kernels that the plugin enables; otherwise stock would add in another order.
-        environment = {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
+        environment = environment | {"VLLM_HAS_FLASHINFER_CUBIN": "1"}
     return Soak(
         name="-".join([release, runner, backend, *([shape] if shape != "1b" else []), *kinds, *tp]),
         subject=Arm(
