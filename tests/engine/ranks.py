@@ -48,10 +48,12 @@ def ask_rank(worker: Any) -> dict[str, Any]:
 def differ() -> None:
     """Make the metadata builders of this process refuse CUDA graphs if it is rank 1."""
     import torch.distributed
+    from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backend import AttentionCGSupport
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
     def get_cudagraph_support(cls: type[object], config: object, spec: object) -> AttentionCGSupport:
+        get_current_vllm_config()  # as FlashInfer's builder does
         return AttentionCGSupport.NEVER if torch.distributed.get_rank() == 1 else AttentionCGSupport.ALWAYS
 
     CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(get_cudagraph_support)  # type: ignore[assignment]

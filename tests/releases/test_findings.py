@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,27 @@ def test_context_parallel_kernels_are_told_of_rejected_drafts(release: str):
     if release in HAS_EXACT:
         pytest.skip(f"the runner of vLLM {release} waits for the accepted counts, and takes exact lengths")
     check_context_parallel_lengths("cpu")
+
+
+def test_draft_slots_take_no_account_of_context_parallelism(release: str):
+    """With two ranks a page holds 32 tokens of a request, 16 on each, so a table of 128 tokens has four pages."""
+    utils = importlib.import_module("vllm.v1.spec_decode.utils")
+    if not hasattr(utils, "compute_new_slot_mapping"):
+        pytest.skip(f"vLLM {release} has no draft models")
+    assert "total_cp_world_size" not in inspect.getsource(utils)
+    table = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    batch = SimpleNamespace(block_table_tensor=table, query_start_loc=starts, naive_query_lens=starts.diff)
+
+    def slots(*positions: int) -> list[int]:
+        given = torch.tensor(positions)
+        none = torch.zeros(2, dtype=torch.bool)
+        found: torch.Tensor = utils.compute_new_slot_mapping(batch, given, none, 16, 0, 128)
+        return found.tolist()
+
+    assert slots(40, 40) == [7 * 16 + 8, 3 * 16 + 8], "token 40 is in the second page, 6 and 2"
+    with pytest.raises(IndexError):  # on a GPU a device-side assertion, which ends the engine
+        slots(40, 70)
 
 
 def proposer() -> Any:

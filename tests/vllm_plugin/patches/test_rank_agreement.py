@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +37,24 @@ def wrapper(pipeline: int = 1) -> Any:
     return types.SimpleNamespace(worker=types.SimpleNamespace(model_runner=runner))
 
 
+CURRENT: list[Any] = []
+
+
+def _set_current(config: Any) -> Iterator[None]:
+    CURRENT.append(config)
+    try:
+        yield
+    finally:
+        CURRENT.clear()
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = types.ModuleType("vllm.config")
+    config.set_current_vllm_config = contextlib.contextmanager(_set_current)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+
+
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Plugin:
     spec = PatchSpec("a-patch", "", "", "", "", (Target("no_such_module", "f", {"1.0": "0" * 16}),))
@@ -55,6 +75,21 @@ def test_a_rank_says_what_it_decided(plugin: Plugin):
     assert plugin.ledger is not None
     plugin.ledger.outcomes["a-patch"].state = State.REFUSED
     assert decisions(wrapper()) == expected | {"refused patches": "a-patch"}
+
+
+def test_a_builder_finds_the_current_configuration_and_a_rank_that_fails_answers(
+    plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+):
+    """FlashInfer's builder asks for it. Once the error of a rank left the others' answers in vLLM's queues."""
+    asked = wrapper()
+
+    def support(cls: object, config: object, spec: str) -> Any:
+        assert [asked.worker.model_runner.vllm_config] == CURRENT
+        raise AssertionError("no such spec")
+
+    monkeypatch.setattr(XqaBuilder, "get_cudagraph_support", classmethod(support))
+    assert decisions(asked) == {"failed": "AssertionError: no such spec"}
+    assert CURRENT == []
 
 
 def test_stages_of_a_pipeline_differ_by_right(plugin: Plugin):
@@ -145,8 +180,9 @@ def test_one_rank_is_not_asked(start: Start):
     assert start([ALIKE], ranks=1) == (["initialize_from_config", "compile_or_warm_up_model"], [])
 
 
-def test_a_rank_that_lacks_the_package_is_named(start: Start):
-    calls, _ = start(RuntimeError("Worker failed with error 'No module named 'vllm_async_spec''"))
+@pytest.mark.parametrize("why", ["No module named 'vllm_async_spec'", "Can't get attribute 'decisions'"])
+def test_a_rank_that_lacks_the_package_is_named(why: str, start: Start):
+    calls, _ = start(RuntimeError(f"Worker failed with error '{why}'"))
     assert "a rank has no vllm-async-spec" in calls[2]
 
 
@@ -155,6 +191,7 @@ def test_a_rank_that_lacks_the_package_is_named(start: Start):
     [
         (NotImplementedError("no functions"), "decisions are not compared: NotImplementedError: no functions"),
         ([ALIKE], "ranks are not compared: Executor calls only some"),
+        ([ALIKE, {"failed": "KeyError: 1"}], "decisions are not compared: rank 1: KeyError: 1"),
     ],
 )
 def test_an_executor_that_can_not_ask_says_so_and_starts(start: Start, answers: Any, told: str):

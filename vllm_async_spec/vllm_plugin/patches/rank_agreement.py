@@ -32,7 +32,7 @@ if TYPE_CHECKING:
             """Call a method or function in each worker; what each returned, by rank."""
 
 
-ABSENT = "absent"
+ABSENT, FAILED = "absent", "failed"
 _REMEDY = (
     "give all ranks the same packages and variables, or set VLLM_ASYNC_SPEC=off; the start ends here, because it could "
     "hang"
@@ -44,7 +44,22 @@ class RanksDifferError(RuntimeError):
 
 
 def decisions(wrapper: WorkerWrapper) -> dict[str, str]:
-    """What this rank decided, by subject. Runs in the worker, after its metadata builders are made."""
+    """What this rank decided, by subject; or under `FAILED`, why it can't say. Never raises.
+
+    Runs in the worker, after its metadata builders are made. vLLM's executor would leave the other ranks' answers in
+    their queues after an error, and take them for the answers of its next call.
+    """
+    from vllm.config import set_current_vllm_config
+
+    try:
+        # As while vLLM initialises the worker: FlashInfer's builder asks for the current configuration.
+        with set_current_vllm_config(wrapper.worker.model_runner.vllm_config):
+            return _decided(wrapper)
+    except Exception as error:
+        return {FAILED: f"{type(error).__name__}: {error}"}
+
+
+def _decided(wrapper: WorkerWrapper) -> dict[str, str]:
     plugin = active_plugin()
     ledger = None if plugin is None else plugin.ledger
     found = {"the plugin": f"version {__version__}" if ledger is not None else "off"}
@@ -86,10 +101,14 @@ def _compare(executor: Executor) -> None:
     try:
         found = executor.collective_rpc(decisions)
     except Exception as error:
-        # Only a worker without the package can't find it; all else is an executor that takes no functions.
-        if "No module named 'vllm_async_spec" in str(error):
+        # A worker fails only if it can't find the function; all else is an executor that takes no functions.
+        if "Worker failed" in str(error) or "No module named 'vllm_async_spec" in str(error):
             raise RanksDifferError(f"vllm-async-spec: a rank has no vllm-async-spec, or another; {_REMEDY}") from error
         logger.warning("vllm-async-spec: the ranks' decisions are not compared: %s: %s", type(error).__name__, error)
+        return
+    failed = next((f"rank {rank}: {each[FAILED]}" for rank, each in enumerate(found) if FAILED in each), None)
+    if failed is not None:
+        logger.warning("vllm-async-spec: the ranks' decisions are not compared: %s", failed)
         return
     if len(found) < executor.parallel_config.world_size:
         inform("vllm-async-spec: ranks are not compared: %s calls only some", type(executor).__name__)
