@@ -52,7 +52,7 @@ def replaying(runner_class: Any) -> Any:
             self.compilation_config.max_cudagraph_capture_size = 512
             saw, launch, model = self.drafter.model.saw, self.drafter.propose, self.drafter.model
             model.saw = lambda seen: None  # of what runs once before it is captured
-            drafter = replayed_drafter.Drafter(self, lambda run: run)
+            drafter = replayed_drafter.Drafter(self, lambda runs: runs)
             model.saw = saw
             drafter._propose = self._counted("launched", launch)
             drafter._graphs.draft = self._counted("replayed", drafter._graphs.draft)  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def test_a_drafter_that_keeps_state_of_each_step_is_not_replayed(subject: Any, m
             return launch(**given)
 
         self.drafter.propose = propose
-        replayed_drafter.Drafter(self, lambda run: run)
+        replayed_drafter.Drafter(self, lambda runs: runs)
 
     monkeypatch.setattr(subject, "_replay", replay)
     with pytest.raises(ValueError, match="each step sets last_batch of the drafter, which no replay does"):
@@ -156,12 +156,13 @@ def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, mo
         def fail(seen: Any) -> None:
             raise RuntimeError("out of memory")
 
-        def capture(run: Any) -> Any:
-            captures.append(run)
-            if len(captures) == 2:
-                model.saw = fail
-            run()
-            return run
+        def capture(runs: Any) -> Any:
+            for each in runs:
+                captures.append(each)
+                if len(captures) == 2:
+                    model.saw = fail
+                each()
+            return runs
 
         model.saw = lambda seen: None
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -8,7 +8,8 @@ rows fill up a smaller batch: their only page is page 0, which holds no request'
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ NO_SLOT = -1
 Drafting = Callable[[Mapping[str, torch.Tensor], int], torch.Tensor]
 """Takes tensors, named as in `DraftInputs.of`, and the number of requests; returns their drafts, (rows, drafts)."""
 Replay = Callable[[], torch.Tensor]
+Capture = Callable[[Sequence[Callable[[], torch.Tensor]]], Sequence[Replay]]
+"""Takes functions that have run before, and returns a replay of each."""
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -137,7 +140,7 @@ class DraftGraphs:
             place, and no other input.
         inputs: the tensors that `drafting` gets.
         sizes: numbers of rows to capture.
-        capture: makes a replay of a function: `streams.captured`, except in tests.
+        capture: makes the replays, of the largest size first.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class DraftGraphs:
         drafting: Drafting,
         inputs: DraftInputs,
         sizes: Iterable[int],
-        capture: Callable[[Callable[[], torch.Tensor]], Replay],
+        capture: Capture,
     ) -> None:
         self._inputs, self._drafting = inputs, drafting
 
@@ -154,10 +157,11 @@ class DraftGraphs:
             # Cloned, because the length of a padding row would grow with each replay.
             return drafting(given | {"seq_lens": given["seq_lens"].clone()}, rows)
 
-        self._replays: dict[int, Replay] = {}
-        for size in sorted(sizes, reverse=True):  # largest first: smaller graphs then fit into its memory
-            run(size)  # compiles, and lets libraries allocate the memory that they keep
-            self._replays[size] = capture(lambda size=size: run(size))  # type: ignore[misc]
+        # Largest first: smaller graphs then fit into its memory.
+        runs = {size: functools.partial(run, size) for size in sorted(sizes, reverse=True)}
+        for each in runs.values():
+            each()  # compiles, and lets libraries allocate the memory that they keep
+        self._replays = dict(zip(runs, capture([*runs.values()]), strict=True))
         self.sizes = sorted(self._replays)
 
     def draft(self, rows: int, given: Mapping[str, torch.Tensor]) -> torch.Tensor:

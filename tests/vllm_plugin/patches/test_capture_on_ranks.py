@@ -33,7 +33,8 @@ def as_rank(rank: int, folder: str, failing: list[int], absent: list[int]) -> No
     said: dict[str, Any] = {}
     try:
         if rank not in absent:
-            said["made"] = ranks.all_do(step)
+            with torch.inference_mode():  # as while drafting is captured
+                said["made"] = ranks.all_do(step)
     except Exception as error:
         said = {"error": type(error).__name__, "said": str(error)}
     Path(folder, f"{rank}.json").write_text(json.dumps(said))
@@ -64,24 +65,39 @@ def test_one_rank_asks_nobody():
     assert Ranks(None).all_do(lambda: "made") == "made"
 
 
-def test_several_ranks_capture_where_vllm_exchanges_the_addresses_of_its_all_reduce(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_several_ranks_capture_where_vllm_exchanges_the_addresses_of_its_all_reduce(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+):
     events: list[object] = []
     stream = object()
+    all_reduce = SimpleNamespace(disabled=False)
 
     @contextlib.contextmanager
     def graph_capture(device: torch.device) -> Iterator[Any]:
         events.append(f"entered on {device}")
-        yield SimpleNamespace(stream=stream)
-        events.append("exchanged")
+        try:
+            yield SimpleNamespace(stream=stream)
+        finally:
+            events.append("skipped" if all_reduce.disabled else "exchanged")
 
     def captured(run: Any, pool: object, **given: object) -> str:
-        events.append((pool, given))
-        return "a replay"
+        events.append((run, pool, given))
+        if fails:
+            raise RuntimeError("not captured")
+        return f"a replay of {run}"
 
-    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(graph_capture=graph_capture))
+    group = SimpleNamespace(device_communicator=SimpleNamespace(ca_comm=all_reduce))
+    state = SimpleNamespace(graph_capture=graph_capture, get_tp_group=lambda: group)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
     monkeypatch.setattr(capture_on_ranks, "captured", captured)
-    monkeypatch.setattr(capture_on_ranks, "refuse_waits", lambda run: events.append("waits"))
+    monkeypatch.setattr(capture_on_ranks, "refuse_waits", lambda run: events.append(f"{run} waits"))
     ranks = Ranks(torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 2))
     monkeypatch.setattr(ranks, "all_do", lambda step: (events.append("all"), step())[1])
-    assert ranks.capture(torch.empty, (0, 1), torch.device("cpu")) == "a replay"
-    assert events == ["all", "waits", "all", "entered on cpu", ((0, 1), {"stream": stream}), "exchanged"]
+    runs: Any = ["4", "2"]
+    with pytest.raises(RuntimeError, match="not captured") if fails else contextlib.nullcontext():
+        assert ranks.capture(runs, (0, 1), torch.device("cpu")) == ["a replay of 4", "a replay of 2"]
+    before = ["all", "4 waits", "2 waits", "entered on cpu", "all", ("4", (0, 1), {"stream": stream})]
+    after = ["skipped"] if fails else [("2", (0, 1), {"stream": stream}), "exchanged"]
+    assert events == before + after
+    assert not all_reduce.disabled

@@ -1,9 +1,8 @@
 """Drafting that is replayed gives the drafts and keeps the keys of drafting that is launched, whatever came before."""
 
-import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -93,14 +92,23 @@ def directly(drafter: Drafter, given: Mapping[str, torch.Tensor]) -> torch.Tenso
     return drafter({**given, "seq_lens": given["seq_lens"].clone(), "query_start_loc": starts}, rows)
 
 
-def run_again(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """What a replay is, where there are no graphs: it writes to the same place each time."""
-    kept = run().clone()
-    return lambda: kept.copy_(run())
+def run_again(runs: Sequence[Callable[[], torch.Tensor]]) -> list[Callable[[], torch.Tensor]]:
+    """What replays are, where there are no graphs: each writes to the same place each time."""
+
+    def replay(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        kept = run().clone()
+        return lambda: kept.copy_(run())
+
+    return [replay(run) for run in runs]
+
+
+def capture_all(runs: Sequence[Callable[[], torch.Tensor]]) -> list[Callable[[], torch.Tensor]]:
+    pool = torch.cuda.graph_pool_handle()
+    return [captured(run, pool) for run in runs]
 
 
 def graphs(drafter: Drafter, device: str, sizes: list[int]) -> DraftGraphs:
-    capture = run_again if device == "cpu" else functools.partial(captured, pool=torch.cuda.graph_pool_handle())
+    capture = run_again if device == "cpu" else capture_all
     return DraftGraphs(drafter, DraftInputs(SHAPE, torch.device(device)), sizes, capture)
 
 
@@ -161,12 +169,12 @@ def test_each_size_is_captured_once_the_largest_first_after_it_has_run():
         events.append(f"run {rows}")
         return torch.zeros(rows, DRAFTS, dtype=torch.int64)
 
-    def capture(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        events.append("capture")
-        return run
+    def capture(runs: Sequence[Callable[[], torch.Tensor]]) -> Sequence[Callable[[], torch.Tensor]]:
+        events.append(f"capture {len(runs)}")
+        return runs
 
     made = DraftGraphs(drafting, DraftInputs(SHAPE, torch.device("cpu")), [1, 4, 2], capture)
-    assert events == ["run 4", "capture", "run 2", "capture", "run 1", "capture"]
+    assert events == ["run 4", "run 2", "run 1", "capture 3"]
     assert made.sizes == [1, 2, 4]
     ran.clear()
     for rows in (1, 2, 3, 4):
@@ -194,10 +202,5 @@ def test_what_waits_for_the_device_is_refused():
         return torch.zeros(rows, int(given["seq_lens"].max()), device="cuda")
 
     with pytest.raises(RuntimeError, match="captur"):
-        DraftGraphs(
-            drafting,
-            DraftInputs(SHAPE, torch.device("cuda")),
-            [2],
-            functools.partial(captured, pool=torch.cuda.graph_pool_handle()),
-        )
+        DraftGraphs(drafting, DraftInputs(SHAPE, torch.device("cuda")), [2], capture_all)
     torch.cuda.synchronize()

@@ -188,7 +188,7 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
         return NOTHING
 
     def drafter(runner: Any, capture: Any) -> SimpleNamespace:
-        return SimpleNamespace(propose=capture(propose), sizes=[1], has_rest=True)
+        return SimpleNamespace(propose=capture([propose])[0], sizes=[1], has_rest=True)
 
     def check(run: Callable[[], object]) -> None:
         events.append("checked")

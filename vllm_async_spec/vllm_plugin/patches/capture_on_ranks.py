@@ -6,13 +6,15 @@ they read each other's buffers at the wrong addresses, or wait for each other fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed
 
+from vllm_async_spec.patching import temporarily
 from vllm_async_spec.streams import captured, refuse_waits
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ class Ranks:
         self._meet()
         said = None if error is None else f"{type(error).__name__}: {error}"
         found: list[str | None] = [None] * torch.distributed.get_world_size(self._group)
-        torch.distributed.all_gather_object(found, said, group=self._group)
+        with torch.inference_mode(mode=False):  # in which gloo can't gather
+            torch.distributed.all_gather_object(found, said, group=self._group)
         if error is not None:
             raise error
         for rank, each in enumerate(found):
@@ -87,23 +90,39 @@ class Ranks:
             ) from error
 
     def capture(
-        self, run: Callable[[], torch.Tensor], pool: tuple[int, int], device: torch.device
-    ) -> Callable[[], torch.Tensor]:
-        """A replay of `run`, which must have run before; the arguments are those of `streams.captured`.
+        self, runs: Sequence[Callable[[], torch.Tensor]], pool: tuple[int, int], device: torch.device
+    ) -> list[Callable[[], torch.Tensor]]:
+        """A replay of each function, which must have run before; `pool` is that of `streams.captured`.
 
         Raises:
-            RuntimeError: it can't be captured on one of the ranks.
+            RuntimeError: one of them can't be captured on one of the ranks.
         """
-        self.all_do(lambda: refuse_waits(run))
-        return self.all_do(lambda: self._captured(run, pool, device))
 
-    def _captured(
-        self, run: Callable[[], torch.Tensor], pool: tuple[int, int], device: torch.device
-    ) -> Callable[[], torch.Tensor]:
+        def try_all() -> None:
+            for run in runs:
+                refuse_waits(run)
+
+        self.all_do(try_all)
+        with self._exchanging(device) as options:
+            return self.all_do(lambda: [captured(run, pool, **options) for run in runs])
+
+    @contextlib.contextmanager
+    def _exchanging(self, device: torch.device) -> Iterator[dict[str, Any]]:
+        """At the end of the block vLLM's own all-reduce gives the other ranks the addresses of the graphs' buffers.
+
+        Yields:
+            Arguments of `torch.cuda.graph`.
+        """
         if self._group is None:
-            return captured(run, pool)
-        from vllm.distributed.parallel_state import graph_capture
+            yield {}
+            return
+        from vllm.distributed.parallel_state import get_tp_group, graph_capture
 
-        # vLLM's own all-reduce gives the other ranks the addresses of the graph's buffers when this context ends.
-        with graph_capture(device=device) as context:
-            return captured(run, pool, stream=context.stream)
+        all_reduce = getattr(get_tp_group().device_communicator, "ca_comm", None)
+        with temporarily() as changes, graph_capture(device=device) as context:
+            try:
+                yield {"stream": context.stream}
+            except BaseException:
+                if all_reduce is not None:  # the addresses are those of graphs that are gone
+                    changes.set(all_reduce, "disabled", True)
+                raise

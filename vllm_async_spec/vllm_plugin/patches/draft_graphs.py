@@ -15,7 +15,7 @@ import gc
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -107,8 +107,8 @@ def _replay(runner: RunnerBase, changes: Transaction, ranks: Ranks) -> tuple[int
     """
     start, reserved, pool = time.perf_counter(), torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
 
-    def capture(run: Callable[[], torch.Tensor]) -> Replay:
-        return ranks.capture(run, pool, runner.device)
+    def capture(runs: Sequence[Callable[[], torch.Tensor]]) -> Sequence[Replay]:
+        return ranks.capture(runs, pool, runner.device)
 
     with _no_garbage_collected(), torch.inference_mode():
         drafting = Drafter(runner, capture)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches.draft_first_pass import FirstPass, GivenFirstPass, returns_pair
 
 if TYPE_CHECKING:
-    from vllm_async_spec.spec_decode.draft_graphs import Replay
+    from vllm_async_spec.spec_decode.draft_graphs import Capture
     from vllm_async_spec.vllm_plugin.upstream import Proposer, RunnerBase
 
 _SPLIT = "EagleProposer"
@@ -75,13 +75,13 @@ class Drafter:
 
     Args:
         runner: the runner that owns the drafter.
-        capture: captures a function and returns its replay.
+        capture: captures functions and returns their replays.
 
     Raises:
         ValueError: `propose` keeps state of each step in the drafter.
     """
 
-    def __init__(self, runner: RunnerBase, capture: Callable[[Callable[[], torch.Tensor]], Replay]) -> None:
+    def __init__(self, runner: RunnerBase, capture: Capture) -> None:
         drafter = runner.drafter
         self._propose = drafter.propose
         signature = inspect.signature(drafter.propose)
@@ -106,9 +106,7 @@ class Drafter:
             self._first_pass = FirstPass(drafter.model)
             self._none_rejected = torch.zeros(most, dtype=torch.int32, device=runner.device)
 
-    def _captured(
-        self, shape: DraftShape, device: torch.device, capture: Callable[[Callable[[], torch.Tensor]], Replay]
-    ) -> DraftGraphs:
+    def _captured(self, shape: DraftShape, device: torch.device, capture: Capture) -> DraftGraphs:
         """Graphs of `propose` for batches with `shape.tokens` tokens of each request."""
         graphs = DraftGraphs(
             functools.partial(self._launch, shape), DraftInputs(shape, device), batch_sizes(shape.rows), capture
