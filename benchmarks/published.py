@@ -17,7 +17,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plans.defaults import PUBLISHED, VARIANTS
+from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
 from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
@@ -44,10 +44,11 @@ def defaults(results: Path) -> str:
             mine |= {f"{path.stem} {load}": row.get("ratio") for load, row in _plugin(document, other).items()}
     lines += [_behind(other, mine) for other, mine in cells.items()]
     missing = []
-    for which in PUBLISHED:
-        lacking = [suffix for suffix in VARIANTS if f"defaults-{which.name}{suffix}" not in found]
+    for which in (*PUBLISHED, *SEVERAL_GPUS):
+        lacking = [suffix for suffix in which.variants if f"defaults-{which.name}{suffix}" not in found]
         if lacking:
-            named = "all" if len(lacking) == len(VARIANTS) else ", ".join(each.strip("-") or "main" for each in lacking)
+            listed = ", ".join(each.strip("-") or "main" for each in lacking)
+            named = "all" if len(lacking) == len(which.variants) else listed
             missing.append(f"{which.name} ({named})")
     lines += [f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
     return "\n".join([Grid((*_HEAD, *_RATIOS), rows).markdown(), *(f"- {line}" for line in lines), ""])
@@ -65,7 +66,8 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
         if facts is not None and any(arms):
             first, engine = plan["arms"][0], plan["arms"][0]["engine"]
             backend = engine.get("attention_backend") or engine["attention_config"]["backend"]
-            device = facts["hardware"]["device"].removeprefix("NVIDIA ")
+            ranks = engine.get("tensor_parallel_size", 1)
+            device = ("" if ranks == 1 else f"{ranks} ") + facts["hardware"]["device"].removeprefix("NVIDIA ")
             head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {device}"
             ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
             speeds = [speed(row) if row else "-" for row in arms]
@@ -97,7 +99,7 @@ def served(results: Path) -> str:
             continue  # a CPU's
         found.add(plan["name"])
         parts.append(f"## {path.stem.removeprefix(_SERVED)}\n\n{plan['about']}.\n\n{served_table(document, path.stem)}")
-    missing = [which.name for which in PUBLISHED if f"{_SERVED}{which.name}" not in found]
+    missing = [which.name for which in (*PUBLISHED, *SEVERAL_GPUS) if f"{_SERVED}{which.name}" not in found]
     return "\n".join([*parts, *[f"Not measured yet: {', '.join(missing)}.\n"] * bool(missing)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,11 @@ class Published:
         return f", tensor parallel on {self.gpus} ranks"
 
     @property
+    def variants(self) -> Mapping[str, tuple[tuple[str, ...], int]]:
+        """Its part of `VARIANTS`: all on one GPU; none of data parallelism, which vLLM's `LLM` does not have."""
+        return VARIANTS if self.gpus == 1 else {} if self.has_experts else {"": VARIANTS[""]}
+
+    @property
     def about(self) -> str:
         """What its arms are, in words."""
         beside = "" if self.backend == "FLASH_ATTN" else ", and FLASH_ATTN beside it"
@@ -103,7 +108,7 @@ SEVERAL_GPUS = (
     Published("moe", "0.32.0", "V2", "FLASHINFER", "moe-dp2", gpus=2),
     Published("moe", "0.26.0", "V1", "FLASH_ATTN", "moe-0.26.0-V1-dp2", gpus=2),
 )
-"""The same on several GPUs; of experts as servers only, because vLLM's `LLM` has no data parallelism."""
+"""The same on several GPUs."""
 
 VARIANTS = {
     "": (_LOADS, 3),
@@ -115,12 +120,9 @@ VARIANTS = {
 
 def defaults() -> Iterator[Plan]:
     """For each of `PUBLISHED`: batches and mixed load; the same by number of draft tokens; and by length of context."""
-    for which in PUBLISHED:
-        for suffix, (loads, draft_tokens) in VARIANTS.items():
+    for which in (*PUBLISHED, *SEVERAL_GPUS):
+        for suffix, (loads, draft_tokens) in which.variants.items():
             yield _defaults(which, suffix, loads, draft_tokens)
-    for which in SEVERAL_GPUS:
-        if not which.has_experts:
-            yield _defaults(which, "", *VARIANTS[""])
 
 
 def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_tokens: int) -> Plan:

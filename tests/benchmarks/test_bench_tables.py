@@ -125,6 +125,12 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
     behind = ", ".join(f"defaults-8b-K5 decode-{batch}" for batch in (1, 32, 128))
     assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.defaults(tmp_path)
     assert "Not measured yet: 8b (main, K1, K7, context); 1b (all); " in table
+    assert "8b-tp2 (all); " in table
+    several = document({"noop": [100.0]}, find_plan("defaults-8b-tp2"), facts)
+    (tmp_path / "defaults-8b-tp2.json").write_text(json.dumps(several))
+    table = published.defaults(tmp_path)
+    assert "| 0.32.0, V2, FLASHINFER, 8b, 2 a device | decode-1, 3 |" in table
+    assert "8b-tp2 (all)" not in table
 
 
 def test_the_numbers_of_the_demo_are_those_of_its_files():
