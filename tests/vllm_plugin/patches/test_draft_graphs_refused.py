@@ -219,6 +219,28 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
     assert len(caplog.records) == 1
 
 
+def test_the_operator_is_told_of_the_memory_of_the_graphs_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The allocator's cache, which each capture empties, once made it 3,580 MiB less than nothing."""
+    mib = SimpleNamespace(cached=3600, graphs=0)
+
+    def drafter(runner: Any, capture: Any) -> SimpleNamespace:
+        mib.cached, mib.graphs = 7, 20
+        return SimpleNamespace(propose=None, sizes=[1, 8], has_rest=True)
+
+    monkeypatch.setattr(draft_graphs, "Drafter", drafter)
+    cuda = draft_graphs.torch.cuda
+    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(cuda, "empty_cache", lambda: setattr(mib, "cached", 0))
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: (mib.cached + mib.graphs) << 20)
+    with caplog.at_level(logging.INFO, "vllm.async_spec"):
+        draft_graphs._capture(make_runner(), no_warm_up)
+    (line,) = caplog.messages
+    assert "of 2 batch sizes up to 8" in line
+    assert line.endswith(" s, 20 MiB)")
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_graphs_that_leave_no_memory_for_sampling_go(
     fits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
