@@ -71,7 +71,7 @@ class Ranks:
         self._meet()
         said = None if error is None else f"{type(error).__name__}: {error}"
         found: list[str | None] = [None] * torch.distributed.get_world_size(self._group)
-        with torch.inference_mode(mode=False):  # in which gloo can't gather
+        with torch.inference_mode(mode=False):  # in inference mode gloo can't gather
             torch.distributed.all_gather_object(found, said, group=self._group)
         if error is not None:
             raise error
