@@ -21,12 +21,13 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_caller_that_blocks_its_event_loop_stops_no_other():
-    done = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     async def blocks(batcher: ContinuousBatcher) -> list[int]:
         found = []
         async for token in stream(batcher, 0):
             found.append(token)
+            begun.set()
             assert done.wait(60)
         return found
 
@@ -37,8 +38,7 @@ def test_a_caller_that_blocks_its_event_loop_stops_no_other():
 
     with make() as batcher, ThreadPoolExecutor() as threads:
         slow = threads.submit(asyncio.run, blocks(batcher))
-        while batcher._driver._current is None and not batcher.busy:
-            time.sleep(0.001)
+        assert begun.wait(60)
         assert asyncio.run(asyncio.wait_for(others(batcher), 60)) == expected()[1:]
         done.set()
         assert slow.result() == expected()[0]
