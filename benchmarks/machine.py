@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -25,6 +26,13 @@ def has_gpu() -> bool:
 def gpu_bytes() -> float | None:
     """Bytes of the largest GPU's memory; None without a GPU."""
     return max(gpus(), default=None)
+
+
+def too_few_gpus(found: Sequence[float], wanted: int) -> str | None:
+    """What follows the name of something that needs `wanted` of the GPUs `found`; None if they are enough, or none."""
+    if 0 < len(found) < wanted:
+        return f"needs {wanted} GPUs, and this machine has {len(found)}; run it on a larger one"
+    return None
 
 
 def gpus() -> list[float]:

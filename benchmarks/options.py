@@ -34,9 +34,11 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             )
         options["load_format"] = LOAD_FORMAT
         draft_model = str(models.drafter) if method is Method.DRAFT_MODEL else None
-        loading = {"share": acceptance["share"], "draft_model": draft_model}
-        loading["attentive"] = acceptance["means"] == "attentive"
-        options["model_loader_extra_config"] = loading
+        options["model_loader_extra_config"] = {
+            "share": acceptance["share"],
+            "draft_model": draft_model,
+            "attentive": acceptance["means"] == "attentive",
+        }
     if method is None:
         return options
     drafting: dict[str, Any] = {"method": method.value, "num_speculative_tokens": arm["draft_tokens"]}

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import caches, child
 from benchmarks.arms import Arm, Plan
 from benchmarks.child import ChildError
-from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm
+from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -102,10 +102,8 @@ class Runner:
             return f"no environment has vLLM {', '.join(releases)}; give --env RELEASE=FILE"
         if not self._envs and installed_vllm() is None:
             return "vLLM is not installed in this environment; install it, or give --env RELEASE=FILE"
-        found, wanted = len(gpus()), min((arm.gpus for arm in arms), default=1)
-        if 0 < found < wanted:
-            return f"each of its engines needs {wanted} GPUs, and this machine has {found}; run it on a larger one"
-        return self._lacks_memory(arms)
+        few = too_few_gpus(gpus(), min((arm.gpus for arm in arms), default=1))
+        return f"each of its engines {few}" if few else self._lacks_memory(arms)
 
     def _lacks_memory(self, arms: Sequence[Arm]) -> str | None:
         room = gpu_bytes()

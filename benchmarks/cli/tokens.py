@@ -62,9 +62,9 @@ def soak(
         envs = find_environments(env, chosen.subject.release)
         if chosen.subject.needs_gpu and not machine.has_gpu():
             fail(f"the soak {name} needs a GPU, and this machine has none; run it where there is one, or take tiny", 2)
-        gpus, wanted = len(machine.gpus()), chosen.subject.gpus
-        if chosen.subject.needs_gpu and gpus and gpus < wanted:
-            fail(f"the soak {name} needs {wanted} GPUs, and this machine has {gpus}; run it on a larger one", 2)
+        few = machine.too_few_gpus(machine.gpus(), chosen.subject.gpus) if chosen.subject.needs_gpu else None
+        if few:
+            fail(f"the soak {name} {few}", 2)
         for found in run_soak(
             chosen,
             plugin=plugin,

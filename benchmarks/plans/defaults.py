@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, TRTLLM_ALL_REDUCE, side_by_side
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, all_reduce_environment, side_by_side
 from benchmarks.shapes import find_shape
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
@@ -44,7 +44,7 @@ class Published:
                 draft_tokens=draft_tokens,
                 acceptance=ACCEPTANCE,
                 engine=engine | {"attention_backend": backend},
-                environment=TRTLLM_ALL_REDUCE if self.gpus > 1 and self.release == "0.26.0" else {},
+                environment=all_reduce_environment(self.release, self.gpus),
             )
 
         three = tuple(arm(plugin.value, plugin, self.backend) for plugin in Plugin)

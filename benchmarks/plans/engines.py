@@ -18,9 +18,6 @@ may start or end meanwhile. The utilisation is the share that must be free at th
 SIX_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 2 << 30}
 """For six engines: with 23 GiB each, of which 4 are cache, six would not fit on an H200. This cache holds 15,000 tokens
 of an 8b; mixed arrivals use 10,000."""
-TRTLLM_ALL_REDUCE = {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"}
-"""For several ranks of 0.26.0: FlashInfer's other all-reduce reads address 0 where NVLink multicast is off, as in many
-virtual machines. Later releases notice that and choose this one."""
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the tiny shape's matrices are too small for two threads
@@ -35,6 +32,12 @@ NATIVE = {"use_trtllm_attention": False}
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 ACCEPTANCE = Acceptance(0.7)
 ATTENTIVE = Acceptance(0.9, Means.ATTENTIVE)
+
+
+def all_reduce_environment(release: str | None, ranks: int) -> dict[str, str]:
+    """Variables for several ranks of 0.26.0, whose default reads address 0 where NVLink multicast is off, as in many
+    virtual machines. Later releases notice that and choose the same."""
+    return {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"} if ranks > 1 and release == "0.26.0" else {}
 
 
 def tiny_arm(name: str, *, plugin: Plugin) -> Arm:

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.arms import Arm
 from benchmarks.audited import digest
 from benchmarks.child import ChildError
-from benchmarks.machine import gpus, has_gpu, installed_vllm
+from benchmarks.machine import gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments
 from benchmarks.serving.client import requests_of
 from benchmarks.serving.plan import ServePlan, Step, grouped, steps
@@ -87,8 +87,9 @@ class ServeRunner:
             if arm.needs_gpu
         ]
         needed = (sum(needs) if self._plan.keep else max(needs)) if needs else 0
-        if found and len(found) < wanted:
-            return f"each of its servers needs {wanted} GPUs, and this machine has {len(found)}; run it on a larger one"
+        few = too_few_gpus(found, wanted)
+        if few:
+            return f"each of its servers {few}"
         room = max(found, default=needed)
         if needed <= room:
             return None

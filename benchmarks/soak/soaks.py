@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, PlanError, Plugin
@@ -12,11 +11,10 @@ from benchmarks.plans.engines import (
     ATTENTIVE,
     BESIDE_OTHERS,
     CPU_ENGINE,
-    DEFAULT_ENGINE,
     MODE_0_ENGINE,
     NATIVE,
     RUNNERS,
-    TRTLLM_ALL_REDUCE,
+    all_reduce_environment,
     tiny_arm,
 )
 from benchmarks.shapes import Method, find_shape
@@ -54,15 +52,6 @@ def find_soak(name: str) -> Soak:
     return SOAKS[name]
 
 
-def _several(ranks: int) -> dict[str, Any]:
-    """An engine of several ranks, as vLLM has it, for the few requests at a time of a soak.
-
-    A soak repeats its prompts, so a prefix cache would hold all of them.
-    """
-    own = {name: value for name, value in DEFAULT_ENGINE.items() if name != "max_num_seqs"}
-    return own | {"enable_prefix_caching": False, "tensor_parallel_size": ranks}
-
-
 def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b", ranks: int = 1) -> Soak:
     """A soak on a GPU.
 
@@ -74,7 +63,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
     several = ranks > 1
     tp = [f"tp{ranks}"] if several else []
-    environment = TRTLLM_ALL_REDUCE if several and release == "0.26.0" else {}
+    environment = all_reduce_environment(release, ranks)
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
     elif backend == "FLASHINFER" and not wrappers and not e5m2:
@@ -91,7 +80,8 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             method=next(iter(find_shape(shape).drafters)),
             acceptance=ATTENTIVE,
             # In float16 rounding rarely decides between two tokens.
-            engine=(_several(ranks) if several else MODE_0_ENGINE)
+            # A soak repeats its prompts, so a prefix cache would hold all of them.
+            engine=({"enable_prefix_caching": False, "tensor_parallel_size": ranks} if several else MODE_0_ENGINE)
             | BESIDE_OTHERS
             | {
                 "dtype": "float16",

@@ -12,7 +12,8 @@ from rank_models import prepare, prepare_mla
 from rank_runs import NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
 
-from benchmarks.plans.engines import TRTLLM_ALL_REDUCE
+from benchmarks.machine import installed_vllm
+from benchmarks.plans.engines import all_reduce_environment
 from vllm_async_spec.vllm_plugin.scheduling import PLUGIN, USER, VLLM, Decision
 
 pytestmark = [
@@ -61,11 +62,9 @@ def exact(runner: str) -> dict[str, Arm]:
 
 def on_gpus(arms: dict[str, Arm], caches: Path) -> dict[str, Arm]:
     """The arms, each with compiled code of its own: they start at once, and vLLM does not lock its cache."""
+    common = all_reduce_environment(installed_vllm(), ranks=2)
     return {
-        name: Arm(
-            dict(arm.variables) | TRTLLM_ALL_REDUCE | {"VLLM_CACHE_ROOT": str(caches / name.replace(" ", "-"))},
-            arm.options,
-        )
+        name: Arm({**common, "VLLM_CACHE_ROOT": str(caches / name.replace(" ", "-")), **arm.variables}, arm.options)
         for name, arm in arms.items()
     }
 
