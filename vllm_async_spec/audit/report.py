@@ -59,6 +59,8 @@ class Phase(str, enum.Enum):
     SAMPLING = "sampling"
     DRAFTING = "drafting"
     OUTPUT = "output"
+    AGREEMENT = "agreement of engines"
+    """With data parallelism, on the size of the batch; waiting for the other engines is in it."""
     OTHER = "other"
     """Inside a step, in none of the phases above."""
 

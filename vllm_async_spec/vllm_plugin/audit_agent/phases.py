@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,11 @@ PARTS = {
     "cudagraph_manager": {"run_fullgraph": Phase.LAUNCH, "run_pw_graph": Phase.LAUNCH},
     "draft_tokens_handler": {"get_draft_tokens": Phase.OUTPUT, "set_draft_tokens": Phase.DRAFTING},
 }
+AGREEMENT = {
+    "vllm.v1.worker.dp_utils": "_synchronize_dp_ranks",
+    "vllm.v1.worker.gpu.dp_utils": "sync_cudagraph_and_dp_padding",
+}
+"""By module. V1 asks once for the target and up to twice for the drafter; V2 of 0.32 once."""
 BUILDER = dict.fromkeys(("build", "build_for_drafting", "build_for_cudagraph_capture"), Phase.METADATA)
 
 
@@ -83,6 +89,8 @@ def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> Non
     for part, functions in PARTS.items():
         for name, phase in functions.items():
             watch.watch(type(getattr(runner, part, None)), name, phase)
+    for module, name in AGREEMENT.items():
+        watch.watch(sys.modules.get(module), name, Phase.AGREEMENT)
     if not hasattr(runner, "_model_forward"):
         watch.watch(type(runner.model), "forward", Phase.LAUNCH)
     watch.watch(type(runner.model), "compute_logits", Phase.SAMPLING)
