@@ -201,6 +201,9 @@ class Proposer(Protocol):
 
     propose: Callable[..., torch.Tensor]
     """Returns (requests, drafts) int64, device."""
+    vllm_config: VllmConfig
+    cudagraph_dispatcher: Any
+    """Its `dispatch` gives the kind of graph for a number of tokens, and the padded number; from 0.17 on."""
     model: Any
     """The draft model, whose modules differ by architecture."""
     num_speculative_tokens: int

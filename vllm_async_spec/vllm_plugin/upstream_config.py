@@ -32,6 +32,8 @@ class ParallelConfig(Protocol):
     decode_context_parallel_size: int
     enable_eplb: bool
     """Whether experts move between ranks."""
+    enable_elastic_ep: bool
+    """Whether engines of data parallelism may join and leave; from 0.17 on."""
 
     @property
     def use_ubatching(self) -> bool:
@@ -39,7 +41,7 @@ class ParallelConfig(Protocol):
 
 
 class ModelConfig(Protocol):
-    """The target model."""
+    """The target model, or a drafter's."""
 
     model: str
     """Its name or path."""
@@ -49,6 +51,10 @@ class ModelConfig(Protocol):
     @property
     def is_hybrid(self) -> bool:
         """Whether the model also has layers without attention."""
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts; from 0.14 on."""
 
     def get_hidden_size(self) -> int:
         """Width of the hidden states."""
@@ -63,6 +69,8 @@ class SpeculativeConfig(Protocol):
     method: str | None
     num_speculative_tokens: int
     """Drafts of a request in each step."""
+    draft_model_config: ModelConfig
+    """For drafters with a model."""
 
 
 class CudagraphMode(Protocol):

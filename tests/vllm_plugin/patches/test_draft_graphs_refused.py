@@ -28,6 +28,8 @@ class FlashInferMetadataBuilder:
 class EagleProposer(SimpleNamespace):
     """Of this name is vLLM's."""
 
+    __hash__ = object.__hash__
+
 
 class Step3p5MTPProposer(EagleProposer):
     """Another of vLLM's, which keeps metadata of several groups for each step."""
@@ -113,10 +115,8 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
         set_to("compilation_config.cudagraph_mode.has_full_cudagraphs", lambda: False)
     ],
     "the drafter is to run eagerly": [set_to("speculative_config.enforce_eager", True)],
-    "not all ranks are tensor-parallel": [
-        set_to("parallel_config.world_size", 2),
-        set_to("parallel_config.data_parallel_size", 2),
-    ],
+    "not all ranks are tensor-parallel": [set_to("parallel_config.world_size", 2)],
+    "the drafter asks the other engines of data parallelism": [set_to("parallel_config.data_parallel_size", 2)],
     "ranks divide each request's KV cache": [set_to("parallel_config.decode_context_parallel_size", 2)],
     "experts are rebalanced": [set_to("parallel_config.enable_eplb", True)],
     "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],

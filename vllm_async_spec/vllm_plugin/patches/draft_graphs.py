@@ -26,6 +26,7 @@ from vllm_async_spec.vllm_plugin.ledger import Implementation
 from vllm_async_spec.vllm_plugin.log import inform
 from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 from vllm_async_spec.vllm_plugin.patches.capture_on_ranks import Ranks, RanksApartError
+from vllm_async_spec.vllm_plugin.patches.drafter_agreement import asks_engines
 from vllm_async_spec.vllm_plugin.patches.replayed_drafter import LAST_INDICES, Drafter, most_rows
 
 if TYPE_CHECKING:
@@ -50,8 +51,9 @@ def refused(runner: RunnerBase) -> str | None:
         "scheduling is synchronous": not runner.use_async_scheduling,
         "the engine captures no whole forward": not compilation.cudagraph_mode.has_full_cudagraphs(),
         "the drafter is to run eagerly": bool(getattr(runner.speculative_config, "enforce_eager", False)),
-        "not all ranks are tensor-parallel": parallel.world_size > parallel.tensor_parallel_size
-        or parallel.data_parallel_size > 1,
+        "not all ranks are tensor-parallel": parallel.world_size > parallel.tensor_parallel_size,
+        "the drafter asks the other engines of data parallelism": parallel.data_parallel_size > 1
+        and asks_engines(drafter),
         "ranks divide each request's KV cache": parallel.decode_context_parallel_size > 1,
         "experts are rebalanced": parallel.enable_eplb,
         "positions are XD-RoPE's": getattr(runner, "uses_xdrope_dim", 0) > 0,

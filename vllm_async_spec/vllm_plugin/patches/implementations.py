@@ -13,6 +13,7 @@ _NAMES = (
     "cpu_sampling",
     "draft_graphs",
     "draft_lengths",
+    "drafter_agreement",
     "engine_report",
     "fast_prefill",
     "flashinfer_builder",
