@@ -101,9 +101,12 @@ def differing(stock: dict[str, Any], other: dict[str, Any], near: float) -> list
     return found
 
 
-def report(case: str, found: Mapping[str, Found]) -> dict[str, Any]:
-    """Print, and return, one line of JSON: each arm's start, drafts, and tokens that differ from those of `stock`."""
-    stock = found["stock"].said
+def report(case: str, found: Mapping[str, Found], expected: str = "stock") -> dict[str, Any]:
+    """Print, and return, one line of JSON: each arm's start, drafts, and tokens that differ from those of `expected`.
+
+    `apart` has [request, place] of the first tokens that differ by more than a near tie.
+    """
+    right = found[expected].said
     told: dict[str, Any] = {"case": case, "arms": {}}
     for name, each in found.items():
         said, decisions = each.said, sorted(each.decisions)
@@ -113,10 +116,10 @@ def report(case: str, found: Mapping[str, Found]) -> dict[str, Any]:
             row |= {key: said["ranks"][0][key] for key in ("runner", "backends", "asynchronous")}
         else:
             row["failed"] = sorted(each.errors)[:4]
-        if said and stock and name != "stock":
+        if said and right and name != expected:
             row["requests"] = len(said["tokens"])
-            row["differ"] = sum(ours != theirs for ours, theirs in zip(said["tokens"], stock["tokens"], strict=True))
-            row["differ_beyond_a_near_tie"] = len(differing(stock, said, NEAR))
+            row["differ"] = sum(ours != theirs for ours, theirs in zip(said["tokens"], right["tokens"], strict=True))
+            row["apart"] = differing(right, said, NEAR)
         told["arms"][name] = row
     print(json.dumps(told))
     return told
