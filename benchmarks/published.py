@@ -11,6 +11,7 @@ RESULT and LOAD may end in `*`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import compress
@@ -66,14 +67,19 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
         if facts is not None and any(arms):
             first, engine = plan["arms"][0], plan["arms"][0]["engine"]
             backend = engine.get("attention_backend") or engine["attention_config"]["backend"]
-            ranks = engine.get("tensor_parallel_size", 1)
-            device = ("" if ranks == 1 else f"{ranks} ") + facts["hardware"]["device"].removeprefix("NVIDIA ")
-            head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {device}"
+            head = f"{facts['vllm']}, {facts['runner']}, {backend}, {first['shape']}, {devices(facts, engine)}"
             ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
             speeds = [speed(row) if row else "-" for row in arms]
             turns = str(max(row["turns"] for row in arms if row))
             rows.append((head, f"{load}, {first['draft_tokens']}", *speeds, *ratios, turns))
     return rows
+
+
+def devices(facts: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
+    """The GPUs of an engine, such as `H200` or `2 H100`."""
+    ranks, name = engine.get("tensor_parallel_size", 1), facts["hardware"]["device"].removeprefix("NVIDIA ")
+    model = re.sub(r" \d+GB.*", "", name)  # of "H100 80GB HBM3"
+    return model if ranks == 1 else f"{ranks} {model}"
 
 
 def _plugin(document: dict[str, Any], other: str) -> dict[str, Row]:

@@ -22,7 +22,7 @@ from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes, ratio, speed
-from benchmarks.published import defaults, in_words_of, served, served_table, starts
+from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
 from benchmarks.serving.results import find_served
 from benchmarks.stored import exists, files, read_json
@@ -222,6 +222,7 @@ def _soak(results: Path) -> str:
                 found["vllm"],
                 found["facts"]["runner"],
                 found["soak"]["name"].split("-", 2)[2],
+                devices(found["facts"], found["soak"]["subject"]["engine"]),
                 f"{found['plugin']}, broken: {found['control']}" if found["control"] else found["plugin"],
                 f"{found['seconds']:.0f} s, {sum(found['delays'].values()):,}",
                 f"{sum(outcomes.values()):,}, {found['tokens']:,}",
@@ -235,6 +236,7 @@ def _soak(results: Path) -> str:
         "vLLM",
         "runner",
         "backend",
+        "GPU",
         "plugin",
         "time, delays",
         "requests, tokens",
