@@ -52,6 +52,27 @@ def prepare_mla(folder: Path) -> tuple[Path, Path]:
     return _write(folder, config, DeepseekV2ForCausalLM)
 
 
+def prepare_moe(folder: Path) -> tuple[Path, Path]:
+    """Make a Qwen3 whose second layer has experts and its draft model, which has none, in `folder`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common = _COMMON | {"num_key_value_heads": 8, "head_dim": 64}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": [0]}
+    torch.manual_seed(0)
+    target = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts)).eval()
+    with torch.no_grad():
+        layer = target.model.layers[1]
+        layer.self_attn.o_proj.weight.mul_(0.3)
+        for name, weight in layer.mlp.experts.named_parameters():
+            if "down_proj" in name:
+                weight.mul_(0.3)
+    target.save_pretrained(folder / "target")
+    draft = Qwen3ForCausalLM(Qwen3Config(**common | {"num_hidden_layers": 1})).eval()
+    draft.load_state_dict({name: w for name, w in target.state_dict().items() if ".layers.1." not in name})
+    draft.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
 def _write(folder: Path, config: PretrainedConfig, model: Any) -> tuple[Path, Path]:
     """The target, and its first layer as drafter, of which many drafts are accepted."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vllm_async_spec.patching import temporarily
-from vllm_async_spec.vllm_plugin.patches import capture_on_ranks, draft_graphs
+from vllm_async_spec.vllm_plugin.patches import capture_on_ranks, draft_graphs, drafter_agreement
 
 
 class FlashAttentionMetadataBuilder:
@@ -85,6 +85,13 @@ def test_a_drafter_that_knows_no_trees_is_captured() -> None:
     """As from 0.22 on."""
     runner = make_runner()
     del runner.drafter.tree_choices
+    assert draft_graphs.refused(runner) is None
+
+
+def test_engines_whose_drafters_do_without_each_other_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner()
+    runner.parallel_config.data_parallel_size = 2
+    monkeypatch.setitem(drafter_agreement._alone, runner.drafter, True)
     assert draft_graphs.refused(runner) is None
 
 

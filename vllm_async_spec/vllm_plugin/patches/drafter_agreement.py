@@ -5,9 +5,9 @@ agree on the sizes of drafting too: once for the first pass and once for the dra
 message from every other engine. A drafter without experts exchanges nothing with them, so each engine runs it at its
 own size, as with one engine. vLLM itself leaves engines alone whose target has no experts.
 
-If one engine left out the message and another waited for it, both would hang. So the first agreement, in vLLM's memory
-profiling, carries a vote: each engine that could do without sends `_VOTE` as a number of tokens that stock vLLM sends
-too, and does not read. Only if all engines vote so is it the last.
+If one engine left out the message and another waited for it, both would hang. So the first agreement of a drafter, on a
+GPU in vLLM's memory profiling, carries a vote: each engine that could do without sends `_VOTE` as a number of tokens
+that stock vLLM sends too, and does not read. Only if all engines vote so is it the last.
 """
 
 from __future__ import annotations
