@@ -89,6 +89,7 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
     "draft-lengths": lambda propose: (
         "num_rejected_tokens_gpu" not in _locals(propose) and "last_token_indices" in _locals(propose)
     ),
+    "drafter-agreement": lambda determine: "coordinate_batch_across_dp" in _names(determine),
     "fast-prefill-counts": _fast_prefill_copies,
     "fast-prefill-counts-v2": lambda build: (
         "fast_prefill" in inspect.signature(build).parameters and _fast_prefill_copies(build)
