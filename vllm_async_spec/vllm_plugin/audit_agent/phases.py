@@ -72,7 +72,7 @@ AGREEMENT = {
     "vllm.v1.worker.dp_utils": "_synchronize_dp_ranks",
     "vllm.v1.worker.gpu.dp_utils": "sync_cudagraph_and_dp_padding",
 }
-"""By module. V1 asks once for the target and up to twice for the drafter; V2 of 0.32 once."""
+"""By module. V1 asks once for the target and up to twice for the drafter; V2 from 0.31 on once."""
 BUILDER = dict.fromkeys(("build", "build_for_drafting", "build_for_cudagraph_capture"), Phase.METADATA)
 
 
