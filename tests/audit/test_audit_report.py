@@ -340,3 +340,9 @@ def test_a_report_of_nothing_can_be_shown():
     assert "No waits were found." in page.text
     assert "The cost of recording was not measured." in page.text
     assert "no waits were found" in printed(report, report)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.OTHER])
+def test_each_phase_has_a_colour_in_the_light_and_in_the_dark(phase: Phase):
+    page = render_html(audit_reports.waiting())
+    assert page.count(f".{phase.value.replace(' ', '-')} {{ --fill") == 2
