@@ -15,6 +15,8 @@ from vllm_async_spec.audit.spans import Watch
 from vllm_async_spec.vllm_plugin.audit_agent.phases import watch_runner
 
 ON_HOST = {"disable_nccl_for_dp_synchronization": True}
+ANSWER = torch.tensor([[4, 2], [8, 8], [0, 0], [1, 1], [1, 1]])
+"""Of two engines: tokens, padded tokens, micro-batches or not, and one or two more rows by release."""
 
 
 class Runner:
@@ -26,7 +28,7 @@ class Runner:
 @pytest.mark.parametrize("engines", [1, 2])
 def test_agreements_are_timed_where_there_are_several_engines(engines: int, monkeypatch: pytest.MonkeyPatch):
     dp_utils = importlib.import_module("vllm.v1.worker.dp_utils")
-    monkeypatch.setattr(dp_utils, "_run_ar", lambda *args, **kwargs: torch.tensor([[4, 2], [8, 8], [0, 0], [1, 1]]))
+    monkeypatch.setattr(dp_utils, "_run_ar", lambda *args, **kwargs: ANSWER)
     config: Any = SimpleNamespace(data_parallel_size=engines, data_parallel_rank=0, num_ubatches=2, **ON_HOST)
     coordinate, watch = dp_utils.coordinate_batch_across_dp, Watch()
     known = inspect.signature(coordinate).parameters
