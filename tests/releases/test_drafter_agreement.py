@@ -52,28 +52,26 @@ class Other:
         self.received: list[int] = []
         self.unpadded = AGREED
 
-    def meet(self, should_ubatch: bool, unpadded: int, padded: int, mode: int, config: object) -> torch.Tensor:
-        self.received.append(unpadded)
-        rows = [[self.unpadded, unpadded], [AGREED, padded], [0, int(should_ubatch)], [mode, mode]]
-        return torch.tensor(rows, dtype=torch.int32)
-
-
-@pytest.fixture
-def other(proposers: Any, monkeypatch: pytest.MonkeyPatch) -> Other:
-    made = Other()
-
     def meet(
+        self,
+        *,
         should_ubatch: bool,
         orig_num_tokens_per_ubatch: int,
         padded_num_tokens_per_ubatch: int,
         cudagraph_mode: int,
         parallel_config: object,
     ) -> torch.Tensor:
-        return made.meet(
-            should_ubatch, orig_num_tokens_per_ubatch, padded_num_tokens_per_ubatch, cudagraph_mode, parallel_config
-        )
+        """In the place of vLLM's `_run_ar`."""
+        self.received.append(orig_num_tokens_per_ubatch)
+        rows = [[self.unpadded, orig_num_tokens_per_ubatch], [AGREED, padded_num_tokens_per_ubatch]]
+        rows += [[0, int(should_ubatch)], [cudagraph_mode, cudagraph_mode]]
+        return torch.tensor(rows, dtype=torch.int32)
 
-    monkeypatch.setattr(importlib.import_module("vllm.v1.worker.dp_utils"), "_run_ar", meet)
+
+@pytest.fixture
+def other(proposers: Any, monkeypatch: pytest.MonkeyPatch) -> Other:
+    made = Other()
+    monkeypatch.setattr(importlib.import_module("vllm.v1.worker.dp_utils"), "_run_ar", made.meet)
     return made
 
 

@@ -60,21 +60,16 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     def vote(drafter: Proposer, *given: Any) -> _Size:
         from vllm.v1.worker import dp_utils
 
-        meet, coordinate, votes = dp_utils._run_ar, module.coordinate_batch_across_dp, list[int]()
+        meet, votes = dp_utils._run_ar, list[int]()
+        mine = {"orig_num_tokens_per_ubatch": _VOTE} if could_be_alone(drafter) else {}
 
-        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
-            made: torch.Tensor = meet(*args, **kwargs)
+        def voting(**given: Any) -> torch.Tensor:
+            made: torch.Tensor = meet(**given | mine)
             votes.extend(made[0].tolist())  # (4, engines) int32, the first row unpadded tokens
             return made
 
         with temporarily() as changes:
-            changes.set(dp_utils, "_run_ar", noted)
-            if could_be_alone(drafter):
-                changes.set(
-                    module,
-                    "coordinate_batch_across_dp",
-                    lambda **args: coordinate(**args | {"num_tokens_unpadded": _VOTE}),
-                )
+            changes.set(dp_utils, "_run_ar", voting)
             size: _Size = determine(drafter, *given)
         _alone[drafter] = bool(votes) and all(each == _VOTE for each in votes)
         if _alone[drafter]:
@@ -86,7 +81,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         engines = self.vllm_config.parallel_config.data_parallel_size
         if engines > 1 and self not in _alone:
             return vote(self, num_tokens, use_cudagraphs)
-        if engines == 1 or not _alone[self]:
+        if engines == 1 or asks_engines(self):
             size: _Size = determine(self, num_tokens, use_cudagraphs)
             return size
         modes = None if use_cudagraphs else {CUDAGraphMode.NONE}
