@@ -1,7 +1,8 @@
-"""Engines of several ranks, one for each arm, side by side: what they served, or the words in which they failed."""
+"""Engines of several processes, one for each arm, at once: what they served, or the words in which they failed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -11,9 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from scenario import environment
 from watched_start import watched
 
+MARKS = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'"
+    ),
+]
+"""Of the tests that run such engines."""
 RANKS = Path(__file__).with_name("ranks.py")
 STOCK = {"VLLM_PLUGINS": ""}
 NEAR = 0.05
@@ -37,10 +48,10 @@ class Arm:
 
 
 class Found:
-    """What an engine left: its log, and what it said, which is empty if it failed."""
+    """What an engine left: its log, what it said, which is empty if it failed, and its exit code."""
 
-    def __init__(self, log: str, said: dict[str, Any]) -> None:
-        self.log, self.said = log, said
+    def __init__(self, log: str, said: dict[str, Any], code: int = 0) -> None:
+        self.log, self.said, self.code = log, said, code
 
     @property
     def errors(self) -> set[str]:
@@ -56,7 +67,9 @@ class Found:
         return set(_DECISION.findall(self.log))
 
 
-def run(folder: Path, models: tuple[Path, Path], options: dict[str, Any], arms: Mapping[str, Arm]) -> dict[str, Found]:
+def run(
+    folder: Path, models: tuple[Path, Path], options: dict[str, Any], arms: Mapping[str, Arm], script: Path = RANKS
+) -> dict[str, Found]:
     """Run one engine for each arm, all at once, and return what became of them; one that hangs fails with its stacks.
 
     Args:
@@ -64,6 +77,7 @@ def run(folder: Path, models: tuple[Path, Path], options: dict[str, Any], arms: 
         models: directories of the target and of the draft model.
         options: of vLLM's `LLM`, for all arms; an arm's own come last.
         arms: by name.
+        script: of each engine, with the command line of `ranks.main`.
     """
     common = environment() | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # for functions sent to the workers
     for ours in ("VLLM_ASYNC_SPEC", "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -72,18 +86,17 @@ def run(folder: Path, models: tuple[Path, Path], options: dict[str, Any], arms: 
     with ExitStack() as running:
         starts = []
         for name, arm in arms.items():
-            command = [sys.executable, RANKS, "--target", target, "--draft", draft, "--out", folder / f"{name}.json"]
+            command = [sys.executable, script, "--target", target, "--draft", draft, "--out", folder / f"{name}.json"]
             command += ["--options", json.dumps(options | dict(arm.options))]
             starts.append(running.enter_context(watched(command, folder / f"{name}.log", common | arm.variables)))
-        for start in starts:
-            start.wait()
-    return {name: _found(folder / name) for name in arms}
+        codes = [start.wait() for start in starts]
+    return {name: _found(folder / name, code) for name, code in zip(arms, codes, strict=True)}
 
 
-def _found(path: Path) -> Found:
+def _found(path: Path, code: int) -> Found:
     said = path.with_name(f"{path.name}.json")
     log = path.with_name(f"{path.name}.log").read_text(encoding="utf-8", errors="replace")
-    return Found(log, json.loads(said.read_text()) if said.exists() else {})
+    return Found(log, json.loads(said.read_text()) if said.exists() else {}, code)
 
 
 def served(found: Found) -> dict[str, Any]:

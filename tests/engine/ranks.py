@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,12 @@ def differ() -> None:
     CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(get_cudagraph_support)  # type: ignore[assignment]
 
 
-def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
-    begun = time.monotonic()
-    import vllm
-    from vllm import LLM, SamplingParams
+def engine(target: str, draft: str, options: dict[str, Any]) -> Any:
+    """A `vllm.LLM` that drafts, with its metrics."""
+    from vllm import LLM
 
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
-    llm = LLM(
+    return LLM(
         target,
         skip_tokenizer_init=True,
         max_model_len=256,
@@ -74,29 +74,44 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
         disable_log_stats=False,
         **({"dtype": "float32", "speculative_config": drafting} | options),
     )
-    start_s = time.monotonic() - begun
-    prompts: Any = [
-        {"prompt_token_ids": [(7 * row * row + 31 * at) % VOCABULARY for at in range(5 + 9 * row)]}
-        for row in range(REQUESTS)
+
+
+def serve(llm: Any, rows: Iterable[int]) -> dict[str, Any]:
+    """The answers to these of the `REQUESTS`, and the drafts so far."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt_token_ids": [(7 * row * row + 31 * at) % VOCABULARY for at in range(5 + 9 * row)]} for row in rows
     ]
     params = [
         SamplingParams(temperature=0.0, max_tokens=6 + 5 * row, ignore_eos=True, detokenize=False, logprobs=2)
-        for row in range(REQUESTS)
+        for row in rows
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    ranks = llm.collective_rpc(ask_rank)
-    snapshot = published(len(ranks))
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     return {
-        "vllm": vllm.__version__,
-        "start_s": round(start_s, 1),
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "margins": [margins(output.outputs[0].logprobs) for output in outputs],
-        "ranks": ranks,
         "drafts": metrics.get("vllm:spec_decode_num_draft_tokens"),
         "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens"),
+    }
+
+
+def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    begun = time.monotonic()
+    import vllm
+
+    llm = engine(target, draft, options)
+    start_s = time.monotonic() - begun
+    answers = serve(llm, range(REQUESTS))
+    ranks = llm.collective_rpc(ask_rank)
+    snapshot = published(len(ranks))
+    return answers | {
+        "vllm": vllm.__version__,
+        "start_s": round(start_s, 1),
+        "ranks": ranks,
         "fallbacks": dict(snapshot.fallbacks),
-        "engines": [[engine.asynchronous, engine.decided_by, engine.runner] for engine in snapshot.engines],
+        "engines": [[each.asynchronous, each.decided_by, each.runner] for each in snapshot.engines],
     }
 
 
@@ -117,8 +132,9 @@ def published(ranks: int) -> Any:
         time.sleep(0.1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(run: Callable[[str, str, dict[str, Any]], dict[str, Any]], about: str | None) -> None:
+    """The command line of a script that runs an engine: `run` takes target, draft model and options of vLLM's `LLM`."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -131,4 +147,4 @@ def main() -> None:
 if __name__ == "__mp_main__" and DIFFER in os.environ:
     differ()  # in the processes of the engine and its workers, which run this file again
 if __name__ == "__main__":
-    main()
+    main(run, __doc__)

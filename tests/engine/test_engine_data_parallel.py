@@ -2,68 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import socket
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_models import prepare_moe
-from rank_runs import NEAR, STOCK, differing
-from scenario import environment
-from watched_start import watched
+from rank_runs import MARKS, NEAR, STOCK, Arm, differing, run, served
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'"
-    ),
-]
+pytestmark = MARKS
 ENGINE = Path(__file__).with_name("engines.py")
 OFF = {"VLLM_ASYNC_SPEC": "off"}
 ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30, "dtype": "float16"}
-Found = list[dict[str, Any]]
-"""What each engine said."""
+Said = list[dict[str, Any]]
+"""What each engine said, with its log."""
 
 
-def serve(folder: Path, models: tuple[Path, Path], engines: Sequence[Mapping[str, str]]) -> Found:
+def serve(folder: Path, models: tuple[Path, Path], engines: Sequence[Mapping[str, str]]) -> Said:
     """Serve all requests with these engines at once, each with its variables; one that hangs fails with its stacks."""
-    folder.mkdir()
-    common = environment() | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    for ours in ("VLLM_ASYNC_SPEC", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        del common[ours]  # processes as a user has them
-    options = ON_GPU | {"enable_expert_parallel": len(engines) > 1} if torch.cuda.is_available() else {}
+    several = len(engines) > 1
+    options = ON_GPU | {"enable_expert_parallel": several} if torch.cuda.is_available() else {}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    target, draft = map(str, models)
-    with ExitStack() as running:
-        starts = []
-        for number, variables in enumerate(engines):
-            command: list[str | Path] = [
-                sys.executable,
-                ENGINE,
-                "--number",
-                str(number),
-                "--engines",
-                str(len(engines)),
-            ]
-            command += ["--port", port, "--target", target, "--draft", draft, "--out", folder / f"{number}.json"]
-            command += ["--options", json.dumps(options)]
-            starts.append(running.enter_context(watched(command, folder / f"{number}.log", common | variables)))
-        for start in starts:
-            assert start.wait() == 0, (
-                f"engine {starts.index(start)} failed; the end of its log:\n{start.text()[-4000:]}"
-            )
-        logs = [start.text() for start in starts]
-    return [json.loads((folder / f"{number}.json").read_text()) | {"log": log} for number, log in enumerate(logs)]
+    arms = {}
+    for number, variables in enumerate(engines):
+        place = {"VLLM_DP_RANK": str(number), "VLLM_DP_RANK_LOCAL": str(number), "VLLM_DP_SIZE": str(len(engines))}
+        place |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
+        arms[str(number)] = Arm({"VLLM_USE_V2_MODEL_RUNNER": "0"} | (place if several else {}) | variables)
+    found = run(folder, models, {"enforce_eager": True} | options, arms, ENGINE)
+    said = [served(each) | {"log": each.log} for each in found.values()]
+    assert [each.code for each in found.values()] == [0] * len(engines)
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -74,25 +47,25 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def alone(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one engine of stock says."""
-    return serve(tmp_path_factory.mktemp("data-parallel") / "alone", models, [STOCK])[0]
+    return serve(tmp_path_factory.mktemp("alone"), models, [STOCK])[0]
 
 
 @pytest.fixture(scope="module")
 def steps(models: tuple[Path, Path], alone: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> int:
     """Steps of two engines of stock, which agree for the target, for the first pass and for the draft steps."""
-    found = serve(tmp_path_factory.mktemp("data-parallel") / "stock", models, [STOCK, STOCK])
+    found = serve(tmp_path_factory.mktemp("stock"), models, [STOCK, STOCK])
     check_tokens(alone, found)
     return agreed(found) // 3
 
 
-def check_tokens(alone: dict[str, Any], found: Found) -> None:
+def check_tokens(alone: dict[str, Any], found: Said) -> None:
     for each in found:
         expected = {name: [alone[name][row] for row in each["rows"]] for name in ("tokens", "margins")}
         assert differing(expected, each, NEAR if torch.cuda.is_available() else 0.0) == []
         assert 0 < each["accepted"] < each["drafts"]
 
 
-def agreed(found: Found) -> int:
+def agreed(found: Said) -> int:
     """Agreements of each engine while it served."""
     first, second = (each["agreements"] for each in found)
     assert first == second
@@ -108,7 +81,7 @@ def test_engines_agree_once_a_step_where_all_have_the_plugin(
     steps: int,
     tmp_path: Path,
 ):
-    found = serve(tmp_path / "engines", models, engines)
+    found = serve(tmp_path, models, engines)
     check_tokens(alone, found)
     votes = OFF not in engines
     expected = steps + 1 if votes else 3 * steps  # a CPU profiles no memory, so its first step holds the vote

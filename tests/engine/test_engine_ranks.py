@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_models import prepare, prepare_mla
-from rank_runs import NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
+from rank_runs import MARKS, NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
 
 from benchmarks.machine import installed_vllm
 from benchmarks.plans.engines import all_reduce_environment
 from vllm_async_spec.vllm_plugin.scheduling import PLUGIN, USER, VLLM, Decision
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: pip install 'vllm-async-spec[cpu]'"
-    ),
-]
+pytestmark = MARKS
 # Slots of a draft model's tokens are computed as if one rank had the whole cache (docs/findings.md).
 NGRAMS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 GPUS = torch.cuda.device_count()
