@@ -223,6 +223,7 @@ def _soak(results: Path) -> str:
                 found["facts"]["runner"],
                 found["soak"]["name"].split("-", 2)[2],
                 devices(found["facts"], found["soak"]["subject"]["engine"]),
+                f"{_compiled(found)}, {found['facts']['graphs']}",
                 f"{found['plugin']}, broken: {found['control']}" if found["control"] else found["plugin"],
                 f"{found['seconds']:.0f} s, {sum(found['delays'].values()):,}",
                 f"{sum(outcomes.values()):,}, {found['tokens']:,}",
@@ -237,6 +238,7 @@ def _soak(results: Path) -> str:
         "runner",
         "backend",
         "GPU",
+        "compilation, graphs",
         "plugin",
         "time, delays",
         "requests, tokens",
@@ -246,6 +248,11 @@ def _soak(results: Path) -> str:
         "fallbacks",
     )
     return Grid(head, rows).markdown()
+
+
+def _compiled(soak: dict[str, Any]) -> str:
+    declared = soak["soak"]["subject"]["engine"].get("compilation_config", {})
+    return f"mode {declared['mode']}" if "mode" in declared else str(soak["facts"]["compilation"]["mode"])
 
 
 def _features(results: Path) -> str:

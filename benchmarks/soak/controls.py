@@ -10,14 +10,21 @@ RUNNER_RELEASES = find_patch("optimistic-runner").releases
 
 _RUNNER = f"the runner of {RUNNER_RELEASES[0]} to {RUNNER_RELEASES[-1]} on a GPU"
 _PLANS = "the plugin's plans for FlashInfer"
-BREAKS = {"lengths": _PLANS, "fence": _PLANS, "positions": _RUNNER, "exact": _RUNNER}
+_CARRIED = find_patch("carried-inputs").releases
+BREAKS = {
+    "lengths": _PLANS,
+    "fence": _PLANS,
+    "positions": _RUNNER,
+    "exact": _RUNNER,
+    "carried": f"the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} on a GPU",
+}
 """The part of the plugin that each control breaks. `short` and `short-last-rank`, not listed, break the builders
 of any engine, stock too."""
 
 LAST_RANK = "short-last-rank"
 """The control that breaks the builders of one rank of several."""
 FEATURE_CONTROLS = ("positions", "exact")
-SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, "positions")
+SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, "positions", "carried")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
 
 
@@ -29,4 +36,6 @@ def can_show(control: str, subject: Arm) -> bool:
         return subject.gpus > 1
     if control == "positions":
         return subject.release in RUNNER_RELEASES
+    if control == "carried":
+        return subject.runner == "V1" and subject.release in _CARRIED
     return bool(subject.engine.get("attention_config", {}).get("backend") == "FLASHINFER")

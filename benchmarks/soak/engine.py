@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,6 +193,23 @@ def _no_positions(runner: Any) -> None:
     DeviceProgress.correct = uncorrected  # type: ignore[method-assign,assignment]
 
 
+def _stale_tokens(runner: Any) -> None:
+    """A batch that goes on gets the tokens of the step before, in the runner of 0.19 to 0.29."""
+    from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
+
+    newest, before = Carried.tokens_of, weakref.WeakKeyDictionary[Carried, Any]()
+
+    def tokens_of(self: Carried, *given: Any) -> Any:
+        found = newest(self, *given)
+        if found is None:
+            before.pop(self, None)
+            return None
+        stale, before[self] = before.get(self), tuple(each.clone() for each in found)
+        return found if stale is None or stale[1].shape != found[1].shape else stale
+
+    Carried.tokens_of = tokens_of  # type: ignore[method-assign,assignment]
+
+
 def _never_exact(runner: Any) -> None:
     """No batch waits for exact counts, whatever its requests need."""
     from vllm_async_spec.vllm_plugin.patches import optimistic_runner
@@ -205,6 +223,7 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "short": _short,
     "short-last-rank": _short_on_last_rank,
     "positions": _no_positions,
+    "carried": _stale_tokens,
     "exact": _never_exact,
 }
 """Deliberate breakages of the process of a model runner, by name. A soak must notice each of them if its path uses the

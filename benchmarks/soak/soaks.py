@@ -11,7 +11,6 @@ from benchmarks.plans.engines import (
     ATTENTIVE,
     BESIDE_OTHERS,
     CPU_ENGINE,
-    MODE_0_ENGINE,
     NATIVE,
     RUNNERS,
     all_reduce_environment,
@@ -57,12 +56,11 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
 
     `kinds` may have `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV
     cache of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two below
-    the tokens of all requests with all their drafts. An engine of several tensor-parallel `ranks` has vLLM's default
-    compilation and graphs.
+    the tokens of all requests with all their drafts. `ranks` are tensor parallel. Compilation and graphs are vLLM's
+    defaults.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
-    several = ranks > 1
-    tp = [f"tp{ranks}"] if several else []
+    tp = [f"tp{ranks}"] if ranks > 1 else []
     environment = all_reduce_environment(release, ranks)
     if "fa2" in kinds:
         environment = older_gpu.ENVIRONMENT
@@ -79,12 +77,11 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             runner=runner,
             method=next(iter(find_shape(shape).drafters)),
             acceptance=ATTENTIVE,
-            # In float16 rounding rarely decides between two tokens.
-            # A soak repeats its prompts, so a prefix cache would hold all of them.
-            engine=({"enable_prefix_caching": False, "tensor_parallel_size": ranks} if several else MODE_0_ENGINE)
-            | BESIDE_OTHERS
+            engine=BESIDE_OTHERS
+            | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
             | {
-                "dtype": "float16",
+                "dtype": "float16",  # rounding rarely decides between two tokens
+                "enable_prefix_caching": False,  # a soak repeats its prompts, so the cache would hold all of them
                 "attention_config": {"backend": backend} | (NATIVE if wrappers else _E5M2 if e5m2 else {}),
                 "max_num_batched_tokens": 62 if ragged else 512,
             }

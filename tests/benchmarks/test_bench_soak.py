@@ -25,6 +25,7 @@ from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, exp
 from benchmarks.soak.run import SoakError, allowed, together
 from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec.demo.model import TinyLlama
+from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
 
@@ -174,7 +175,21 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
         "short": SOAKS.keys(),
         "short-last-rank": {name for name in SOAKS if name.endswith("-tp2")},
         "positions": {"0.18.1-V1-FLASH_ATTN", "0.18.1-V1-FLASH_ATTN-8b", "0.18.1-V1-FLASH_ATTN-tp2"},
+        "carried": {name for name in SOAKS if name.startswith(("0.24.0-V1", "0.26.0-V1"))},
     }
+
+
+def test_the_control_of_carried_inputs_gives_the_tokens_of_the_step_before(monkeypatch: pytest.MonkeyPatch):
+    steps = iter([(0, 10), (1, 11), None, (2, 12), (3, 13)])
+
+    def tokens_of(self: Carried, *_: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        step = next(steps)
+        return None if step is None else (torch.tensor([step[0]]), torch.tensor([[step[1]]]))
+
+    monkeypatch.setattr(Carried, "tokens_of", tokens_of)
+    CONTROLS["carried"](None)
+    given: list[Any] = [Carried.tokens_of(carried, None, None, 1, None) for carried in [Carried(1)] * 5]
+    assert [each and (each[0].item(), each[1].item()) for each in given] == [(0, 10), (0, 10), None, (2, 12), (2, 12)]
 
 
 @pytest.mark.parametrize(
