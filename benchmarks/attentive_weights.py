@@ -21,6 +21,11 @@ _MOVED = 1.25
 """About how far all layers together move the residual stream, next to embeddings of 1."""
 _LEAD = 1.25
 """How far the successor is ahead of the best of the others on average, in standard deviations of their logits."""
+_QUERY_KEY_NORMS = {"q_norm", "k_norm"}
+"""Norms that undo the gain of the matrices before them."""
+_ROUTING = 8.0
+"""Makes a router prefer one or two experts: the mean of eight would hardly move the residual stream, and rounding would
+decide about the eighth."""
 _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 """Matrices that write into the residual stream."""
 
@@ -47,12 +52,19 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
         elif drafts or name == "embed_tokens":
             continue
         elif weight.ndim == 1 and "norm" in name:
-            weight.fill_(1)
+            weight.fill_(_GAIN if name in _QUERY_KEY_NORMS else 1)
         elif weight.ndim > 1:
-            scale = 1 / (math.sqrt(2 * layers) * ranks) if name in _OUTPUTS else 1.0
-            weight.copy_(_noise(weight, _SEED + index) * (_GAIN * scale / math.sqrt(weight.shape[-1])))
+            weight.copy_(
+                _noise(weight, _SEED + index) * (_GAIN * _scale(name, layers, ranks) / math.sqrt(weight.shape[-1]))
+            )
             if name in _OUTPUTS:
                 weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
+
+
+def _scale(name: str, layers: int, ranks: int) -> float:
+    if name in _OUTPUTS:
+        return 1 / (math.sqrt(2 * layers) * ranks)
+    return _ROUTING if name == "gate" else 1.0
 
 
 def _attentive_head(weight: nn.Parameter, vocabulary: int) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from test_bench_acceptance import TARGET, VOCABULARY, Eagle, dummy
+from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks import child
+from benchmarks import attentive_weights, child
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Arm, Plugin
 from benchmarks.attentive_weights import make_attentive
@@ -336,6 +338,42 @@ def test_in_attentive_weights_the_successor_leads_and_earlier_tokens_decide():
     assert not (said == orbit.stranger).any()
     assert (say(model, tokens[:, 1:]) != said).float().mean() > 0.02  # the first of 24 is missing
     assert (say(model, tokens[:, -4:]) != said).float().mean() > 0.2
+
+
+def with_experts() -> nn.Module:
+    """A mixture of experts that norms its queries and keys, as the shape `moe` does."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        moe_intermediate_size=96,
+        num_experts=32,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    dummy(model)
+    arrange(model, VOCABULARY, 0.9)
+    make_attentive(model, VOCABULARY)
+    return model
+
+
+def test_with_experts_earlier_tokens_decide_because_the_router_prefers_few(monkeypatch: pytest.MonkeyPatch):
+    orbit = make_orbit(VOCABULARY, 0.9)
+    tokens = torch.randint(orbit.stranger, (256, 24), generator=torch.Generator().manual_seed(0))
+
+    def others() -> float:
+        with torch.no_grad():
+            said = with_experts()(tokens).logits[:, -1].argmax(-1)
+        return (said != orbit.successor[tokens[:, -1]]).float().mean().item()
+
+    assert 0.15 < others() < 0.65
+    monkeypatch.setattr(attentive_weights, "_ROUTING", 1.0)
+    assert others() < 0.1
 
 
 def test_a_drafter_of_attentive_weights_still_says_the_successor():
