@@ -54,9 +54,8 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
         elif weight.ndim == 1 and "norm" in name:
             weight.fill_(_GAIN if name in _QUERY_KEY_NORMS else 1)
         elif weight.ndim > 1:
-            weight.copy_(
-                _noise(weight, _SEED + index) * (_GAIN * _scale(name, layers, ranks) / math.sqrt(weight.shape[-1]))
-            )
+            gain = _GAIN * _scale(name, layers, ranks) / math.sqrt(weight.shape[-1])
+            weight.copy_(_noise(weight, _SEED + index) * gain)
             if name in _OUTPUTS:
                 weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import random
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,15 +196,14 @@ def _stale_tokens(runner: Any) -> None:
     """A batch that goes on gets the tokens of the step before, in the runner of 0.19 to 0.29."""
     from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
-    newest, before = Carried.tokens_of, weakref.WeakKeyDictionary[Carried, Any]()
+    newest = Carried.tokens_of
+    before: Any = None
 
     def tokens_of(self: Carried, *given: Any) -> Any:
-        found = newest(self, *given)
-        if found is None:
-            before.pop(self, None)
-            return None
-        stale, before[self] = before.get(self), tuple(each.clone() for each in found)
-        return found if stale is None or stale[1].shape != found[1].shape else stale
+        nonlocal before
+        found, stale = newest(self, *given), before
+        before = found and tuple(each.clone() for each in found)
+        return stale if found and stale and stale[1].shape == found[1].shape else found
 
     Carried.tokens_of = tokens_of  # type: ignore[method-assign,assignment]
 

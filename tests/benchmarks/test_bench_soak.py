@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,6 +28,8 @@ from benchmarks.soak.run import SoakError, allowed, together
 from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec.demo.model import TinyLlama
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
+
+Model = TypeVar("Model", bound=nn.Module)
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
 
@@ -315,8 +317,7 @@ def test_stock_without_drafts_is_soaked_before_the_subject_is(
     assert (found["near"], found["noise"]["widest_swap"]) == (0.2, 0.1)
 
 
-def attentive() -> TinyLlama:
-    model = TinyLlama(TARGET)
+def attentive(model: Model) -> Model:
     dummy(model)
     arrange(model, VOCABULARY, 0.9)
     make_attentive(model, VOCABULARY)
@@ -331,7 +332,7 @@ def say(model: TinyLlama, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_in_attentive_weights_the_successor_leads_and_earlier_tokens_decide():
-    model, orbit = attentive(), make_orbit(VOCABULARY, 0.9)
+    model, orbit = attentive(TinyLlama(TARGET)), make_orbit(VOCABULARY, 0.9)
     tokens = torch.randint(orbit.stranger, (256, 24), generator=torch.Generator().manual_seed(0))
     said = say(model, tokens)
     assert 0.35 < (said == orbit.successor[tokens[:, -1]]).float().mean() < 0.85
@@ -356,10 +357,7 @@ def with_experts() -> nn.Module:
         tie_word_embeddings=False,
     )
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
-    dummy(model)
-    arrange(model, VOCABULARY, 0.9)
-    make_attentive(model, VOCABULARY)
-    return model
+    return attentive(model)
 
 
 def test_with_experts_earlier_tokens_decide_because_the_router_prefers_few(monkeypatch: pytest.MonkeyPatch):
@@ -377,10 +375,7 @@ def test_with_experts_earlier_tokens_decide_because_the_router_prefers_few(monke
 
 
 def test_a_drafter_of_attentive_weights_still_says_the_successor():
-    model, drafter = attentive(), Eagle(TARGET)
-    dummy(drafter)
-    arrange(drafter, VOCABULARY, 0.9)
-    make_attentive(drafter, VOCABULARY)
+    model, drafter = attentive(TinyLlama(TARGET)), attentive(Eagle(TARGET))
     orbit = make_orbit(VOCABULARY, 0.9)
     tokens = torch.arange(orbit.stranger)
     with torch.no_grad():
