@@ -28,6 +28,7 @@ from torch import Tensor, nn
 MARK, VOTE = 0, 1
 SEED = 20
 
+_EMBEDDINGS = {"embed_tokens", "embedding"}
 _HEADS = {"lm_head", "head"}
 _NORMS = {"norm", "enorm", "hnorm"}
 """Norms outside the layers: of the last hidden state, and of the inputs of a drafter's projection."""
@@ -41,6 +42,11 @@ _LOOK = 2.0
 def named_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A model's parameters, each with the last part of its name, without `weight`."""
     return [(name.removesuffix(".weight").split(".")[-1], weight) for name, weight in model.named_parameters()]
+
+
+def is_embedding(name: str) -> bool:
+    """Whether this last part of a parameter's name is that of the embeddings of tokens."""
+    return name in _EMBEDDINGS
 
 
 def is_head(name: str) -> bool:
@@ -109,7 +115,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
         ArrangementError: `share` is not between 0 and 1, or head and embeddings are one matrix.
     """
     weights = named_weights(model)
-    embeddings = next(weight for name, weight in weights if name == "embed_tokens")
+    embeddings = next(weight for name, weight in weights if is_embedding(name))
     own_head = getattr(model, "lm_head", None)
     if own_head is not None and own_head.weight is embeddings:
         raise ArrangementError(

@@ -122,6 +122,8 @@ class Plan:
     """Fewest timed runs of a load in a turn."""
     keep: bool = False
     """Whether the engines stay side by side between turns, which saves starts and hides differences between starts."""
+    audited: tuple[str, ...] = ()
+    """Loads under which engines with the plugin loaded are audited, see `audits`."""
 
     def __post_init__(self) -> None:
         if self.turns % 2:
@@ -130,6 +132,15 @@ class Plan:
     def named(self, only: str) -> list[Arm]:
         """The arms whose name contains `only`, or one of several with commas between; all arms if empty."""
         return [arm for arm in self.arms if any(part in arm.name for part in only.split(","))]
+
+    def audits(self, number: int, arm: Arm) -> tuple[str, ...]:
+        """Loads under which `arm` is audited at the end of its turn in pass `number`.
+
+        An audit may leave an engine slower, so one that stays is audited at its end; one that does not, at its first.
+        Stock has no audit: its agent is part of the plugin.
+        """
+        due = number == (self.turns - 1 if self.keep else 0)
+        return self.audited if due and arm.plugin is not Plugin.STOCK else ()
 
     def order(self) -> list[tuple[int, Arm]]:
         """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ...

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from benchmarks.acceptance import MARK, SEED, VOTE, fill_rows, is_head, is_projection, named_weights
+from benchmarks.acceptance import MARK, SEED, VOTE, fill_rows, is_embedding, is_head, is_projection, named_weights
 
 _SEED = SEED + 1
 _GAIN = 1.5
@@ -23,6 +23,7 @@ _LEAD = 1.25
 """How far the successor is ahead of the best of the others on average, in standard deviations of their logits."""
 _QUERY_KEY_NORMS = {"q_norm", "k_norm"}
 """Norms that undo the gain of the matrices before them."""
+_ROUTERS = {"gate", "router"}
 _ROUTING = 8.0
 """Makes a router prefer one or two experts: the mean of eight would hardly move the residual stream, and rounding would
 decide about the eighth."""
@@ -49,7 +50,7 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
             _attentive_head(weight, vocabulary)
-        elif drafts or name == "embed_tokens":
+        elif drafts or is_embedding(name):
             continue
         elif weight.ndim == 1 and "norm" in name:
             weight.fill_(_GAIN if name in _QUERY_KEY_NORMS else 1)
@@ -63,7 +64,7 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
 def _scale(name: str, layers: int, ranks: int) -> float:
     if name in _OUTPUTS:
         return 1 / (math.sqrt(2 * layers) * ranks)
-    return _ROUTING if name == "gate" else 1.0
+    return _ROUTING if name in _ROUTERS else 1.0
 
 
 def _attentive_head(weight: nn.Parameter, vocabulary: int) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_async_spec.audit.report import Place, Report
+from vllm_async_spec.audit.report import Place, Report, WaitKind
+
+_WORKER = "worker"
+"""What a report calls the thread that launches the forward."""
 
 
 def digest(report: Report) -> dict[str, Any]:
@@ -20,6 +23,22 @@ def digest(report: Report) -> dict[str, Any]:
         "sites": [[_short(str(cause.site)), cause.kind.value, cause.per_step] for cause in critical],
         "overlapped": [report.waits(Place.OVERLAPPED), report.waiting_ms(Place.OVERLAPPED)],
         "recording": cost and [cost.device_ratio, cost.ratio],
+    }
+
+
+def host_time(report: Report) -> dict[str, Any]:
+    """Milliseconds of a step without recording, and what takes the time of the thread that launches the forward.
+
+    `phases` has the milliseconds a step by phase, waiting left out, and `pageable` the copies of memory that is not
+    pinned, wherever they wait: site, number a step, milliseconds a step. Both are while recorded.
+    """
+    cost, worker = report.overhead, [phase for phase in report.phases if phase.thread == _WORKER]
+    pageable = [cause for cause in report.causes if cause.kind is WaitKind.PAGEABLE]
+    return {
+        "step_ms": cost and cost.plain_ms.median,
+        "phases": {each.phase.value: each.ms_per_step - each.waiting_ms_per_step for each in worker},
+        "waiting_ms": sum(each.waiting_ms_per_step for each in worker),
+        "pageable": [[_short(str(cause.site)), cause.per_step, cause.ms_per_step] for cause in pageable],
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import caches, mrope, older_gpu
+from benchmarks.audited import digest, host_time
 from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins
 from benchmarks.features.cases import find_feature
 from benchmarks.features.engine import serve_feature
@@ -123,6 +124,20 @@ class BenchEngine:
             "runs": [asdict(timing) for timing in timings],
         }
 
+    def audit(self, load: str, steps: int) -> dict[str, Any]:
+        """Which phases take the host's time, and where it waits, while a load is served that was measured."""
+        from vllm_async_spec.audit.engine import Ran, audit_llm
+
+        which, requests = self._loads[load]
+
+        def work() -> Ran:
+            self._forget_prompts()
+            timing = self._driver.time(which, requests)
+            return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
+
+        report = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running)
+        return digest(report) | host_time(report)
+
     def _forget_prompts(self) -> None:
         """Empty the prefix cache, or the next run would find its prompts there. Raises EngineError if vLLM does not."""
         caching = self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
@@ -223,7 +238,7 @@ def empty_prefix_cache(llm: Any) -> bool:
 
 def main() -> None:
     """Serve commands until the input ends."""
-    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "expect", "soak", "feature")
+    serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "audit", "expect", "soak", "feature")
 
 
 if __name__ == "__main__":

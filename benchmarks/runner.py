@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import caches, child
-from benchmarks.arms import Arm, Plan
+from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.child import ChildError
 from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
+
+AUDIT_STEPS = 32
 
 Report = Callable[[str], None]
 Engines = Callable[[Arm], contextlib.AbstractContextManager[Child]]
@@ -135,6 +137,8 @@ class Runner:
                     loads[load.name] = process.ask(
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
                     )
+                if audited := self._plan.audits(number, arm):
+                    turn["audits"] = {load: process.ask("audit", load=load, steps=AUDIT_STEPS) for load in audited}
         except ChildError as error:
             turn["error"] = str(error)
         return turn | {"seconds": round(time.monotonic() - start, 1)}
@@ -176,7 +180,7 @@ class Runner:
         return child.start(
             arm,
             self._plan.loads,
-            audit=False,
+            audit=bool(self._plan.audited) and arm.plugin is not Plugin.STOCK,
             env=self._envs.get(arm.release) if arm.release else None,
             models=self._cache / "models",
             log=self._cache / "logs" / f"{self._plan.name}-{arm.name}.log",

@@ -49,11 +49,13 @@ class Shape:
     @property
     def expert_parameters(self) -> int:
         """Parameters of the target's routed experts: three matrices each, in every layer after the dense ones."""
-        experts: int = self.target.get("num_experts") or self.target.get("n_routed_experts") or 0
-        if not experts:
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        experts: int = next((self.target[name] for name in names if name in self.target), 0)
+        if experts < 2:
             return 0
         layers = max(self.target["num_hidden_layers"] - self.target.get("first_k_dense_replace", 0), 0)
-        found: int = layers * experts * 3 * self.target["hidden_size"] * self.target["moe_intermediate_size"]
+        width = self.target.get("moe_intermediate_size") or self.target["intermediate_size"]
+        found: int = layers * experts * 3 * self.target["hidden_size"] * width
         return found
 
 
@@ -166,6 +168,63 @@ _QWEN3_MOE_EAGLE = _llama(
     hidden=2048, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocabulary=151_936
 )  # fmt: skip
 
+# Every second layer attends within a window, from the first on.
+_GPT_OSS = _COMMON | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150_000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "vocab_size": 201_088,
+}
+_GPT_OSS_EAGLE = _llama(
+    hidden=2880, layers=1, heads=64, kv_heads=8, head_dim=64, intermediate=8640, vocabulary=201_088
+)  # fmt: skip
+
+# Three layers of four have linear attention, whose state is a matrix for each head.
+_QWEN3_NEXT = _COMMON | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 64,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 151_936,
+}
+
 # Llama 4 without its experts: three layers of four attend within chunks, here short ones.
 _LOCAL = _COMMON | {
     "architectures": ["Llama4ForCausalLM"],
@@ -276,6 +335,20 @@ SHAPES = {
             5.76e9,
             _QWEN3_MOE,
             {Method.EAGLE: _QWEN3_MOE_EAGLE, Method.DRAFT_MODEL: _small_llama(151_936)},
+        ),
+        Shape(
+            "gpt-oss",
+            "gpt-oss-20b with a third of its layers, in bfloat16",
+            7.53e9,
+            _GPT_OSS,
+            {Method.EAGLE: _GPT_OSS_EAGLE},
+        ),
+        Shape(
+            "hybrid",
+            "Qwen3-Next with a quarter of its layers and an eighth of its experts",
+            3.46e9,
+            _QWEN3_NEXT,
+            {Method.MTP: None},
         ),
         Shape("a3b", "Qwen3-30B-A3B", 30.5e9, _QWEN3_30B_A3B, {Method.EAGLE: _QWEN3_MOE_EAGLE}),
         Shape(

@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
+from benchmarks.host_phases import host_time_grid
 from benchmarks.present import Grid, grid, notes, ratio, speed
 from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
@@ -269,6 +270,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "generation-ungraphed": _ungraphed,
     "held": _held,
     "host-time": _host_time,
+    "host-time-by-phase": lambda results: host_time_grid(results).markdown(),
     "kernels": _kernels,
     "kernels-by-rows": _kernels_by_rows,
     "plan-time": _plan_time,

@@ -56,6 +56,7 @@ def run(
         float, typer.Option(min=0, help="Begin no turn that would end after this many seconds; 0: no limit.")
     ] = 0,
     one_by_one: OneByOne = False,
+    audit: Annotated[bool, typer.Option("--audit/--no-audit", help="Audit the loads that the plan has for it.")] = True,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
     ] = False,
@@ -67,7 +68,7 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds, one_by_one=one_by_one)
+        chosen = _adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
@@ -158,11 +159,12 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float, *, one_by_one: bool) -> Plan:
+def _adjusted(plan: Plan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> Plan:
     return dataclasses.replace(
         plan,
         turns=turns or plan.turns,
         seconds=seconds or plan.seconds,
+        audited=plan.audited if audit else (),
         keep=plan.keep and not one_by_one,
     )
 

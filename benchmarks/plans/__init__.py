@@ -37,5 +37,5 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "flashinfer-8b-0.26.0-V1-mode0": partial(flashinfer_before, "V1"),
     "flashinfer-8b-0.26.0-V2-mode0": partial(flashinfer_before, "V2"),
     **{f"optimistic-{shape}-mode0": partial(optimistic, shape) for shape in ("1b", "8b")},
-    **{f"v1-{shape}-0.26.0": partial(v1_runner, shape) for shape in ("1b", "8b", "moe", "a3b")},
+    **{plan.name: partial(_itself, plan) for plan in v1_runner()},
 }

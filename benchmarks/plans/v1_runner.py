@@ -1,7 +1,8 @@
-"""The V1 runner of vLLM 0.26.0 with and without the plugin, beside the V2 runner of the same release."""
+"""The V1 runner of vLLM 0.19 to 0.29 with and without the plugin, and the V2 runner of the same release beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,24 +13,47 @@ from benchmarks.shapes import find_shape
 
 _FITS_BESIDE = 10e9
 """Parameters of the largest shape of which four engines fit on one H200."""
+_CACHE_BYTES = {"hybrid": 12 << 30, "moe": 2 << 30, "gpt-oss": 2 << 30}
+"""Bytes of the KV cache, where it is not the usual. A request of the hybrid takes 72 MiB for the states of its drafts;
+the others' heads are few."""
+_WITHOUT_V2 = {"hybrid"}
+"""Shapes that vLLM's V2 runner does not serve."""
+_PLANNED = (
+    *((shape, "0.26.0") for shape in ("1b", "8b", "moe", "a3b", "gpt-oss", "hybrid")),
+    *(("1b", release) for release in ("0.22.1", "0.24.0", "0.28.0")),
+)
+_HAVE_V2 = {"0.26.0", "0.28.0"}
+"""Releases whose default for dense models is the V2 runner."""
 
 
-def v1_runner(shape: str) -> Plan:
-    """The V1 runner with the plugin on, off and not loaded, and the V2 runner, at vLLM's defaults with FLASH_ATTN."""
+def v1_runner() -> Iterator[Plan]:
+    """For each shape and release the V1 runner with the plugin on, off and not loaded, and audits of on and off; and
+    where vLLM has one for it, the V2 runner. All at vLLM's defaults with FLASH_ATTN."""
+    for shape, release in _PLANNED:
+        yield _v1_runner(shape, release)
+
+
+def _v1_runner(shape: str, release: str) -> Plan:
     beside = find_shape(shape).parameters <= _FITS_BESIDE
-    engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"} | (BESIDE_OTHERS if beside else {})
-    arm = partial(Arm, shape=shape, release="0.26.0", acceptance=ACCEPTANCE, engine=engine)
+    engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"}
+    if beside:
+        engine |= BESIDE_OTHERS | ({"kv_cache_memory_bytes": _CACHE_BYTES[shape]} if shape in _CACHE_BYTES else {})
+    method = next(iter(find_shape(shape).drafters))
+    arm = partial(Arm, shape=shape, release=release, method=method, acceptance=ACCEPTANCE, engine=engine)
+    arms = [arm(plugin.value, plugin=plugin, runner="V1") for plugin in Plugin]
+    about = f"vLLM {release}: the V1 runner with the plugin on, off and not loaded"
+    if release in _HAVE_V2 and shape not in _WITHOUT_V2:
+        arms.append(arm("V2", runner="V2"))
+        about += ", and the V2 runner"
     return Plan(
-        name=f"v1-{shape}-0.26.0",
-        about=f"vLLM 0.26.0: the V1 runner with the plugin on, off and not loaded, and the V2 runner, {shape} shape",
-        arms=(
-            *(arm(plugin.value, plugin=plugin, runner="V1") for plugin in Plugin),
-            arm("V2", runner="V2"),
-        ),
+        name=f"v1-{shape}-{release}",
+        about=f"{about}, {shape} shape",
+        arms=tuple(arms),
         loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),
         turns=4,
         seconds=2.0,
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
         keep=beside,
+        audited=("decode-1", "decode-32", "mixed"),
     )

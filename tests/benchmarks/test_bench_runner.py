@@ -29,6 +29,7 @@ class Engines:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.asked: list[tuple[str, str]] = []
+        self.audited: set[str] = set()
         self.envs: list[Path | None] = []
         self.fails: set[str] = set()
         self.limits: list[float] = []
@@ -36,6 +37,7 @@ class Engines:
     @contextlib.contextmanager
     def start(self, arm: Arm, loads: Any, *, audit: bool, env: Path | None, limit_s: float, **_: Any) -> Iterator[Any]:
         self.started.append(arm.name)
+        self.audited.update([arm.name] * audit)
         self.limits.append(limit_s)
         self.envs.append(env)
         yield _Engine(self, arm)
@@ -55,7 +57,7 @@ class _Engine:
         self.engines.asked.append((self.arm.name, command))
         if arguments.get("load") in self.engines.fails:
             raise ChildError(f"the engine of {self.arm.name!r} failed: no {arguments['load']}")
-        return {"describe": FACTS, "measure": measured(100)}[command]
+        return {"describe": FACTS, "measure": measured(100), "audit": {"of": arguments.get("load")}}[command]
 
 
 @pytest.fixture
@@ -114,6 +116,23 @@ def test_kept_engines_are_started_once(engines, tmp_path):
     assert engines.started == ["plugin", "noop", "stock"]
     assert engines.asked.count(("stock", "describe")) == PLAN.turns
     assert engines.asked[:3] == [(name, "ready") for name in ("plugin", "noop", "stock")]  # all, before one is timed
+
+
+@pytest.mark.parametrize(("keep", "number"), [(True, PLAN.turns - 1), (False, 0)])
+def test_engines_with_the_plugin_loaded_are_audited_where_it_harms_no_later_turn(engines, tmp_path, keep, number):
+    load = PLAN.loads[-1].name
+    _, result = run(tmp_path, dataclasses.replace(PLAN, keep=keep, audited=(load,)))
+    assert engines.audited == {"noop", "plugin"}  # stock has no agent
+    audits = {(turn["pass"], turn["arm"]): turn["audits"] for turn in result.turns if "audits" in turn}
+    assert audits == {(number, arm): {load: {"of": load}} for arm in ("noop", "plugin")}
+    places = [place for place, asked in enumerate(engines.asked) if asked == ("noop", "audit")]
+    assert all(engines.asked[place - 1] == ("noop", "measure") for place in places)
+
+
+def test_a_plan_without_audits_starts_no_agent(engines, tmp_path):
+    run(tmp_path)
+    assert not engines.audited
+    assert "audit" not in {command for _, command in engines.asked}
 
 
 def test_kept_engines_with_the_same_code_to_compile_start_after_one_has(engines, tmp_path, monkeypatch):
