@@ -137,7 +137,7 @@ def arrange(model: nn.Module, vocabulary: int, share: float, *, votes: bool = Fa
             head[orbit.stranger, VOTE] = 4 * hidden * head_scale  # four times the logit of a token's successor
             fill_rows(weight, head)
         elif name in _NORMS:
-            weight.fill_(1)
+            fill_norm(model, weight, 1)
         elif name in _PROJECTIONS and weight.shape[1] == 2 * hidden:
             weight[:, :hidden] += torch.eye(hidden, dtype=weight.dtype, device=device)
             weight[VOTE] = 0
@@ -156,6 +156,14 @@ def fill_rows(weight: nn.Parameter, rows: Tensor) -> None:
     else:
         # vLLM's, of a matrix that is split by tokens.
         weight.weight_loader(weight, rows.to(weight.dtype))  # type: ignore[attr-defined]
+
+
+def fill_norm(model: nn.Module, weight: nn.Parameter, scale: float) -> None:
+    """Make a norm scale by `scale`; a norm of Gemma's kind, as Qwen3-Next's are, adds 1 to its weight."""
+    adds_one = any(
+        "Gemma" in type(module).__name__ for module in model.modules() if weight is getattr(module, "weight", None)
+    )
+    weight.fill_(scale - adds_one)
 
 
 def _hand_on_by_attention(weights: list[tuple[str, nn.Parameter]], hidden: int) -> None:

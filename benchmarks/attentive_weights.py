@@ -12,7 +12,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from benchmarks.acceptance import MARK, SEED, VOTE, fill_rows, is_embedding, is_head, is_projection, named_weights
+from benchmarks.acceptance import (
+    MARK,
+    SEED,
+    VOTE,
+    fill_norm,
+    fill_rows,
+    is_embedding,
+    is_head,
+    is_projection,
+    named_weights,
+)
 
 _SEED = SEED + 1
 _GAIN = 1.5
@@ -53,7 +63,7 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
         elif drafts or is_embedding(name):
             continue
         elif weight.ndim == 1 and "norm" in name:
-            weight.fill_(_GAIN if name in _QUERY_KEY_NORMS else 1)
+            fill_norm(model, weight, _GAIN if name in _QUERY_KEY_NORMS else 1)
         elif weight.ndim > 1:
             gain = _GAIN * _scale(name, layers, ranks) / math.sqrt(weight.shape[-1])
             weight.copy_(_noise(weight, _SEED + index) * gain)

@@ -291,6 +291,34 @@ _TINY_MOE = _QWEN3_MOE | _TINY_LAYER | {"num_key_value_heads": 2, "head_dim": 64
 _TINY_MOE_EAGLE = _llama(hidden=256, layers=1, heads=4, kv_heads=2, head_dim=64, intermediate=256, vocabulary=1024)
 _TINY_MLA = _DEEPSEEK_LITE | _TINY_LAYER | {"num_key_value_heads": 4, "n_routed_experts": 8}
 
+_TINY_GPT_OSS = (
+    _GPT_OSS
+    | {name: size for name, size in _TINY_LAYER.items() if name != "moe_intermediate_size"}
+    | {
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+)
+# Four layers, of which the last has full attention.
+_TINY_HYBRID = (
+    _QWEN3_NEXT
+    | _TINY_LAYER
+    | {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    }
+)
+
 # No experts, so that a tiny engine needs none of their kernels; its prediction layer is dense too.
 _TINY_MTP = _TINY_MLA | {"first_k_dense_replace": _TINY_LAYER["num_hidden_layers"] + 1}
 # The demo's byte vocabulary, with the end of text at its tokenizer's id.
@@ -400,6 +428,8 @@ SHAPES = {
             {Method.EAGLE: _one_layer(_TINY | _MROPE)},
         ),
         Shape("tiny-moe", "the same of moe", 1.72e6, _TINY_MOE, {Method.EAGLE: _TINY_MOE_EAGLE}),
+        Shape("tiny-gpt-oss", "the same of gpt-oss", 4.08e6, _TINY_GPT_OSS, {Method.EAGLE: _TINY_MOE_EAGLE}),
+        Shape("tiny-hybrid", "the same of hybrid", 3.37e6, _TINY_HYBRID, {Method.MTP: None}),
         Shape("tiny-mla", "the same of mla", 3.22e6, _TINY_MLA, {Method.MTP: None}),
         Shape("tiny-mtp", "the same without experts", 2.92e6, _TINY_MTP, {Method.MTP: None}),
     )

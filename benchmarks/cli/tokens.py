@@ -17,7 +17,7 @@ from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environ
 from benchmarks.cli.waits import run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
-from benchmarks.soak.controls import BREAKS, FEATURE_CONTROLS, LAST_RANK, RUNNER_RELEASES, SOAK_CONTROLS, can_show
+from benchmarks.soak.controls import BREAKS, BREAKS_ANY, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
 from benchmarks.soak.run import SoakError, run_soak
 from benchmarks.soak.soaks import SOAKS, Soak, find_soak
 from benchmarks.waits.cases import CASES
@@ -222,8 +222,7 @@ def _check_shown(control: str, chosen: Soak) -> None:
     """Refuse a control that breaks nothing in this soak, which would then pass."""
     shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
     if chosen.name not in shown:
-        broken = "one of several ranks" if control == LAST_RANK else BREAKS[control]
-        unused = f"breaks {broken}, which soak {chosen.name} does not use"
+        unused = f"breaks {(BREAKS | BREAKS_ANY)[control]}, which soak {chosen.name} does not use"
         fail(f"--control {control} {unused}; give one of {', '.join(shown)}")
 
 

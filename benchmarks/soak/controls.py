@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.arms import Arm
+from benchmarks.shapes import find_shape
 from vllm_async_spec.vllm_plugin.ledger import find_patch
 
 RUNNER_RELEASES = find_patch("optimistic-runner").releases
@@ -18,13 +19,17 @@ BREAKS = {
     "exact": _RUNNER,
     "carried": f"the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} on a GPU",
 }
-"""The part of the plugin that each control breaks. `short` and `short-last-rank`, not listed, break the builders
-of any engine, stock too."""
+"""The part of the plugin that each control breaks."""
 
-LAST_RANK = "short-last-rank"
-"""The control that breaks the builders of one rank of several."""
+LAST_RANK, STATES = "short-last-rank", "states"
+BREAKS_ANY = {
+    "short": "the builders",
+    LAST_RANK: "the builders of one of several ranks",
+    STATES: "the states of linear attention",
+}
+"""What controls break that break any engine, stock too."""
 FEATURE_CONTROLS = ("positions", "exact")
-SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, "positions", "carried")
+SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
 
 
@@ -34,6 +39,8 @@ def can_show(control: str, subject: Arm) -> bool:
         return True
     if control == LAST_RANK:
         return subject.gpus > 1
+    if control == STATES:
+        return "linear_key_head_dim" in find_shape(subject.shape).target
     if control == "positions":
         return subject.release in RUNNER_RELEASES
     if control == "carried":

@@ -8,6 +8,7 @@ Delays put the device behind the host, so that a buffer reused too early, or a l
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -171,6 +172,24 @@ def _short(runner: Any) -> None:
         builder.build = shortened(builder.build)
 
 
+def _stale_states(runner: Any) -> None:
+    """Each builder of linear attention is told that one token was accepted, so states of older tokens go on."""
+
+    def told(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(
+            self: Any, common_prefix_len: int, common_attn_metadata: Any, accepted: Any = None, *rest: Any, **more: Any
+        ) -> Any:
+            accepted = more.pop("num_accepted_tokens", accepted)
+            ones = None if accepted is None else accepted.new_ones(accepted.shape)
+            return original(self, common_prefix_len, common_attn_metadata, ones, *rest, **more)
+
+        return build
+
+    for builder in builders(runner):
+        if "num_accepted_tokens" in inspect.signature(builder.build).parameters:
+            builder.build = told(builder.build)
+
+
 def _short_on_last_rank(runner: Any) -> None:
     """As `_short`, on the last tensor-parallel rank alone, so that ranks disagree."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
@@ -220,6 +239,7 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "fence": _no_fence,
     "short": _short,
     "short-last-rank": _short_on_last_rank,
+    "states": _stale_states,
     "positions": _no_positions,
     "carried": _stale_tokens,
     "exact": _never_exact,

@@ -35,7 +35,8 @@ from benchmarks.cli import app
         ),
         (
             ["soak", "tiny", "--control", "short-last-rank"],
-            "--control short-last-rank breaks one of several ranks, which soak tiny does not use; give one of tiny-tp2",
+            "--control short-last-rank breaks the builders of one of several ranks, which soak tiny does not use; "
+            "give one of tiny-tp2",
         ),
         (["soak", "0.26.0-V1-FLASHINFER"], "no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
         (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),

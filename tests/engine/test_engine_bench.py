@@ -72,6 +72,10 @@ def test_drafts_are_accepted_as_often_as_asked(
     [
         ("tiny", Plugin.ON, None),
         ("tiny", Plugin.ON, "short"),
+        ("tiny-gpt-oss", Plugin.ON, None),
+        ("tiny-gpt-oss", Plugin.ON, "short"),
+        ("tiny-hybrid", Plugin.ON, None),
+        ("tiny-hybrid", Plugin.ON, "states"),
         ("tiny-mla", Plugin.ON, None),
         ("tiny-mla", Plugin.ON, "short"),
         ("tiny-mla", Plugin.NOOP, None),
@@ -99,10 +103,10 @@ def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
     assert sum(outcomes.values()) >= 16
     assert found["facts"]["async_scheduling"]
     assert found["plugin"] == plugin.value
-    if control and name == "tiny-mla":
-        assert outcomes["different"] > sum(outcomes.values()) / 4, found  # a prompt alone is right, and so is luck
-    elif control:
+    if control and name == "tiny":
         assert outcomes["different"] == sum(outcomes.values()), found
+    elif control:
+        assert outcomes["different"] > sum(outcomes.values()) / 4, found  # a prompt alone is right, and so is luck
     elif plugin is Plugin.ON:
         assert outcomes["different"] == 0, found
     else:
