@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.present import Grid
+from benchmarks.published import devices
 from benchmarks.results import read_result, result_files
 from vllm_async_spec.audit.report import Phase
 
@@ -17,7 +18,7 @@ _PHASES = [phase.value for phase in Phase if phase is not Phase.AGREEMENT]
 def host_time_grid(results: Path) -> Grid:
     """The host time of a step by phase: a row for each audit of an arm of a plan's result."""
     rows = sorted((row for path in result_files(results) for row in _rows(read_result(path))), key=lambda row: row[0])
-    head = ("vLLM", "shape", "load", "arm", "ms a step", *_PHASES, "critical waits", "pageable copies", "idle")
+    head = ("vLLM", "GPU", "shape", "load", "arm", "ms a step", *_PHASES, "critical waits", "pageable copies", "idle")
     return Grid(head, [cells for _, cells in rows])
 
 
@@ -27,10 +28,12 @@ def _rows(document: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], tuple[str
     loads = [load["name"] for load in document["plan"]["loads"]]
     for turn in document["turns"]:
         for load, audit in turn.get("audits", {}).items():
+            if audit["step_ms"] is None:  # of a CPU
+                continue
             number, arm = arms[turn["arm"]]
             vllm, shape = turn["facts"]["vllm"], arm["shape"]
             order = ([int(part) for part in vllm.split(".")], shape, loads.index(load), number)
-            yield order, (vllm, shape, load, turn["arm"], *_cells(audit))
+            yield order, (vllm, devices(turn["facts"], arm["engine"]), shape, load, turn["arm"], *_cells(audit))
 
 
 def _cells(audit: dict[str, Any]) -> Iterator[str]:
