@@ -7,7 +7,7 @@ import torch
 from bench_walk import as_steps, walk
 from torch import Tensor, nn
 
-from benchmarks.acceptance import ArrangementError, arrange, make_orbit
+from benchmarks.acceptance import ArrangementError, arrange, fill_norm, make_orbit
 from benchmarks.arms import expected_length
 from benchmarks.loads import Load
 from benchmarks.timing import time_run
@@ -163,3 +163,23 @@ def test_one_matrix_for_head_and_embeddings_is_refused():
 def test_a_share_that_is_none_is_refused():
     with pytest.raises(ArrangementError, match=r"an acceptance of 1\.2 can't be arranged"):
         make_orbit(VOCABULARY, 1.2)
+
+
+class GemmaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.weight)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.5])
+def test_a_norm_that_adds_one_to_its_weight_scales_as_the_others_do(scale: float):
+    model = nn.Sequential(nn.RMSNorm(4), GemmaRMSNorm())
+    with torch.no_grad():
+        for norm in model:
+            fill_norm(model, norm.weight, scale)
+        plain, adding = (norm(torch.ones(4)) for norm in model)
+    assert torch.allclose(plain, torch.full((4,), scale))
+    assert torch.equal(adding, torch.full((4,), scale))
