@@ -18,7 +18,7 @@ _PHASES = [phase.value for phase in Phase if phase is not Phase.AGREEMENT]
 def host_time_grid(results: Path) -> Grid:
     """The host time of a step by phase: a row for each audit of an arm of a plan's result."""
     rows = sorted((row for path in result_files(results) for row in _rows(read_result(path))), key=lambda row: row[0])
-    head = ("vLLM", "GPU", "shape", "load", "arm", "ms a step", *_PHASES, "critical waits", "pageable copies", "idle")
+    head = ("vLLM", "GPU", "shape", "load", "arm", "ms a step", "critical waits", "pageable copies", "idle", *_PHASES)
     return Grid(head, [cells for _, cells in rows])
 
 
@@ -38,7 +38,7 @@ def _rows(document: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], tuple[str
 
 def _cells(audit: dict[str, Any]) -> Iterator[str]:
     yield f"{audit['step_ms']:.2f}"
-    yield from (f"{audit['phases'].get(phase, 0):.2f}" for phase in _PHASES)
     yield f"{audit['critical'][0]:.2f}"
     yield f"{sum(per_step for _, per_step, _ in audit['pageable']):.1f}"
     yield "-" if audit["plain_idle"] is None else f"{audit['plain_idle']:.0%}"
+    yield from (f"{audit['phases'].get(phase, 0):.2f}" for phase in _PHASES)
