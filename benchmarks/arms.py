@@ -70,6 +70,11 @@ class Arm:
         return not self.shape.startswith("tiny")
 
     @property
+    def has_agent(self) -> bool:
+        """Whether its engine can be audited: the audit's agent is part of the plugin, so stock has none."""
+        return self.plugin is not Plugin.STOCK
+
+    @property
     def gpus(self) -> int:
         """GPUs that its engines take: with data parallelism there are several."""
         return self._tensor_ranks * int(self.engine.get("data_parallel_size", 1))
@@ -137,10 +142,9 @@ class Plan:
         """Loads under which `arm` is audited at the end of its turn in pass `number`.
 
         An audit may leave an engine slower, so one that stays is audited at its end; one that does not, at its first.
-        Stock has no audit: its agent is part of the plugin.
         """
         due = number == (self.turns - 1 if self.keep else 0)
-        return self.audited if due and arm.plugin is not Plugin.STOCK else ()
+        return self.audited if due and arm.has_agent else ()
 
     def order(self) -> list[tuple[int, Arm]]:
         """Every turn, as the number of its pass and its arm: forwards, backwards, forwards, ...

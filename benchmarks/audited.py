@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_async_spec.audit.report import Place, Report, WaitKind
 
+AUDIT_STEPS = 32
 _WORKER = "worker"
 """What a report calls the thread that launches the forward."""
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from benchmarks.options import EXTENSION, LOAD_FORMAT, model_options
 from benchmarks.shapes import find_shape
 from benchmarks.soak.engine import NEAR, Expected, expect, soak
 from benchmarks.timing import Driver, Timing
+from vllm_async_spec.audit.report import Report
 from vllm_async_spec.json_child import serve
 
 _SPARE_TOKENS = 32
@@ -126,17 +127,24 @@ class BenchEngine:
 
     def audit(self, load: str, steps: int) -> dict[str, Any]:
         """Which phases take the host's time, and where it waits, while a load is served that was measured."""
-        from vllm_async_spec.audit.engine import Ran, audit_llm
-
         which, requests = self._loads[load]
 
-        def work() -> Ran:
+        def run() -> Timing:
             self._forget_prompts()
-            timing = self._driver.time(which, requests)
+            return self._driver.time(which, requests)
+
+        report = self._audited(run, steps=steps, name=load, running=which.running)
+        return digest(report) | host_time(report)
+
+    def _audited(self, run: Callable[[], Timing], *, steps: int, name: str, running: int) -> Report:
+        """The report on some steps of `run`, which serves a load called `name`, `running` requests at once."""
+        from vllm_async_spec.audit.engine import Ran, audit_llm
+
+        def work() -> Ran:
+            timing = run()
             return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
 
-        report = audit_llm(self._llm, work, steps=steps, name=load, requests=which.running)
-        return digest(report) | host_time(report)
+        return audit_llm(self._llm, work, steps=steps, name=name, requests=running)
 
     def _forget_prompts(self) -> None:
         """Empty the prefix cache, or the next run would find its prompts there. Raises EngineError if vLLM does not."""

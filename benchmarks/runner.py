@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import caches, child
-from benchmarks.arms import Arm, Plan, Plugin
+from benchmarks.arms import Arm, Plan
+from benchmarks.audited import AUDIT_STEPS
 from benchmarks.child import ChildError
 from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
-
-AUDIT_STEPS = 32
 
 Report = Callable[[str], None]
 Engines = Callable[[Arm], contextlib.AbstractContextManager[Child]]
@@ -180,7 +179,7 @@ class Runner:
         return child.start(
             arm,
             self._plan.loads,
-            audit=bool(self._plan.audited) and arm.plugin is not Plugin.STOCK,
+            audit=bool(self._plan.audited) and arm.has_agent,
             env=self._envs.get(arm.release) if arm.release else None,
             models=self._cache / "models",
             log=self._cache / "logs" / f"{self._plan.name}-{arm.name}.log",

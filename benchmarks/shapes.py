@@ -59,6 +59,11 @@ class Shape:
         found: int = layers * experts * 3 * self.target["hidden_size"] * width
         return found
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether some layers keep a state for each request, as a hybrid's do."""
+        return "linear_key_head_dim" in self.target
+
 
 @dataclass(frozen=True, slots=True)
 class Models:

@@ -12,14 +12,13 @@ import typer
 
 from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
+from benchmarks.audited import AUDIT_STEPS
 from benchmarks.cli.common import fail, fail_interrupted, failing, find_environments, say
 from benchmarks.machine import installed_vllm
 from benchmarks.results import RESULTS
 from benchmarks.waits.cases import ENGINES, Case, WaitsError, find_cases
 from benchmarks.waits.result import GROUPS, Group, WaitsResult
 from benchmarks.waits.run import Budget, How, WaitsRunner
-
-AUDIT_STEPS = 32
 
 
 def run_waits(

@@ -13,8 +13,12 @@ from benchmarks.shapes import find_shape
 
 _FITS_BESIDE = 10e9
 """Parameters of the largest shape of which four engines fit on one H200."""
-_CACHE_BYTES = {"hybrid": 12 << 30, "moe": 2 << 30, "gpt-oss": 2 << 30}
-"""Bytes of the KV cache, where it is not the usual. A request of the hybrid takes 72 MiB for the states of its drafts;
+_CACHE = {
+    "hybrid": {"kv_cache_memory_bytes": 12 << 30},
+    "moe": {"kv_cache_memory_bytes": 2 << 30},
+    "gpt-oss": {"kv_cache_memory_bytes": 2 << 30},
+}
+"""Caches that are not of the usual size. A request of the hybrid takes 72 MiB for the states of its drafts;
 the others' heads are few."""
 _WITHOUT_V2 = {"hybrid"}
 """Shapes that vLLM's V2 runner does not serve."""
@@ -37,7 +41,7 @@ def _v1_runner(shape: str, release: str) -> Plan:
     beside = find_shape(shape).parameters <= _FITS_BESIDE
     engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"}
     if beside:
-        engine |= BESIDE_OTHERS | ({"kv_cache_memory_bytes": _CACHE_BYTES[shape]} if shape in _CACHE_BYTES else {})
+        engine |= BESIDE_OTHERS | _CACHE.get(shape, {})
     method = next(iter(find_shape(shape).drafters))
     arm = partial(Arm, shape=shape, release=release, method=method, acceptance=ACCEPTANCE, engine=engine)
     arms = [arm(plugin.value, plugin=plugin, runner="V1") for plugin in Plugin]

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from benchmarks.arms import Arm, PlanError, Plugin
+from benchmarks.arms import Arm, PlanError
+from benchmarks.audited import AUDIT_STEPS
 
 _FEWEST = 4
 """Fewest requests of a load."""
@@ -60,7 +61,7 @@ class ServePlan:
     """Latencies in ms that a request must keep to count for goodput: `ttft`, `tpot`."""
     audited: tuple[str, ...] = ()
     """Closed loops under which servers with the plugin loaded are audited, each in a server of its own, at the end."""
-    audit_steps: int = 32
+    audit_steps: int = AUDIT_STEPS
     sampled: int = 512
     """Greedy requests, and as many seeded requests, whose tokens are compared with the reference's."""
 
@@ -123,11 +124,7 @@ def steps(plan: ServePlan) -> list[Step]:
     agent comes with the plugin, and the plugin that is off stands for stock.
     """
     audits = [
-        Step(arm, load, AUDIT)
-        for arm in plan.arms
-        if arm.plugin is not Plugin.STOCK
-        for load in plan.loads
-        if load.name in plan.audited
+        Step(arm, load, AUDIT) for arm in plan.arms if arm.has_agent for load in plan.loads if load.name in plan.audited
     ]
     return [*_timed(plan), *audits]
 

@@ -40,7 +40,7 @@ def can_show(control: str, subject: Arm) -> bool:
     if control == LAST_RANK:
         return subject.gpus > 1
     if control == STATES:
-        return "linear_key_head_dim" in find_shape(subject.shape).target
+        return find_shape(subject.shape).has_linear_attention
     if control == "positions":
         return subject.release in RUNNER_RELEASES
     if control == "carried":

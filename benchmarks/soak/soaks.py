@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks import older_gpu
 from benchmarks.arms import Arm, PlanError, Plugin
@@ -53,8 +54,7 @@ def find_soak(name: str) -> Soak:
 
 def _undrafted(shape: Shape) -> bool:
     """Whether stock gives the tokens without drafts. States of linear attention round otherwise without them."""
-    linear = "linear_key_head_dim" in shape.target
-    return not linear and ("kv_lora_rank" in shape.target or shape.expert_parameters > 0)
+    return not shape.has_linear_attention and ("kv_lora_rank" in shape.target or shape.expert_parameters > 0)
 
 
 def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b", ranks: int = 1) -> Soak:
@@ -99,64 +99,39 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
     )
 
 
-_TINY_SOAK = Load("soak-tiny", requests=16, running=4, prompt=(1, 64), output=(1, 48))
+def _tiny_soak(shape: str, method: Method, ranks: int = 1, **engine: Any) -> Soak:
+    """A soak on a CPU, with engine arguments beyond the usual."""
+    several = {"tensor_parallel_size": ranks} if ranks > 1 else {}
+    return Soak(
+        name=f"{shape}-tp{ranks}" if several else shape,
+        subject=replace(
+            tiny_arm("subject", plugin=Plugin.ON),
+            shape=shape,
+            method=method,
+            acceptance=ATTENTIVE,
+            engine=CPU_ENGINE | several | engine,
+        ),
+        load=Load("soak-tiny", requests=16, running=4, prompt=(1, 64), output=(1, 48)),
+        undrafted=_undrafted(find_shape(shape)),
+    )
+
+
 SOAKS: dict[str, Soak] = {
     soak.name: soak
     for soak in (
-        Soak(
-            name="tiny",
-            subject=replace(tiny_arm("subject", plugin=Plugin.ON), acceptance=ATTENTIVE),
-            load=_TINY_SOAK,
+        _tiny_soak("tiny", Method.DRAFT_MODEL),
+        # MLA passes [tokens, heads, size], of which vLLM's own rotary kernel rotates the wrong rows (findings).
+        _tiny_soak(
+            "tiny-mla",
+            Method.MTP,
+            async_scheduling=True,
+            compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
         ),
-        Soak(
-            name="tiny-mla",
-            # MLA passes [tokens, heads, size], of which vLLM's own rotary kernel rotates the wrong rows (findings).
-            subject=replace(
-                tiny_arm("subject", plugin=Plugin.ON),
-                shape="tiny-mla",
-                method=Method.MTP,
-                acceptance=ATTENTIVE,
-                engine=CPU_ENGINE
-                | {"async_scheduling": True, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
-            ),
-            load=_TINY_SOAK,
-            undrafted=True,
-        ),
-        Soak(
-            name="tiny-hybrid",
-            # vLLM's linear attention on a CPU takes bfloat16 only.
-            subject=replace(
-                tiny_arm("subject", plugin=Plugin.ON),
-                shape="tiny-hybrid",
-                method=Method.MTP,
-                acceptance=ATTENTIVE,
-                engine=CPU_ENGINE | {"async_scheduling": True, "dtype": "bfloat16"},
-            ),
-            load=_TINY_SOAK,
-        ),
-        Soak(
-            name="tiny-gpt-oss",
-            subject=replace(
-                tiny_arm("subject", plugin=Plugin.ON),
-                shape="tiny-gpt-oss",
-                method=Method.EAGLE,
-                acceptance=ATTENTIVE,
-                engine=CPU_ENGINE | {"async_scheduling": True},
-            ),
-            load=_TINY_SOAK,
-            undrafted=True,
-        ),
-        Soak(
-            name="tiny-tp2",
-            # The tiny draft model has one head, which two ranks can't share.
-            subject=replace(
-                tiny_arm("subject", plugin=Plugin.ON),
-                method=Method.EAGLE,
-                acceptance=ATTENTIVE,
-                engine=CPU_ENGINE | {"tensor_parallel_size": 2},
-            ),
-            load=_TINY_SOAK,
-        ),
+        # vLLM's linear attention on a CPU takes bfloat16 only.
+        _tiny_soak("tiny-hybrid", Method.MTP, async_scheduling=True, dtype="bfloat16"),
+        _tiny_soak("tiny-gpt-oss", Method.EAGLE, async_scheduling=True),
+        # The tiny draft model has one head, which two ranks can't share.
+        _tiny_soak("tiny", Method.EAGLE, ranks=2),
         *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),

@@ -128,15 +128,9 @@ class WaitsEngine(BenchEngine):
 
     def audit_case(self, case: str, steps: int) -> dict[str, Any]:
         """Where the host waits, and how the device spends its time, while a case that was timed is served."""
-        from vllm_async_spec.audit.engine import Ran, audit_llm
-
         chosen = CASES[case]
-
-        def work() -> Ran:
-            timing = self._run(chosen)
-            return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
-
-        return digest(audit_llm(self._llm, work, steps=steps, name=case, requests=chosen.load.running))
+        running = chosen.load.running
+        return digest(self._audited(lambda: self._run(chosen), steps=steps, name=case, running=running))
 
     def _run(self, case: Case) -> Timing:
         load, requests = requests_of(case, self._shape)
