@@ -3,6 +3,9 @@
 Attentive weights keep the arrangement of `acceptance` as a tendency. The layers' matrices are noise of the usual size,
 so that attention moves the residual stream as far as the embeddings do. The head gets a random part, through which that
 movement changes the logits. The successor still wins more often than not, and the drafter relies on this.
+
+A router of random weights would make a small difference of rounding a large one: it decides between experts that are
+almost equal. So each token has a class, and in each layer a class ranks all experts, with a wide gap between any two.
 """
 
 from __future__ import annotations
@@ -34,18 +37,24 @@ _LEAD = 1.25
 _QUERY_KEY_NORMS = {"q_norm", "k_norm"}
 """Norms that undo the gain of the matrices before them."""
 _ROUTERS = {"gate", "router"}
-_ROUTING = 8.0
-"""Makes a router prefer one or two experts: the mean of eight would hardly move the residual stream, and rounding would
-decide about the eighth."""
+_CLASSES = slice(2, 10)
+"""Hidden dimensions of which one tells a token's class. Only embeddings write them, and only routers read them."""
+_CLASS = math.sqrt(_CLASSES.stop - _CLASSES.start)
+"""Length of a class, so that embeddings keep theirs."""
+_RANKED = 2.0
+"""How far an expert's logit is ahead of the next, where the residual stream is as long as an embedding."""
 _OUTPUTS = {"o_proj", "out_proj", "down_proj", "w2_weight"}
 """Matrices that write into the residual stream."""
 
 
 @torch.no_grad()
-def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ranks: int = 1) -> None:
+def make_attentive(
+    model: nn.Module, vocabulary: int, *, votes: bool = False, ranks: int = 1, experts: bool = False
+) -> None:
     """Add random parts to the arranged weights of a target, and to the head of a drafter that may share it.
 
     `acceptance.arrange` must have arranged the model. A draft model (`votes`) has its own head and stays unchanged.
+    With `experts` the target has routers. Its drafter gets the same embeddings and head.
 
     Of several tensor-parallel ranks, `model` is one rank's part. All ranks get the same noise in their layers: a matrix
     that every rank holds whole must be equal on all of them. Heads then repeat from rank to rank, so each rank writes
@@ -57,24 +66,48 @@ def make_attentive(model: nn.Module, vocabulary: int, *, votes: bool = False, ra
     drafts = any(is_projection(name) for name, _ in weights)
     numbers = [int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()]
     layers = max(numbers, default=0) + 1
+    reserved = [MARK, VOTE, *(range(_CLASSES.start, _CLASSES.stop) if experts else ())]
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
             _attentive_head(weight, vocabulary)
-        elif drafts or is_embedding(name):
+            if experts:
+                weight[:, _CLASSES] = 0
+        elif is_embedding(name):
+            if experts:
+                _classify(weight, vocabulary)
+        elif drafts:
             continue
         elif weight.ndim == 1 and "norm" in name:
             fill_norm(model, weight, _GAIN if name in _QUERY_KEY_NORMS else 1)
-        elif weight.ndim > 1:
+        elif name in _ROUTERS and weight.ndim > 1:
+            _rank_experts(weight, _SEED + index)
+        elif weight.ndim > 1 and not name.endswith("bias"):  # experts have a bias each
             gain = _GAIN * _scale(name, layers, ranks) / math.sqrt(weight.shape[-1])
             weight.copy_(_noise(weight, _SEED + index) * gain)
             if name in _OUTPUTS:
-                weight[..., [MARK, VOTE], :] = 0  # otherwise a layer would write marks and votes
+                weight[..., reserved, :] = 0  # no layer may write them
 
 
 def _scale(name: str, layers: int, ranks: int) -> float:
-    if name in _OUTPUTS:
-        return 1 / (math.sqrt(2 * layers) * ranks)
-    return _ROUTING if name in _ROUTERS else 1.0
+    return 1 / (math.sqrt(2 * layers) * ranks) if name in _OUTPUTS else 1.0
+
+
+def _classify(weight: nn.Parameter, vocabulary: int) -> None:
+    """Write a class into each token's embedding, which may be a row of another rank."""
+    arranged, count = weight.clone(), _CLASSES.stop - _CLASSES.start
+    tokens = torch.arange(vocabulary, device=weight.device)
+    rows = weight.new_zeros(vocabulary, weight.shape[1])
+    rows[tokens, _CLASSES.start + tokens % count] = _CLASS
+    fill_rows(weight, rows)
+    arranged[:, _CLASSES] = weight[:, _CLASSES]
+    weight.copy_(arranged)
+
+
+def _rank_experts(weight: nn.Parameter, seed: int) -> None:
+    """Let a router, [experts, hidden], prefer the experts of each class in an order of its own."""
+    ranks = _noise(weight[:, _CLASSES], seed).argsort(0).argsort(0)
+    weight.zero_()
+    weight[:, _CLASSES] = -ranks.to(weight.dtype) * (_RANKED / _CLASS)
 
 
 def _attentive_head(weight: nn.Parameter, vocabulary: int) -> None:

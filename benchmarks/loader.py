@@ -26,7 +26,8 @@ from benchmarks.options import LOAD_FORMAT
 @register_model_loader(LOAD_FORMAT)
 class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typed where mypy looks
     """Takes from the extra config `share`, the probability of acceptance; `draft_model`, the draft model's directory;
-    `attentive`, whether attention affects tokens too; and `head_scale` of `arrange`, if it is not 1."""
+    `attentive`, whether attention affects tokens too; `experts`, whether the target has them; and `head_scale` of
+    `arrange`, if it is not 1."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._options: dict[str, Any] = dict(load_config.model_loader_extra_config)
@@ -40,4 +41,6 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         arrange(model, model_config.get_vocab_size(), self._options["share"], votes=votes, head_scale=scale)
         if self._options["attentive"]:
             ranks = get_tensor_model_parallel_world_size()
-            make_attentive(model, model_config.get_vocab_size(), votes=votes, ranks=ranks)
+            make_attentive(
+                model, model_config.get_vocab_size(), votes=votes, ranks=ranks, experts=self._options["experts"]
+            )

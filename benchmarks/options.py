@@ -23,7 +23,8 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         ShapeError: there is no such shape or drafter.
     """
     method = Method(arm["method"]) if arm["method"] else None
-    models = write_models(find_shape(arm["shape"]), method, folder)
+    shape = find_shape(arm["shape"])
+    models = write_models(shape, method, folder)
     options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
     acceptance = arm["acceptance"]
     if acceptance and acceptance["means"] != "sampler":
@@ -38,6 +39,7 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             "share": acceptance["share"],
             "draft_model": draft_model,
             "attentive": acceptance["means"] == "attentive",
+            "experts": shape.expert_parameters > 0,
         }
     if method is None:
         return options

@@ -29,6 +29,10 @@ FLASHINFER = {"backend": "FLASHINFER"}
 NATIVE = {"use_trtllm_attention": False}
 """FlashInfer's wrappers alone, without TRT-LLM's kernels."""
 
+TRITON_PREFILL = {"gdn_prefill_backend": "triton"}
+"""For shapes with linear attention: vLLM's other kernels of a prefill, FlashInfer's, are compiled for minutes when they
+first start, by a package that is not among their requirements."""
+
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 ACCEPTANCE = Acceptance(0.7)
 ATTENTIVE = Acceptance(0.9, Means.ATTENTIVE)

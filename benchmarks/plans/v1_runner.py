@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, TRITON_PREFILL
 from benchmarks.shapes import find_shape
 
 _FITS_BESIDE = 10e9
@@ -32,17 +32,22 @@ _HAVE_V2 = {"0.26.0", "0.28.0"}
 
 def v1_runner() -> Iterator[Plan]:
     """For each shape and release the V1 runner with the plugin on, off and not loaded, and audits of on and off; and
-    where vLLM has one for it, the V2 runner. All at vLLM's defaults with FLASH_ATTN."""
+    where vLLM has one for it, the V2 runner. All with FLASH_ATTN, and at vLLM's defaults unless the name says more."""
     for shape, release in _PLANNED:
         yield _v1_runner(shape, release)
 
 
 def _v1_runner(shape: str, release: str) -> Plan:
-    beside = find_shape(shape).parameters <= _FITS_BESIDE
+    model = find_shape(shape)
+    beside = model.parameters <= _FITS_BESIDE
     engine: dict[str, Any] = DEFAULT_ENGINE | {"attention_backend": "FLASH_ATTN"}
     if beside:
         engine |= BESIDE_OTHERS | _CACHE.get(shape, {})
-    method = next(iter(find_shape(shape).drafters))
+    suffix, kernels = "", ""
+    if model.has_linear_attention:
+        engine |= TRITON_PREFILL
+        suffix, kernels = "-triton", ", Triton's kernels for prefills of linear attention"
+    method = next(iter(model.drafters))
     arm = partial(Arm, shape=shape, release=release, method=method, acceptance=ACCEPTANCE, engine=engine)
     arms = [arm(plugin.value, plugin=plugin, runner="V1") for plugin in Plugin]
     about = f"vLLM {release}: the V1 runner with the plugin on, off and not loaded"
@@ -50,8 +55,8 @@ def _v1_runner(shape: str, release: str) -> Plan:
         arms.append(arm("V2", runner="V2"))
         about += ", and the V2 runner"
     return Plan(
-        name=f"v1-{shape}-{release}",
-        about=f"{about}, {shape} shape",
+        name=f"v1-{shape}-{release}{suffix}",
+        about=f"{about}, {shape} shape{kernels}",
         arms=tuple(arms),
         loads=find_loads(("decode-1", "decode-8", "decode-32", "decode-128", "mixed")),
         turns=4,

@@ -2,7 +2,7 @@
 
 Delays put the device behind the host, so that a buffer reused too early, or a length read too soon, changes tokens.
 "Soaks" in docs/benchmarks.md explains near ties. A soak of stock itself shows how close such tokens are: see
-`soaks.Soak.undrafted`.
+`soaks.Soak.noisy`.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def allowed(noise: Mapping[str, Any]) -> float:
         further = f", and in {apart} requests by more than {NOTED}" if apart else ""
         raise SoakError(
             f"stock differs from itself by up to {widest:.3f}{further}, so this soak can't show whether the plugin is "
-            f"wrong; take a shape without experts, because routers amplify rounding (requests by gap: {noise['gaps']})"
+            f"wrong; take a soak of another shape (requests by gap: {noise['gaps']})"
         )
     return max(NEAR, 2 * widest)
 
@@ -80,7 +80,7 @@ def run_soak(
             engine.wait_until_ready()
             count = engine.ask("expect", load=soak.load.name, file=file)["requests"]
             report(f"stock has generated the expected tokens of {count} requests")
-            if soak.undrafted:
+            if soak.noisy:
                 noise = engine.ask(
                     "soak", load=soak.load.name, file=file, seconds=_NOISE_SECONDS, seed=seed, control=None, near=NOTED
                 )

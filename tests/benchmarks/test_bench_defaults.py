@@ -29,7 +29,8 @@ def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwis
     for arm in plan.arms:
         if arm.needs_gpu:
             ranks = RANKS.get(name.rpartition("-")[2], set())
-            assert (arm.engine.keys() <= SIZES | CHOSEN | ranks) is not name.endswith("-mode0"), arm.name
+            kernels = {"gdn_prefill_backend"} if name.endswith("-triton") else set()
+            assert (arm.engine.keys() <= SIZES | CHOSEN | ranks | kernels) is not name.endswith("-mode0"), arm.name
             assert arm.gpus == (2 if ranks else 1)
             if not name.endswith("-mode0"):
                 assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None

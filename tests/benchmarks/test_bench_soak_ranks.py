@@ -120,7 +120,7 @@ def test_the_loader_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loader, "get_tensor_model_parallel_world_size", lambda: RANKS)
     monkeypatch.setattr(DummyModelLoader, "load_weights", lambda *_: None)
     model, found = arranged(), arranged()
-    extra = {"share": 0.9, "draft_model": None, "attentive": True}
+    extra = {"share": 0.9, "draft_model": None, "attentive": True, "experts": False}
     config = SimpleNamespace(model="x", get_vocab_size=lambda: VOCABULARY)
     loader.ArrangedLoader(LoadConfig(load_format="dummy", model_loader_extra_config=extra)).load_weights(found, config)
     attentive_weights.make_attentive(model, VOCABULARY, ranks=RANKS)
