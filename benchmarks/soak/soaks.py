@@ -20,8 +20,8 @@ from benchmarks.plans.engines import (
 )
 from benchmarks.shapes import Method, Shape, find_shape
 
-_BFLOAT16 = {"gpt-oss", "hybrid"}
-"""Shapes that are served in nothing else: FlashAttention takes sinks in bfloat16 only."""
+_SINKS = {"gpt-oss"}
+"""Shapes whose attention has sinks, which FlashAttention takes in bfloat16 only."""
 _E5M2 = {"disable_flashinfer_q_quantization": True}
 
 
@@ -37,12 +37,14 @@ class Soak:
 
     @property
     def noisy(self) -> bool:
-        """Whether rounding may swap tokens further apart than in float16, among them those of batches without drafts.
+        """Whether rounding may swap tokens further apart than `engine.NEAR`: in batches without drafts, in bfloat16,
+        and in a state that a request carries along.
 
         Stock then serves the same requests again under random arrivals, and its difference from itself is the tolerance
         for the subject.
         """
-        return self.undrafted or self.subject.engine["dtype"] == "bfloat16"
+        carries = find_shape(self.subject.shape).has_linear_attention
+        return self.undrafted or carries or self.subject.engine["dtype"] == "bfloat16"
 
     @property
     def oracle(self) -> Arm:
@@ -95,7 +97,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             engine=BESIDE_OTHERS
             | ({"tensor_parallel_size": ranks} if ranks > 1 else {})
             | {
-                "dtype": "bfloat16" if shape in _BFLOAT16 else "float16",  # rounding rarely decides between two tokens
+                "dtype": "bfloat16" if shape in _SINKS else "float16",  # rounding rarely decides between two tokens
                 "enable_prefix_caching": False,  # a soak repeats its prompts, so the cache would hold all of them
                 "attention_config": {"backend": backend} | (NATIVE if wrappers else _E5M2 if e5m2 else {}),
                 "max_num_batched_tokens": 62 if ragged else 512,
