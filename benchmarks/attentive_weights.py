@@ -37,9 +37,9 @@ _LEAD = 1.25
 _QUERY_KEY_NORMS = {"q_norm", "k_norm"}
 """Norms that undo the gain of the matrices before them."""
 _ROUTERS = {"gate", "router"}
-_CLASSES = slice(2, 10)
+_CLASSES = list(range(2, 10))
 """Hidden dimensions of which one tells a token's class. Only embeddings write them, and only routers read them."""
-_CLASS = math.sqrt(_CLASSES.stop - _CLASSES.start)
+_CLASS = math.sqrt(len(_CLASSES))
 """Length of a class, so that embeddings keep theirs."""
 _RANKED = 2.0
 """How far an expert's logit is ahead of the next, where the residual stream is as long as an embedding."""
@@ -66,7 +66,7 @@ def make_attentive(
     drafts = any(is_projection(name) for name, _ in weights)
     numbers = [int(part) for name, _ in model.named_parameters() for part in name.split(".") if part.isdigit()]
     layers = max(numbers, default=0) + 1
-    reserved = [MARK, VOTE, *(range(_CLASSES.start, _CLASSES.stop) if experts else ())]
+    reserved = [MARK, VOTE, *(_CLASSES if experts else ())]
     for index, (name, weight) in enumerate(weights):
         if is_head(name):
             _attentive_head(weight, vocabulary)
@@ -94,10 +94,10 @@ def _scale(name: str, layers: int, ranks: int) -> float:
 
 def _classify(weight: nn.Parameter, vocabulary: int) -> None:
     """Write a class into each token's embedding, which may be a row of another rank."""
-    arranged, count = weight.clone(), _CLASSES.stop - _CLASSES.start
+    arranged = weight.clone()
     tokens = torch.arange(vocabulary, device=weight.device)
     rows = weight.new_zeros(vocabulary, weight.shape[1])
-    rows[tokens, _CLASSES.start + tokens % count] = _CLASS
+    rows[tokens, _CLASSES[0] + tokens % len(_CLASSES)] = _CLASS
     fill_rows(weight, rows)
     arranged[:, _CLASSES] = weight[:, _CLASSES]
     weight.copy_(arranged)

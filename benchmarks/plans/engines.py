@@ -30,8 +30,8 @@ NATIVE = {"use_trtllm_attention": False}
 """FlashInfer's wrappers alone, without TRT-LLM's kernels."""
 
 TRITON_PREFILL = {"gdn_prefill_backend": "triton"}
-"""For shapes with linear attention: vLLM's other kernels of a prefill, FlashInfer's, are compiled for minutes when they
-first start, by a package that is not among their requirements."""
+"""For shapes with linear attention: vLLM's own choice on Hopper are FlashInfer's kernels of a prefill, which need
+nvidia-cutlass-dsl and are compiled when they first start."""
 
 RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 ACCEPTANCE = Acceptance(0.7)

@@ -94,7 +94,7 @@ def test_with_experts_rounding_moves_no_logit_far_because_routers_have_no_near_t
     assert furthest() > NEAR
 
 
-def test_of_a_layers_experts_the_token_chooses_and_every_expert_is_chosen():
+def test_the_token_alone_chooses_experts_in_each_layer_others_and_most_are_chosen():
     model, chosen = with_experts(), []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, given, found: chosen.append(found[0].topk(8).indices))
