@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from benchmarks.summary import Row
 
 _UNLIKE = 1.25
 """Factor by which a load of one short request can miss the requested acceptance length by chance."""
+_ERROR = 240
+"""Characters of a failure under a table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def grid(document: dict[str, Any]) -> Grid:
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """Notes on a result's table: refusals, each once, and failures."""
+    """Notes on a result's table: refusals and the beginnings of failures, each once."""
     plan, found = document["plan"], dict[str, list[str]]()
     for row in document.get("summary", []):
         if "refused" in row:
@@ -63,7 +66,8 @@ def notes(document: dict[str, Any]) -> list[str]:
         lines.append("Each arm kept one process for all its turns, so no interval covers differences between starts.")
     lines += captions({turn["arm"]: turn["facts"] for turn in document["turns"] if "facts" in turn})
     lines += _unlike_asked(document)
-    return lines + [turn["error"] for turn in document["turns"] if "error" in turn]
+    errors = dict.fromkeys(turn["error"] for turn in document["turns"] if "error" in turn)
+    return lines + [textwrap.shorten(error, _ERROR, placeholder=" ...") for error in errors]
 
 
 def _unlike_asked(document: dict[str, Any]) -> list[str]:

@@ -20,6 +20,8 @@ _CACHE = {
 }
 """Caches that are not of the usual size. A request of the hybrid takes 72 MiB for the states of its drafts;
 the others' heads are few."""
+_ALONE = {"gpt-oss", "hybrid"}
+"""Shapes that fit beside each other on an H200 but not on an H100, where three took more than 79 GiB."""
 _WITHOUT_V2 = {"hybrid"}
 """Shapes that vLLM's V2 runner does not serve."""
 _PLANNED = (
@@ -63,6 +65,6 @@ def _v1_runner(shape: str, release: str) -> Plan:
         seconds=2.0,
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
-        keep=beside,
+        keep=beside and shape not in _ALONE,
         audited=("decode-1", "decode-32", "mixed"),
     )

@@ -147,6 +147,16 @@ def test_an_acceptance_that_is_not_what_was_asked_for_is_said():
     assert notes(found) == said
 
 
+def test_a_failure_is_told_once_and_in_short():
+    found = document(STEADY)
+    error = "the engine of 'stock' failed: " + "out of memory " * 40
+    found["turns"] += [{"pass": number, "arm": "stock", "error": error} for number in (8, 9)]
+    (said,) = notes(found)
+    assert said.startswith("the engine of 'stock' failed: out of memory")
+    assert said.endswith(" ...")
+    assert len(said) <= 240
+
+
 @pytest.mark.parametrize("form", ["svg", "png"])
 @pytest.mark.parametrize("speeds", [STEADY, STEADY | {"noop": [95, 96, 95, 96]}], ids=["told", "refused"])
 def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list[float]]):
