@@ -18,6 +18,7 @@ BREAKS = {
     "positions": _RUNNER,
     "exact": _RUNNER,
     "carried": f"the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} on a GPU",
+    "kept": "kept metadata of linear attention, in the V1 runner",
 }
 """The part of the plugin that each control breaks."""
 
@@ -29,7 +30,7 @@ BREAKS_ANY = {
 }
 """What controls break that break any engine, stock too."""
 FEATURE_CONTROLS = ("positions", "exact")
-SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried")
+SOAK_CONTROLS = ("lengths", "fence", "short", LAST_RANK, STATES, "positions", "carried", "kept")
 """Without `exact`: a soak's requests are plain greedy, so none needs exact counts."""
 
 
@@ -41,6 +42,8 @@ def can_show(control: str, subject: Arm) -> bool:
         return subject.gpus > 1
     if control == STATES:
         return find_shape(subject.shape).has_linear_attention
+    if control == "kept":
+        return find_shape(subject.shape).has_linear_attention and subject.runner != "V2"
     if control == "positions":
         return subject.release in RUNNER_RELEASES
     if control == "carried":

@@ -227,6 +227,18 @@ def _stale_tokens(runner: Any) -> None:
     Carried.tokens_of = tokens_of  # type: ignore[method-assign,assignment]
 
 
+def _kept_states(runner: Any) -> None:
+    """Where metadata of linear attention is kept, it says that one token was accepted."""
+    from vllm_async_spec.vllm_plugin.patches.linear_attention import KeptStep
+
+    newest = KeptStep.of_next
+
+    def of_next(self: KeptStep, builder: Any, batch: Any, blocks: Any, accepted: Any) -> Any:
+        return newest(self, builder, batch, blocks, accepted.new_ones(accepted.shape))
+
+    KeptStep.of_next = of_next  # type: ignore[method-assign]
+
+
 def _never_exact(runner: Any) -> None:
     """No batch waits for exact counts, whatever its requests need."""
     from vllm_async_spec.vllm_plugin.patches import optimistic_runner
@@ -242,6 +254,7 @@ CONTROLS: dict[str, Callable[[Any], None]] = {
     "states": _stale_states,
     "positions": _no_positions,
     "carried": _stale_tokens,
+    "kept": _kept_states,
     "exact": _never_exact,
 }
 """Deliberate breakages of the process of a model runner, by name. A soak must notice each of them if its path uses the

@@ -180,6 +180,7 @@ def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
         "states": {"tiny-hybrid", "0.26.0-V1-FLASH_ATTN-hybrid"},
         "positions": {"0.18.1-V1-FLASH_ATTN", "0.18.1-V1-FLASH_ATTN-8b", "0.18.1-V1-FLASH_ATTN-tp2"},
         "carried": {name for name in SOAKS if name.startswith(("0.24.0-V1", "0.26.0-V1"))},
+        "kept": {"tiny-hybrid", "0.26.0-V1-FLASH_ATTN-hybrid"},
     }
 
 

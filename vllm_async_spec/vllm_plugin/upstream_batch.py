@@ -132,3 +132,32 @@ class MinTokensProcessor(Protocol):
 
     def update_state(self, batch_update: None) -> None:
         """Forget the requests that have reached their minimum; the batch is as it was."""
+
+
+class LinearMetadata(Protocol):
+    """`GDNAttentionMetadata`: a step of linear attention."""
+
+    num_prefills: int
+    num_decodes: int
+    """Requests that decode without drafts."""
+    num_spec_decodes: int
+    spec_query_start_loc: torch.Tensor | None
+    """(requests + 1,) int32, device; as the next two, None without drafts, and longer where CUDA graphs read it."""
+    spec_state_indices_tensor: torch.Tensor | None
+    """(requests, 1 + drafts) int32, device."""
+    num_accepted_tokens: torch.Tensor | None
+    """(requests,) int32, device."""
+
+
+class LinearBuilder(Protocol):
+    """`GDNAttentionMetadataBuilder`."""
+
+    vllm_config: VllmConfig
+    kv_cache_spec: object
+    num_spec: int
+    """Drafts of a request."""
+    supports_update_block_table: bool
+    spec_state_indices_tensor: torch.Tensor
+    """(requests, 1 + drafts) int32, device: what CUDA graphs read, as the next."""
+    num_accepted_tokens: torch.Tensor
+    """(requests,) int32, device."""

@@ -95,6 +95,8 @@ class CacheConfig(Protocol):
 
     cache_dtype: str
     """As the user gave it; "auto" is the model's dtype."""
+    mamba_cache_mode: str
+    """Of states: "none", or with prefix caching "align" or "all"; from 0.14 on."""
 
 
 class SchedulerConfig(Protocol):

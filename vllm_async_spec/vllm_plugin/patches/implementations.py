@@ -19,6 +19,7 @@ _NAMES = (
     "flashinfer_builder",
     "flashinfer_xqa",
     "lazy_outputs",
+    "linear_attention",
     "metadata",
     "min_tokens",
     "mla_prefill",
