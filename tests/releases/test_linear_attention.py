@@ -37,7 +37,8 @@ def stock(module: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def subject(module: Any, stock: Any) -> Iterator[Any]:
-    with applied("linear-attention"):
+    with pytest.MonkeyPatch.context() as patch, applied("linear-attention"):
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         yield module.GDNAttentionMetadataBuilder
 
 
@@ -193,9 +194,11 @@ def test_a_subclass_builds_every_step_anew(subject: Any, make: MakeBatch, taken:
     assert taken == []
 
 
-def test_groups_that_share_metadata_build_every_step_anew(subject: Any, make: MakeBatch, taken: list[bool]):
+def test_the_v2_runner_builds_every_step_anew(
+    subject: Any, make: MakeBatch, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+):
     builder = builders(subject, graphs=True)[0]
-    builder.supports_update_block_table = True
+    monkeypatch.setattr("vllm_async_spec.vllm_plugin.patches.linear_attention.runner_of", lambda config: "V2")
     for _ in range(3):
         made_by(builder, subject.build, step(make, [DRAFT_TOKENS] * 2, random.Random(0)))
     assert taken == []

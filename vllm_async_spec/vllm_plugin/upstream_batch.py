@@ -156,7 +156,6 @@ class LinearBuilder(Protocol):
     kv_cache_spec: object
     num_spec: int
     """Drafts of a request."""
-    supports_update_block_table: bool
     spec_state_indices_tensor: torch.Tensor
     """(requests, 1 + drafts) int32, device: what CUDA graphs read, as the next."""
     num_accepted_tokens: torch.Tensor

@@ -20,6 +20,7 @@ import torch
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.runner_choice import runner_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -97,6 +98,13 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     builder_class = module.GDNAttentionMetadataBuilder
     original = builder_class.build
     kept = weakref.WeakKeyDictionary["LinearBuilder", KeptStep | None]()
+    keeping = weakref.WeakKeyDictionary["LinearBuilder", bool]()
+
+    def keeps(builder: LinearBuilder) -> bool:
+        # A subclass may change the metadata; and in the V2 runner the device may know other starts than the host.
+        if builder not in keeping:
+            keeping[builder] = type(builder) is builder_class and runner_of(builder.vllm_config) == "V1"
+        return keeping[builder]
 
     @functools.wraps(original)
     def build(
@@ -116,8 +124,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
             )
             return last.of_next(self, batch, blocks, num_accepted_tokens)
         made: LinearMetadata = original(self, common_prefix_len, batch, num_accepted_tokens, drafts, fast_build)
-        # A subclass may change the metadata; and groups that share it in the V2 runner change each other's.
-        if type(self) is builder_class and not self.supports_update_block_table:
+        if keeps(self):
             kept[self] = KeptStep.of(self, batch, drafts, made)
         return made
 
