@@ -213,18 +213,26 @@ def _no_positions(runner: Any) -> None:
 
 def _stale_tokens(runner: Any) -> None:
     """A batch that goes on gets the tokens of the step before, in the runner of 0.19 to 0.29."""
+    from vllm_async_spec import kernels
     from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
-    newest = Carried.tokens_of
+    newest, advance = Carried.tokens_of, kernels.advance_batch
     before: Any = None
 
-    def tokens_of(self: Carried, *given: Any) -> Any:
+    def stale(found: Any) -> Any:
         nonlocal before
-        found, stale = newest(self, *given), before
-        before = found and tuple(each.clone() for each in found)
-        return stale if found and stale and stale[1].shape == found[1].shape else found
+        last, before = before, found and tuple(each.clone() for each in found)
+        return last if found and last and last[1].shape == found[1].shape else found
+
+    def tokens_of(self: Carried, *given: Any) -> Any:
+        return stale(newest(self, *given))
+
+    def advance_batch(counts: Any, sampled: Any, drafts: Any, batch: int, inputs: Any) -> None:
+        sampled, drafts = stale((sampled[:batch, 0], drafts[:batch]))
+        advance(counts, sampled[:, None], drafts, batch, inputs)
 
     Carried.tokens_of = tokens_of  # type: ignore[method-assign,assignment]
+    kernels.advance_batch = advance_batch
 
 
 def _kept_states(runner: Any) -> None:

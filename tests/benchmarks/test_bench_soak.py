@@ -21,6 +21,7 @@ from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, expect, soak
 from benchmarks.soak.run import SoakError, allowed, together
 from benchmarks.soak.soaks import SOAKS
+from vllm_async_spec import kernels
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
@@ -192,9 +193,16 @@ def test_the_control_of_carried_inputs_gives_the_tokens_of_the_step_before(monke
         return None if step is None else (torch.tensor([step[0]]), torch.tensor([[step[1]]]))
 
     monkeypatch.setattr(Carried, "tokens_of", tokens_of)
+    advanced: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        kernels, "advance_batch", lambda _, sampled, drafts, *__: advanced.append((int(sampled), int(drafts)))
+    )
     CONTROLS["carried"](None)
     given: list[Any] = [Carried.tokens_of(carried, None, None, 1, None) for carried in [Carried(1)] * 5]
     assert [each and (each[0].item(), each[1].item()) for each in given] == [(0, 10), (0, 10), None, (2, 12), (2, 12)]
+    for number in (4, 5):
+        kernels.advance_batch(None, torch.tensor([[number, -1]]), torch.tensor([[10 + number]]), 1, None)  # type: ignore[arg-type]
+    assert advanced == [(3, 13), (4, 14)]
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ NOT_TOLD_BY_CODE = {
     "async-scheduling-decision": "no vLLM tells who decided",
     "carried-inputs": "the V1 runner has the fault to this day; the entry ends where no model has it by default",
     "draft-graphs": "the same",
+    "steady-inputs": "the same",
     "linear-attention": "every V1 runner builds it anew; before 0.18 the builder is another",
     "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",

@@ -19,6 +19,12 @@ from vllm_async_spec.kernels.paged_lengths import (
     set_work_lens,
     set_work_lens_reference,
 )
+from vllm_async_spec.kernels.steady_batch import (
+    BatchInputs,
+    advance_batch,
+    advance_batch_reference,
+    compile_advance_batch,
+)
 from vllm_async_spec.kernels.virtual_batches import (
     gather_pages,
     gather_pages_reference,
@@ -29,9 +35,13 @@ from vllm_async_spec.kernels.virtual_batches import (
 
 __all__ = [
     "ROW_FIELDS",
+    "BatchInputs",
     "LastStep",
     "PagedGroup",
     "StepInputs",
+    "advance_batch",
+    "advance_batch_reference",
+    "compile_advance_batch",
     "compile_kernels",
     "correct_inputs",
     "correct_inputs_reference",

@@ -63,6 +63,12 @@ class MultiGroupBlockTable(Protocol):
     def __getitem__(self, idx: int) -> BlockTable:
         """Those of one group."""
 
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Start copies of the first rows' pages to the device."""
+
+    def compute_slot_mapping(self, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor) -> None:
+        """Write the slots of a step's tokens, on the device; these arguments from 0.19 on."""
+
 
 class SamplingMetadata(Protocol):
     """The sampler's parameters for a batch."""
@@ -88,6 +94,8 @@ class InputBatch(Protocol):
     num_reqs: int
     num_computed_tokens_cpu: npt.NDArray[np.int32]
     """(rows,), host."""
+    num_computed_tokens_cpu_tensor: torch.Tensor
+    """The same memory."""
     num_prompt_tokens: npt.NDArray[np.int32]
     """(rows,), host."""
     num_tokens_no_spec: npt.NDArray[np.int32]

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch
-from vllm_async_spec.vllm_plugin.upstream_config import VllmConfig
+from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch, SpecDecodeMetadata
+from vllm_async_spec.vllm_plugin.upstream_config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 
 
 class EngineArgs(Protocol):
@@ -132,6 +132,51 @@ class MinTokensProcessor(Protocol):
 
     def update_state(self, batch_update: None) -> None:
         """Forget the requests that have reached their minimum; the batch is as it was."""
+
+
+class CarryingRunner(Protocol):
+    """`GPUModelRunner` of the V1 runner from 0.19 on, which carries counts and positions on the device."""
+
+    device: torch.device
+    parallel_config: ParallelConfig
+    cache_config: CacheConfig
+    lora_config: object
+    """None without adapters."""
+    use_async_spec_decode: bool
+    uses_mrope: bool
+    uses_xdrope_dim: int
+    supports_mm_inputs: bool
+    enable_prompt_embeds: bool
+    dcp_world_size: int
+    input_batch: InputBatch
+    model_config: ModelConfig
+    prev_num_draft_tokens: CpuGpuBuffer
+    """(requests,) int32: drafts that each row of the last step verified."""
+    optimistic_seq_lens_cpu: torch.Tensor
+    """(requests,) int32, host: lengths as if all drafts had been accepted."""
+    num_computed_tokens: torch.Tensor
+    """(requests,) int32, device."""
+    num_accepted_tokens: CpuGpuBuffer
+    """(requests,) int32."""
+    discard_request_mask: CpuGpuBuffer
+    """(requests,) bool: rows whose prompts go on after this step."""
+    query_start_loc: CpuGpuBuffer
+    """(requests + 1,) int32."""
+    seq_lens: torch.Tensor
+    """(requests,) int32, device."""
+    positions: torch.Tensor
+    """(tokens,) int64, device."""
+    input_ids: CpuGpuBuffer
+    """(tokens,) int32."""
+    valid_sampled_token_count_gpu: torch.Tensor | None
+    """(rows of the last step,) int32, device: the tokens that it accepted of each."""
+    _draft_token_ids: torch.Tensor | list[list[int]] | None
+    """(rows of the last step, drafts), device, if the drafter runs on the device."""
+
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: npt.NDArray[np.int32], cu_num_scheduled_tokens: npt.NDArray[np.int32]
+    ) -> SpecDecodeMetadata:
+        """The metadata of drafts, from the drafts of each row and the tokens up to its end."""
 
 
 class LinearMetadata(Protocol):

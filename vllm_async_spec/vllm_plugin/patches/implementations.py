@@ -26,6 +26,7 @@ _NAMES = (
     "optimistic_runner",
     "prometheus_registry",
     "rank_agreement",
+    "steady_inputs",
     "top_k_bound",
     "virtual_batches",
 )

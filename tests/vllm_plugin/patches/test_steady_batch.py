@@ -1,0 +1,202 @@
+"""Which steps the kernel of steady batches prepares, on a runner with only what the patch reads.
+
+tests/releases compares vLLM's runners with stock's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_async_spec.patching import temporarily
+from vllm_async_spec.vllm_plugin.patches import steady_inputs
+
+ROWS, DRAFTS, SIZE = 3, 2, 6
+EACH = DRAFTS + 1
+
+
+def buffer(size: int, dtype: torch.dtype = torch.int32) -> SimpleNamespace:
+    host = torch.zeros(size, dtype=dtype)
+    return SimpleNamespace(gpu=torch.zeros(size, dtype=dtype), cpu=host, np=host.numpy())
+
+
+class Runner:
+    """As much of vLLM's runner as the patch reads. Its functions count their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.device = torch.device("cpu")
+        self.use_async_spec_decode = True
+        self.uses_mrope = self.supports_mm_inputs = self.enable_prompt_embeds = False
+        self.uses_xdrope_dim, self.dcp_world_size = 0, 1
+        self.lora_config: Any = None
+        self.parallel_config = SimpleNamespace(pipeline_parallel_size=1, prefill_context_parallel_size=1)
+        self.cache_config = SimpleNamespace(mamba_cache_mode="none")
+        self.model_config = SimpleNamespace(is_hybrid=False)
+        self.num_computed_tokens = torch.zeros(SIZE, dtype=torch.int32)
+        self.seq_lens = torch.zeros(SIZE, dtype=torch.int32)
+        self.positions = torch.zeros(99, dtype=torch.int64)
+        self.optimistic_seq_lens_cpu = torch.zeros(SIZE, dtype=torch.int32)
+        self.num_accepted_tokens, self.query_start_loc, self.input_ids = buffer(SIZE), buffer(SIZE + 1), buffer(99)
+        self.discard_request_mask, self.prev_num_draft_tokens = buffer(SIZE, torch.bool), buffer(SIZE)
+        self.prev_num_draft_tokens.np[:ROWS] = DRAFTS
+        self.valid_sampled_token_count_gpu: Any = torch.tensor([1, 3, 2], dtype=torch.int32)
+        self._draft_token_ids: Any = torch.arange(ROWS * DRAFTS).view(ROWS, DRAFTS) + 100
+        names = [f"r{row}" for row in range(ROWS)]
+        self.input_batch = SimpleNamespace(
+            req_ids=names,
+            prev_req_id_to_index={name: row for row, name in enumerate(names)},
+            prev_sampled_token_ids=torch.arange(ROWS, dtype=torch.int32)[:, None] + 50,
+            num_computed_tokens_cpu_tensor=torch.full((SIZE,), 10, dtype=torch.int32),
+            block_table=SimpleNamespace(
+                commit_block_table=lambda rows: self.calls.append(f"pages of {rows}"),
+                compute_slot_mapping=lambda rows, starts, positions: self.calls.append(f"slots of {len(positions)}"),
+            ),
+        )
+
+    def _prepare_inputs(self, scheduled: Any, tokens: Any) -> tuple[Any, ...]:
+        needs_cpu_accepted_counts = False  # as in vLLM from 0.24 on
+        self.calls.append("vLLM")
+        return None, needs_cpu_accepted_counts, EACH
+
+    def _dummy_run(self) -> None:
+        self.calls.append("dummy")
+
+    def _calc_spec_decode_metadata(self, drafts: Any, ends: Any) -> Any:
+        self.calls.append(f"drafts {drafts.tolist()}, ends {ends.tolist()}")
+        return SimpleNamespace(logits_indices="indices")
+
+
+def step(drafts: list[int] | None = None) -> tuple[Any, Any]:
+    """The scheduler's output and the tokens of each row, for rows with these drafts; all with all of them if None."""
+    drafts = [DRAFTS] * ROWS if drafts is None else drafts
+    wanted = {f"r{row}": [-1] * count for row, count in enumerate(drafts) if count}
+    return SimpleNamespace(scheduled_spec_decode_tokens=wanted), np.array(drafts, dtype=np.int32) + 1
+
+
+@pytest.fixture
+def runner() -> Iterator[Any]:
+    with temporarily() as changes:
+        runner_class = type("Own", (Runner,), dict(vars(Runner)))
+        steady_inputs._apply(changes, SimpleNamespace(GPUModelRunner=runner_class))  # type: ignore[arg-type]
+        yield runner_class()
+
+
+def test_a_step_like_the_one_before_is_prepared_by_the_kernel(runner: Any):
+    runner._prepare_inputs(*step())
+    made = runner._prepare_inputs(*step())
+    assert runner.calls == ["vLLM", "pages of 3", "slots of 9", "drafts [2, 2, 2], ends [3, 6, 9]"]
+    assert (made[0], made[2]) == ("indices", EACH)
+    assert runner.num_computed_tokens.tolist() == [1, 3, 2, 0, 0, 0]
+    assert runner.seq_lens.tolist() == [4, 6, 5, 0, 0, 0]
+    assert runner.optimistic_seq_lens_cpu.tolist() == [13, 13, 13, 0, 0, 0]
+    assert runner.query_start_loc.gpu.tolist() == [0, 3, 6, 9, 9, 9, 9]
+    assert runner.positions[:9].tolist() == [1, 2, 3, 3, 4, 5, 2, 3, 4]
+    assert runner.input_ids.gpu[:9].tolist() == [50, 100, 101, 51, 102, 103, 52, 104, 105]
+
+
+def swapped(runner: Any) -> None:
+    runner.input_batch.req_ids = ["r1", "r0", "r2"]
+
+
+def left_out(runner: Any) -> None:
+    runner.input_batch.prev_req_id_to_index = {"r0": 0, "r1": 2, "r2": 3}
+
+
+def fewer_drafts_before(runner: Any) -> None:
+    runner.prev_num_draft_tokens.np[1] = 1
+
+
+def no_counts(runner: Any) -> None:
+    runner.valid_sampled_token_count_gpu = None
+
+
+def drafts_on_the_host(runner: Any) -> None:
+    runner._draft_token_ids = [[1, 2]] * ROWS
+
+
+def other_drafts(runner: Any) -> None:
+    runner._draft_token_ids = runner._draft_token_ids[:, :1]
+
+
+def nothing_before(runner: Any) -> None:
+    runner.input_batch.prev_req_id_to_index = None
+
+
+def dummy_run(runner: Any) -> None:
+    runner._dummy_run()
+
+
+CHANGES = (
+    swapped,
+    left_out,
+    fewer_drafts_before,
+    no_counts,
+    drafts_on_the_host,
+    other_drafts,
+    nothing_before,
+    dummy_run,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_other_step_is_vllms(runner: Any, change: Callable[[Any], None]):
+    runner._prepare_inputs(*step())
+    change(runner)
+    runner._prepare_inputs(*step())
+    assert runner.calls.count("vLLM") == 2
+    assert not any(call.startswith("slots") for call in runner.calls)
+
+
+@pytest.mark.parametrize("drafts", [[2, 2], [2, 2, 0], [2, 1, 2], [1, 1, 1], [2, 2, 2, 2]])
+def test_a_step_of_another_shape_is_vllms(runner: Any, drafts: list[int]):
+    runner._prepare_inputs(*step())
+    runner._prepare_inputs(*step(drafts))
+    assert runner.calls == ["vLLM", "vLLM"]
+
+
+def test_a_step_after_one_whose_prompts_go_on_is_vllms(runner: Any):
+    runner.discard_request_mask.np[0] = True
+    runner._prepare_inputs(*step())
+    runner._prepare_inputs(*step())
+    assert runner.calls == ["vLLM", "vLLM"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_async_spec_decode", False),
+        ("uses_mrope", True),
+        ("uses_xdrope_dim", 4),
+        ("supports_mm_inputs", True),
+        ("enable_prompt_embeds", True),
+        ("lora_config", "adapters"),
+        ("dcp_world_size", 2),
+        ("parallel_config", SimpleNamespace(pipeline_parallel_size=2)),
+        ("parallel_config", SimpleNamespace(pipeline_parallel_size=1, prefill_context_parallel_size=2)),
+        ("cache_config", SimpleNamespace(mamba_cache_mode="align")),
+        ("mamba_prev_last_scheduled_idx", "indices"),
+    ],
+)
+def test_an_engine_whose_inputs_need_more_is_left_to_vllm(runner: Any, name: str, value: Any):
+    setattr(runner, name, value)
+    runner._prepare_inputs(*step())
+    runner._prepare_inputs(*step())
+    assert runner.calls == ["vLLM", "vLLM"]
+
+
+def test_a_hybrid_whose_counts_come_from_the_host_is_left_to_vllm():
+    with temporarily() as changes:
+        own = {"_prepare_inputs": lambda self, scheduled, tokens: self.calls.append("vLLM") or (None, None)}
+        runner_class = type("Own", (Runner,), dict(vars(Runner)) | own)
+        steady_inputs._apply(changes, SimpleNamespace(GPUModelRunner=runner_class))  # type: ignore[arg-type]
+        runner: Any = runner_class()
+        runner.model_config.is_hybrid = True
+        for _ in range(2):
+            runner._prepare_inputs(*step())
+        assert runner.calls == ["vLLM", "vLLM"]

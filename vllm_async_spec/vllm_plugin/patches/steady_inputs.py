@@ -1,0 +1,172 @@
+"""Prepares the inputs of a step of the V1 runner from 0.19 on by one kernel, where the batch goes on.
+
+In steady decode each row of a step is that row of the step before, with all its drafts to verify. The host then knows
+nothing of the step that the device does not know better. The runner still computes tokens, positions and lengths on the
+host, copies eight tensors, and corrects them on the device by a dozen small kernels. The patch launches one kernel for
+all of them. All other steps run vLLM's function.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_async_spec import kernels
+from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.ledger import Implementation
+from vllm_async_spec.vllm_plugin.patches import optimistic_runner
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from vllm_async_spec.vllm_plugin.upstream import SchedulerOutput, SpecDecodeMetadata
+    from vllm_async_spec.vllm_plugin.upstream_batch import CarryingRunner
+
+    Counts = npt.NDArray[np.int32]
+    Prepared = tuple[Any, ...]
+    """Indices of logits, the metadata of drafts, and in some releases the most tokens sampled of a row."""
+
+
+class SteadyBatch:
+    """The batch of a runner's newest step, as long as steps like it may follow."""
+
+    def __init__(self, runner: CarryingRunner) -> None:
+        self._inputs = kernels.BatchInputs(
+            computed=runner.num_computed_tokens,
+            accepted=runner.num_accepted_tokens.gpu,
+            discarded=runner.discard_request_mask.gpu,
+            query_start_loc=runner.query_start_loc.gpu,
+            seq_lens=runner.seq_lens,
+            positions=runner.positions,
+            input_ids=runner.input_ids.gpu,
+        )
+        self._drafts = self._ends = np.empty(0, np.int32)
+        self._more: tuple[object, ...] = ()
+        self.forget()
+
+    def forget(self) -> None:
+        """No step follows the newest one: the runner's buffers are those of another batch."""
+        self._requests = self._tokens = 0
+
+    def note(self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts, made: Prepared) -> None:
+        """Remember the step that vLLM has prepared, if each row has a token and the same number of drafts.
+
+        Args:
+            runner: whose step it is.
+            scheduled: the scheduler's output.
+            tokens: (requests,) tokens of each row.
+            made: what vLLM's function returned.
+        """
+        self.forget()
+        requests, each = len(tokens), int(tokens[0])
+        if each < 2 or not _all_verify(scheduled, tokens, requests, each) or _differs(runner):
+            return
+        if runner.discard_request_mask.np[:requests].any():
+            return
+        self._requests, self._tokens, self._more = requests, each, made[2:]
+        self._drafts = np.full(requests, each - 1, np.int32)
+        self._ends = np.cumsum(tokens)
+
+    def goes_on(self, runner: CarryingRunner, scheduled: SchedulerOutput, tokens: Counts) -> bool:
+        """Whether a step has the rows of the newest one, each with all the drafts that were made for it."""
+        requests, batch = self._requests, runner.input_batch
+        if requests != len(tokens) or not _all_verify(scheduled, tokens, requests, self._tokens):
+            return False
+        before, drafts = batch.prev_req_id_to_index, runner._draft_token_ids
+        counts = runner.valid_sampled_token_count_gpu
+        return (
+            bool(before)
+            and list(before) == batch.req_ids[:requests]
+            and before[batch.req_ids[requests - 1]] == requests - 1  # rows rise, so none is left out
+            and bool((runner.prev_num_draft_tokens.np[:requests] == self._tokens - 1).all())
+            and counts is not None
+            and counts.shape[0] >= requests
+            and batch.prev_sampled_token_ids is not None
+            and isinstance(drafts, torch.Tensor)
+            and drafts.shape[1] == self._tokens - 1
+        )
+
+    def prepare(self, runner: CarryingRunner) -> Prepared:
+        """Prepare a step for which `goes_on` is true; returns what vLLM's function does."""
+        batch, requests, total = runner.input_batch, self._requests, self._requests * self._tokens
+        table, counts, sampled = batch.block_table, runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
+        drafts = runner._draft_token_ids
+        assert counts is not None
+        assert sampled is not None
+        assert isinstance(drafts, torch.Tensor)
+        table.commit_block_table(requests)
+        torch.add(
+            batch.num_computed_tokens_cpu_tensor[:requests],
+            self._tokens,
+            out=runner.optimistic_seq_lens_cpu[:requests],
+        )
+        kernels.advance_batch(counts, sampled, drafts, requests, self._inputs)
+        table.compute_slot_mapping(requests, runner.query_start_loc.gpu[: requests + 1], runner.positions[:total])
+        metadata: SpecDecodeMetadata = runner._calc_spec_decode_metadata(self._drafts, self._ends)
+        return metadata.logits_indices, metadata, *self._more
+
+
+def _all_verify(scheduled: SchedulerOutput, tokens: Counts, requests: int, each: int) -> bool:
+    wanted = scheduled.scheduled_spec_decode_tokens
+    return len(wanted) == requests and bool((tokens == each).all()) and set(map(len, wanted.values())) == {each - 1}
+
+
+def _differs(runner: CarryingRunner) -> bool:
+    """Whether vLLM's function does more in this engine than the kernel."""
+    parallel = runner.parallel_config
+    return (
+        not runner.use_async_spec_decode
+        or runner.uses_mrope
+        or runner.uses_xdrope_dim > 0
+        or runner.supports_mm_inputs
+        or runner.enable_prompt_embeds
+        or runner.lora_config is not None
+        or runner.dcp_world_size > 1
+        or parallel.pipeline_parallel_size > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        or getattr(runner, "mamba_prev_last_scheduled_idx", None) is not None
+        or runner.cache_config.mamba_cache_mode != "none"
+    )
+
+
+def _apply(transaction: Transaction, module: ModuleType) -> None:
+    runner_class = module.GPUModelRunner
+    prepare, dummy = runner_class._prepare_inputs, runner_class._dummy_run
+    # Up to 0.23 a hybrid's accepted counts come from the host in every step.
+    host_counts = "needs_cpu_accepted_counts" not in prepare.__code__.co_varnames
+    batches = weakref.WeakKeyDictionary["CarryingRunner", SteadyBatch]()
+
+    def of(runner: CarryingRunner) -> SteadyBatch:
+        if runner not in batches:  # in a dummy run, at start-up
+            kernels.compile_advance_batch(runner.device)
+            batches[runner] = SteadyBatch(runner)
+        return batches[runner]
+
+    @functools.wraps(prepare)
+    def _prepare_inputs(
+        self: CarryingRunner, scheduler_output: SchedulerOutput, num_scheduled_tokens: Counts
+    ) -> Prepared:
+        if host_counts and self.model_config.is_hybrid:
+            return prepare(self, scheduler_output, num_scheduled_tokens)  # type: ignore[no-any-return]
+        batch = of(self)
+        if batch.goes_on(self, scheduler_output, num_scheduled_tokens):
+            return batch.prepare(self)
+        made: Prepared = prepare(self, scheduler_output, num_scheduled_tokens)
+        batch.note(self, scheduler_output, num_scheduled_tokens, made)
+        return made
+
+    @functools.wraps(dummy)
+    def _dummy_run(self: CarryingRunner, *args: Any, **kwargs: Any) -> Any:
+        of(self).forget()
+        return dummy(self, *args, **kwargs)
+
+    transaction.set(runner_class, "_prepare_inputs", _prepare_inputs)
+    transaction.set(runner_class, "_dummy_run", _dummy_run)
+
+
+IMPLEMENTATIONS = {"steady-inputs": Implementation(_apply, optimistic_runner.unneeded)}
