@@ -124,6 +124,14 @@ def other_drafts(runner: Any) -> None:
     runner._draft_token_ids = runner._draft_token_ids[:, :1]
 
 
+def too_few_drafts(runner: Any) -> None:
+    runner._draft_token_ids = runner._draft_token_ids[:2]
+
+
+def nothing_sampled(runner: Any) -> None:
+    runner.input_batch.prev_sampled_token_ids = None
+
+
 def nothing_before(runner: Any) -> None:
     runner.input_batch.prev_req_id_to_index = None
 
@@ -139,6 +147,8 @@ CHANGES = (
     no_counts,
     drafts_on_the_host,
     other_drafts,
+    too_few_drafts,
+    nothing_sampled,
     nothing_before,
     dummy_run,
 )

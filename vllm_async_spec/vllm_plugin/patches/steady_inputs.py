@@ -78,17 +78,17 @@ class SteadyBatch:
         if requests != len(tokens) or not _all_verify(scheduled, tokens, requests, self._tokens):
             return False
         before, drafts = batch.prev_req_id_to_index, runner._draft_token_ids
-        counts = runner.valid_sampled_token_count_gpu
+        counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
         return (
             bool(before)
             and list(before) == batch.req_ids[:requests]
             and before[batch.req_ids[requests - 1]] == requests - 1  # rows rise, so none is left out
             and bool((runner.prev_num_draft_tokens.np[:requests] == self._tokens - 1).all())
             and counts is not None
-            and counts.shape[0] >= requests
-            and batch.prev_sampled_token_ids is not None
+            and sampled is not None
             and isinstance(drafts, torch.Tensor)
             and drafts.shape[1] == self._tokens - 1
+            and min(len(counts), len(sampled), len(drafts)) >= requests
         )
 
     def prepare(self, runner: CarryingRunner) -> Prepared:
