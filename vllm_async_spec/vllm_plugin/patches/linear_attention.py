@@ -44,31 +44,29 @@ class KeptStep:
 
     @classmethod
     def of(
-        cls, builder: LinearBuilder, batch: BatchMetadata, drafts: torch.Tensor | None, made: LinearMetadata
+        cls, builder: LinearBuilder, batch: BatchMetadata, drafts_cpu: torch.Tensor | None, made: LinearMetadata
     ) -> KeptStep | None:
         """What to keep of a step, or None if another request than one with drafts is in it.
 
         Args:
             builder: which has built the metadata.
             batch: its argument.
-            drafts: (requests,) int32, host: drafts of each request, -1 without; another argument.
+            drafts_cpu: (requests,) int32, host: drafts of each request, -1 without; another argument.
             made: the metadata.
         """
-        if drafts is None or made.spec_state_indices_tensor is None or made.num_prefills or made.num_decodes:
+        if drafts_cpu is None or made.spec_state_indices_tensor is None or made.num_prefills or made.num_decodes:
             return None
-        counts: Counts = drafts.numpy().copy()
-        if (counts[: made.num_spec_decodes] < 0).any():  # padding is behind all requests, or the rows are others
-            return None
+        counts: Counts = drafts_cpu.numpy().copy()
         staged = made.spec_state_indices_tensor.data_ptr() == builder.spec_state_indices_tensor.data_ptr()
         starts: Counts = batch.query_start_loc_cpu.numpy().copy()
         return cls(starts, counts, batch.num_actual_tokens, made, staged)
 
-    def is_of(self, batch: BatchMetadata, drafts: torch.Tensor | None) -> bool:
+    def is_of(self, batch: BatchMetadata, drafts_cpu: torch.Tensor | None) -> bool:
         """Whether these arguments decide the same."""
         return (
-            drafts is not None
+            drafts_cpu is not None
             and self.tokens == batch.num_actual_tokens
-            and np.array_equal(self.drafts, drafts.numpy())
+            and np.array_equal(self.drafts, drafts_cpu.numpy())
             and np.array_equal(self.starts, batch.query_start_loc_cpu.numpy())
         )
 
@@ -84,6 +82,7 @@ class KeptStep:
             accepted: (requests,) int32, device: tokens that each request has accepted.
         """
         made, requests = copy.copy(self.metadata), self.metadata.num_spec_decodes
+        # Rows without drafts are padding here, which is behind all requests.
         states, accepted = blocks[:requests, : builder.num_spec + 1], accepted[:requests]
         if self.staged:
             builder.spec_state_indices_tensor[:requests].copy_(states)
