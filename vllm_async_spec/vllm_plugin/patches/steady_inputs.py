@@ -2,7 +2,7 @@
 
 In steady decode each row of a step is that row of the step before, with all its drafts to verify. The host then knows
 nothing of the step that the device does not know better. The runner still computes tokens, positions and lengths on the
-host, copies eight tensors, and corrects them on the device by a dozen small kernels. The patch launches one kernel for
+host, copies nine tensors, and corrects them on the device by a dozen small kernels. The patch launches one kernel for
 all of them. All other steps run vLLM's function.
 """
 
