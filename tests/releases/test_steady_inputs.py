@@ -18,7 +18,7 @@ from vllm_async_spec.kernels import advance_batch_reference
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
 
 SEEDS = (0, 2, 4, 5)
-GOES_ON = SteadyBatch.goes_on
+HANDED = SteadyBatch.handed
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +39,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step whether it was prepared by the kernel."""
     found: list[bool] = []
 
-    def noted(self: SteadyBatch, *args: Any) -> bool:
-        found.append(GOES_ON(self, *args))
-        return found[-1]
+    def noted(self: SteadyBatch, *args: Any) -> Any:
+        handed = HANDED(self, *args)
+        found.append(handed is not None)
+        return handed
 
-    monkeypatch.setattr(SteadyBatch, "goes_on", noted)
+    monkeypatch.setattr(SteadyBatch, "handed", noted)
     return found
 
 
@@ -53,7 +54,7 @@ def wrong(subject: Any, schedule: Schedule) -> list[str]:
     found = list(islice(mistakes(engine, schedule, waited=False), 3))
     if not found:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SteadyBatch, "goes_on", lambda *_: False)
+            patch.setattr(SteadyBatch, "handed", lambda *_: None)
             reference = run(subject, schedule, late=False)
         found = list(islice(differences(reference, engine, schedule), 3))
     return found

@@ -60,9 +60,8 @@ class Runner:
         )
 
     def _prepare_inputs(self, scheduled: Any, tokens: Any) -> tuple[Any, ...]:
-        needs_cpu_accepted_counts = False  # as in vLLM from 0.24 on
         self.calls.append("vLLM")
-        return None, needs_cpu_accepted_counts, EACH
+        return None, None, EACH
 
     def _dummy_run(self) -> None:
         self.calls.append("dummy")
@@ -200,13 +199,8 @@ def test_an_engine_whose_inputs_need_more_is_left_to_vllm(runner: Any, name: str
     assert runner.calls == ["vLLM", "vLLM"]
 
 
-def test_a_hybrid_whose_counts_come_from_the_host_is_left_to_vllm():
-    with temporarily() as changes:
-        own = {"_prepare_inputs": lambda self, scheduled, tokens: self.calls.append("vLLM") or (None, None)}
-        runner_class = type("Own", (Runner,), dict(vars(Runner)) | own)
-        steady_inputs._apply(changes, SimpleNamespace(GPUModelRunner=runner_class))  # type: ignore[arg-type]
-        runner: Any = runner_class()
-        runner.model_config.is_hybrid = True
-        for _ in range(2):
-            runner._prepare_inputs(*step())
-        assert runner.calls == ["vLLM", "vLLM"]
+def test_a_hybrid_is_left_to_vllm(runner: Any):
+    runner.model_config.is_hybrid = True
+    for _ in range(2):
+        runner._prepare_inputs(*step())
+    assert runner.calls == ["vLLM", "vLLM"]
