@@ -190,17 +190,11 @@ def test_a_step_after_one_whose_prompts_go_on_is_vllms(runner: Any):
         ("parallel_config", SimpleNamespace(pipeline_parallel_size=1, prefill_context_parallel_size=2)),
         ("cache_config", SimpleNamespace(mamba_cache_mode="align")),
         ("mamba_prev_last_scheduled_idx", "indices"),
+        ("model_config", SimpleNamespace(is_hybrid=True)),
     ],
 )
 def test_an_engine_whose_inputs_need_more_is_left_to_vllm(runner: Any, name: str, value: Any):
     setattr(runner, name, value)
     runner._prepare_inputs(*step())
     runner._prepare_inputs(*step())
-    assert runner.calls == ["vLLM", "vLLM"]
-
-
-def test_a_hybrid_is_left_to_vllm(runner: Any):
-    runner.model_config.is_hybrid = True
-    for _ in range(2):
-        runner._prepare_inputs(*step())
     assert runner.calls == ["vLLM", "vLLM"]
