@@ -142,4 +142,4 @@ def _withheld() -> str | None:
     return WITHHELD
 
 
-IMPLEMENTATIONS = {"linear-attention": Implementation(_apply, _withheld)}
+IMPLEMENTATIONS = {"linear-attention": Implementation(_apply, unneeded_here=_withheld)}
