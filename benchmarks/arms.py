@@ -103,7 +103,6 @@ class Arm:
         return 2 * ((shape.parameters - experts) / self._tensor_ranks + experts / self.gpus)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return asdict(self)
 
 

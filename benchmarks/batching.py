@@ -279,7 +279,6 @@ def rows(found: Mapping[str, Any], references: Sequence[str]) -> Iterator[tuple[
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """Notes on the table."""
     speeds = found["tokens_per_second"]
     said = [f"attention: {', '.join(f'{name} {used}' for name, used in found['attention'].items())}"]
     if drafts := found["drafts"]:

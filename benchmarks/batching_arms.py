@@ -30,8 +30,6 @@ class BatchingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Arms:
-    """The arms that take turns."""
-
     runs: dict[str, Arm]
     attention: dict[str, str]
     batchers: dict[str, Any]

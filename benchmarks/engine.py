@@ -211,7 +211,6 @@ class BenchEngine:
             counted.update({where + place: count for place, count in found.items()})
 
     def _model_options(self, folder: Path) -> dict[str, Any]:
-        """Options for the model, its drafter and their random weights."""
         arm = self._arm
         options = model_options(arm, folder)
         if mrope.ARCHITECTURE in find_shape(arm["shape"]).target["architectures"]:
@@ -245,7 +244,6 @@ def empty_prefix_cache(llm: Any) -> bool:
 
 
 def main() -> None:
-    """Serve commands until the input ends."""
     serve(lambda: BenchEngine(json.loads(sys.argv[1])), "describe", "measure", "audit", "expect", "soak", "feature")
 
 

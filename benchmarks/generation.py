@@ -172,7 +172,6 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def notes(found: dict[str, Any]) -> list[str]:
-    """Notes on the table."""
     speeds = found["tokens_per_second"]
     said = []
     if {"static", "static asynchronous"} <= set(speeds):

@@ -66,7 +66,6 @@ def measure(times: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal."""
     shown = Table("call", "host held, ms", title=f"{found['device']}, busy for {found['busy_ms']:.0f} ms before each")
     for name, row in found["calls"].items():
         shown.add_row(name, in_words(row))

@@ -92,7 +92,6 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal."""
     shown = Table("operation", "stock", "grafted", "ratio", "added", title=f"vLLM {found['vllm']}, microseconds")
     for name, row in found["operations"].items():
         low, high = row["ratio_spread"]

@@ -55,7 +55,6 @@ class Batch:
         return [(_noise(*shape), _noise(*shape)) for _ in range(_LAYERS)]
 
     def table(self) -> torch.Tensor:
-        """The block table."""
         pages = 1 + torch.arange(self.requests * self._pages, dtype=torch.int32, device="cuda")
         return pages.view(self.requests, -1)
 
@@ -113,7 +112,6 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
-    """Columns of the table."""
     return ("requests", "keys each", *_kernels(found))
 
 
@@ -125,7 +123,6 @@ def by_rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal."""
     title = (
         f"Microseconds a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
         f"{found['tokens']} query tokens a request, {found['group']} query heads a KV head"

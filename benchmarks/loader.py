@@ -34,7 +34,6 @@ class ArrangedLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is not typ
         BaseModelLoader.__init__(self, load_config)  # the class in between takes no options
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Make random weights and arrange them."""
         super().load_weights(model, model_config)
         votes = model_config.model == self._options["draft_model"]
         scale = self._options.get("head_scale", 1.0)

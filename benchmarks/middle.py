@@ -32,8 +32,6 @@ class MiddleError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Middle:
-    """The record of the middle steps."""
-
     recorded: Recorded
 
     def waits_a_step(self, place: Place) -> float:

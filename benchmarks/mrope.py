@@ -29,7 +29,6 @@ def positions(tokens: int) -> tuple[torch.Tensor, int]:
 
 
 def register() -> None:
-    """Register the model with vLLM in this process."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.interfaces import SupportsMRoPE
     from vllm.model_executor.models.llama import LlamaForCausalLM

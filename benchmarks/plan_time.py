@@ -104,7 +104,6 @@ def steps_of(builders: Mapping[str, Any], device: torch.device, requests: int) -
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal."""
     shown = Table(*columns(found), title=f"µs of the host a step: vLLM {found['vllm']}, {found['device']}")
     for row in rows(found):
         shown.add_row(*row)
@@ -112,7 +111,6 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:
-    """Columns of the table."""
     return ("builder, by requests", *found["requests"])
 
 

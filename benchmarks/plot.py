@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.plot_served import served_latencies
+from benchmarks.plot_served import served_latencies, titled
 from benchmarks.plot_trace import timeline
 from benchmarks.present import ratio
 from benchmarks.summary import Row, pass_ratios
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK, _FAINT, _BAND, _RATIO, _OMITTED = "#1a1a1a", "#8a8f98", "#e7e9ee", "#0b6e8a", "#c2571a"
-_TITLE = 84
-"""Characters that fit into a line above a figure."""
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
@@ -85,7 +82,8 @@ def _compared(document: dict[str, Any], plt: Any) -> Figure:
     axes.set_ylim(len(ticks) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(f"speed, {plan['reference']} = 1 (right of the line is faster)")
-    axes.set_title(_title(document), loc="left", fontsize=11)
+    facts = [turn["facts"] for turn in document["turns"] if "facts" in turn]
+    axes.set_title(titled(plan["about"], facts), loc="left", fontsize=11)
     _legend(figure, plan)
     return figure
 
@@ -115,10 +113,3 @@ def _legend(figure: Figure, plan: dict[str, Any]) -> None:
     if plan["control"]:
         handles.append(Patch(color=_BAND, label=f"interval of {plan['control']}: noise"))
     figure.legend(handles=handles, ncols=3, frameon=False, fontsize=9, loc="outside lower left")
-
-
-def _title(document: dict[str, Any]) -> str:
-    facts = [turn["facts"] for turn in document["turns"] if "facts" in turn]
-    releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
-    devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
-    return f"{textwrap.fill(document['plan']['about'], _TITLE)}\nvLLM {releases} on {devices}"

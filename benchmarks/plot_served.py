@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.serving.results import engines, summarise
@@ -51,7 +52,8 @@ def served_latencies(document: dict[str, Any], plt: Any) -> Figure:
         panel.set_axisbelow(True)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, ncols=max(len(labels), 1), frameon=False, fontsize=9, loc="outside lower left")
-    figure.suptitle(_title(document), x=0.01, ha="left", fontsize=11)
+    title = titled(document["plan"]["about"], engines(document).values())
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -60,8 +62,8 @@ def rates_of(rows: list[dict[str, Any]]) -> list[float]:
     return sorted({row["rate"] for row in rows})
 
 
-def _title(document: dict[str, Any]) -> str:
-    facts = [*engines(document).values()]
+def titled(about: str, facts: Collection[dict[str, Any]]) -> str:
+    """The lines above a figure: what its plan is about, and the releases and devices of its engines."""
     releases = ", ".join(dict.fromkeys(fact["vllm"] for fact in facts))
     devices = ", ".join(dict.fromkeys(fact["hardware"]["device"] for fact in facts))
-    return f"{textwrap.fill(document['plan']['about'], _TITLE)}\nvLLM {releases} on {devices}"
+    return f"{textwrap.fill(about, _TITLE)}\nvLLM {releases} on {devices}"

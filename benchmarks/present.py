@@ -19,13 +19,10 @@ _ERROR = 240
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A table."""
-
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """The table as Markdown."""
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.head, *self.rows)]
         lines.insert(1, "|" + "---|" * len(self.head))
         return "\n".join(lines) + "\n"

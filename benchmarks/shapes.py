@@ -36,8 +36,6 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model."""
-
     name: str
     about: str
     parameters: float

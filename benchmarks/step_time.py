@@ -63,7 +63,6 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    """The same for the terminal."""
     shown = Table("part", "stock", "patched", title=f"vLLM {found['vllm']}, batch {found['batch']}, µs a step")
     for part, kinds in found["parts"].items():
         shown.add_row(part, *in_words(kinds))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.arms import PlanError
 from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
@@ -12,6 +13,7 @@ from benchmarks.statistics import CONFIDENCE, Interval, paired_ratio, refusal
 Row = dict[str, Any]
 Place = tuple[int, int]
 """Session and pass of a turn."""
+Run = TypeVar("Run")
 SPREADS = ("step_ms", "tokens_per_second")
 """Figures of which a row gives the spread."""
 
@@ -118,16 +120,16 @@ def _comparison(document: dict[str, Any], speeds: dict[str, dict[Place, float]],
     machines = {str(turn["facts"]["hardware"]) for turn in document["turns"] if "facts" in turn}
     if len(machines) > 1:
         return {"refused": f"the turns ran on {len(machines)} different machines"}
-    why = refusal(_ratio(speeds[reference], _beside(speeds[control], speeds[arm]))) if control else None
+    why = refusal(_ratio(speeds[reference], beside(speeds[control], speeds[arm]))) if control else None
     if why is None and ratio is None:
         why = "fewer than two passes have both arms"
     return {"refused": why} if why else {"ratio": _plain(ratio)}
 
 
-def _beside(speeds: dict[Place, float], other: dict[Place, float]) -> dict[Place, float]:
-    """Of `speeds` those of sessions that `other` has too."""
+def beside(runs: dict[Place, Run], other: Mapping[Place, Run]) -> dict[Place, Run]:
+    """Of `runs` those of sessions that `other` has too."""
     sessions = {session for session, _ in other}
-    return {place: speed for place, speed in speeds.items() if place[0] in sessions}
+    return {place: run for place, run in runs.items() if place[0] in sessions}
 
 
 def _ratio(reference: dict[Place, float], other: dict[Place, float]) -> Interval | None:

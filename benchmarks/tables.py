@@ -43,7 +43,6 @@ class TableError(ValueError):
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """All documents that may have tables."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 

@@ -31,8 +31,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run of a load."""
-
     seconds: float
     tokens: int
     steps: int
@@ -122,12 +120,10 @@ class Driver:
             in_flight -= sum(output.finished for output in engine.step())
 
     def add(self, name: str, request: Request) -> None:
-        """Give the engine one request, under this name."""
         prompt = {"prompt_token_ids": list(request.prompt)}
         self._llm.llm_engine.add_request(name, prompt, self._sampling(request.max_tokens))
 
     def time(self, load: Load, requests: Sequence[Request]) -> Timing:
-        """Serve the requests of `load`, and time it."""
         with self._recording() as outputs:
             start = time.perf_counter()
             self.run(requests, load.running)

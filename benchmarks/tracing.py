@@ -47,8 +47,6 @@ _PROMPT = 16
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """What is traced."""
-
     title: str
     sizes: tuple[str, ...]
     """The first is the default."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -74,6 +75,11 @@ def failing(*errors: type[Exception]) -> Iterator[None]:
         fail(str(error), code=2)
     except errors as error:
         fail(str(error))
+
+
+def command_line() -> str:
+    """This command, which results keep."""
+    return f"python -m benchmarks {shlex.join(sys.argv[1:])}"
 
 
 def find_environments(given: list[str] | None, needed: str | None = None) -> dict[str, Path]:

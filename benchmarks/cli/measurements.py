@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cli.common import failing, output_file, tell, write, write_json
+from benchmarks.cli.common import command_line, failing, output_file, tell, write, write_json
 
 app = typer.Typer()
 _Json = Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write the result to this file too.")]
@@ -32,9 +30,8 @@ def trace(
     from benchmarks.tracing import TraceError, as_text, record
     from vllm_async_spec.generation.batching import AttentionChoiceError
 
-    command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
     with failing(AttentionChoiceError, TraceError):
-        found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command)
+        found = record(technique, size=model, batch=batch, steps=steps, drafts=drafts, command=command_line())
     write("--out", out, as_text(found))
     for name, arm in found["arms"].items():
         typer.echo(f"{name}: {arm['step_us']} µs a step, {arm['critical_waits']} critical waits a step, while recorded")

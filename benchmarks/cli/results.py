@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
@@ -20,6 +18,7 @@ from benchmarks.cli.common import (
     Name,
     OneByOne,
     Out,
+    command_line,
     fail,
     fail_interrupted,
     failing,
@@ -32,6 +31,7 @@ from benchmarks.plans import PLANS, find_plan
 from benchmarks.present import Grid, grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
+from benchmarks.serving.plan import ServePlan
 from benchmarks.serving.results import find_served, served_files
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
@@ -40,6 +40,7 @@ from benchmarks.stored import keep as keep_files
 from benchmarks.summary import against, with_reference
 from benchmarks.tables import TableError, documents, rewrite
 
+AnyPlan = TypeVar("AnyPlan", Plan, ServePlan)
 app = typer.Typer()
 
 
@@ -68,19 +69,17 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
+        chosen = adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
-        command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
-        runner = Runner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        runner = Runner(chosen, result, command=command_line(), envs=find_environments(env), cache=cache, report=say)
         if why := runner.lacks(chosen.named(only)):
             fail(
                 f"the plan {plan} can't run here: {why}"
                 + (f"; `python -m benchmarks show {path}` prints what was measured before" if exists(path) else ""),
                 code=2,
             )
-        missing = runner.missing(only=only, retry=retry)
-        if not missing:
+        if not runner.missing(only=only, retry=retry):
             typer.echo(
                 f"nothing was run: {path} has all requested turns already; `python -m benchmarks show {path}` prints "
                 "them, and --fresh measures them again"
@@ -159,7 +158,8 @@ def keep() -> None:
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")
 
 
-def _adjusted(plan: Plan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> Plan:
+def adjusted(plan: AnyPlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> AnyPlan:
+    """The plan with what the command's options change."""
     return dataclasses.replace(
         plan,
         turns=turns or plan.turns,
@@ -177,7 +177,6 @@ def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
 
 
 def show_served(document: dict[str, Any]) -> None:
-    """Print the table of a served plan's result."""
     found = serve_grid(document)
     tell(document, _table(document, found) if found.rows else None, serve_notes(document))
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
-import sys
 from typing import Annotated
 
 import typer
 
 from benchmarks.arms import PlanError
-from benchmarks.cli.common import CACHE, Cache, Env, Name, OneByOne, Out, fail, fail_interrupted, find_environments, say
-from benchmarks.cli.results import show_served
+from benchmarks.cli.common import (
+    CACHE,
+    Cache,
+    Env,
+    Name,
+    OneByOne,
+    Out,
+    command_line,
+    fail,
+    fail_interrupted,
+    find_environments,
+    say,
+)
+from benchmarks.cli.results import adjusted, show_served
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
 from benchmarks.results import RESULTS
-from benchmarks.serving.plan import ServePlan
 from benchmarks.serving.results import ServeFile, faults
 from benchmarks.serving.run import ServeRunner
 from benchmarks.shapes import ShapeError
@@ -51,11 +59,11 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        chosen = _adjusted(find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
+        chosen = adjusted(find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ServeFile(path, chosen, fresh=fresh)
-        command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
-        runner = ServeRunner(chosen, result, command=command, envs=find_environments(env), cache=cache, report=say)
+        envs = find_environments(env)
+        runner = ServeRunner(chosen, result, command=command_line(), envs=envs, cache=cache, report=say)
         if why := runner.lacks(chosen.named(only)):
             fail(f"the plan {plan} can't run here: {why}", code=2)
         if not runner.missing(only=only, loads=loads, retry=retry):
@@ -74,13 +82,3 @@ def serve(
     if found := faults(result.document):
         fail("; ".join(found))
     raise typer.Exit(0 if done and not result.document["failures"] else 1)
-
-
-def _adjusted(plan: ServePlan, turns: int, seconds: float, *, audit: bool, one_by_one: bool) -> ServePlan:
-    return dataclasses.replace(
-        plan,
-        turns=turns or plan.turns,
-        seconds=seconds or plan.seconds,
-        audited=plan.audited if audit else (),
-        keep=plan.keep and not one_by_one,
-    )

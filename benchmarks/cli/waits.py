@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -13,7 +11,7 @@ import typer
 from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.audited import AUDIT_STEPS
-from benchmarks.cli.common import fail, fail_interrupted, failing, find_environments, say
+from benchmarks.cli.common import command_line, fail, fail_interrupted, failing, find_environments, say
 from benchmarks.machine import installed_vllm
 from benchmarks.results import RESULTS
 from benchmarks.waits.cases import ENGINES, Case, WaitsError, find_cases
@@ -43,8 +41,7 @@ def run_waits(
         results = {group: WaitsResult(folder, group, plugin) for group in groups}
     envs = find_environments(env)
     _check_machine(groups, envs, cpu=cpu)
-    command = f"python -m benchmarks {shlex.join(sys.argv[1:])}"
-    how = How(plugin, seconds, AUDIT_STEPS, together, envs, cache, command)
+    how = How(plugin, seconds, AUDIT_STEPS, together, envs, cache, command_line())
     budget, complete = Budget(budget_s or float("inf")), True
     try:
         for group, result in results.items():

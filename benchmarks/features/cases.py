@@ -37,14 +37,11 @@ class FeatureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request."""
-
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters beyond plain greedy decoding to the last token; `structured_outputs` as a dictionary."""
     adapter: bool = False
-    """Whether the request uses the LoRA adapter."""
     turn: int = 0
     """Requests of a turn are served together, after the turn before."""
 
@@ -55,8 +52,6 @@ STOCK_AGAIN = "stock again"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One case."""
-
     name: str
     about: str
     asks: Callable[[], list[Ask]]
@@ -75,7 +70,6 @@ class Feature:
     sampled: bool = False
     """Whether tokens are drawn, each request with a seed: then no near tie is forgiven, because none can be seen."""
     tokenizer: bool = False
-    """Whether the engine needs a tokenizer."""
     no_cpu: str | None = None
     """What vLLM's CPU platform lacks for it."""
 
@@ -92,7 +86,6 @@ def find_feature(name: str) -> Feature:
 
 
 def prompts(number: int, shape: str, lengths: tuple[int, int] = (8, 96), seed: int = 0) -> list[tuple[int, ...]]:
-    """Prompts of random tokens."""
     source, vocabulary = random.Random(seed), find_shape(shape).target["vocab_size"]
     return [
         tuple(source.randrange(vocabulary) for _ in range(source.randint(*lengths))) for _ in range(number)

@@ -42,8 +42,6 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where cases run."""
-
     release: str | None
     """The vLLM release that it must be; None for that of this environment."""
     env: Path | None
@@ -89,7 +87,6 @@ def run_features(
 
 
 def arm_of(feature: Feature, place: Place, plugin: Plugin) -> Arm:
-    """The engine of a case."""
     engine: dict[str, Any] = dict(feature.engine)
     if feature.tokenizer:
         folder = write_tokenizer(place.cache / "models" / "byte-tokenizer")
@@ -288,6 +285,5 @@ def _why_not_ours(
 
 
 def in_short(found: Mapping[str, Any]) -> str:
-    """A result in one line."""
     head = f"{found['feature']}: {found['verdict']}"
     return "; ".join([head, *found["why"]]) if found["why"] else head

@@ -15,7 +15,6 @@ _HEAD = ("feature", "drafts", "vLLM", "tokens", "with the device late", "seen", 
 
 
 def feature_grid(results: Path) -> Grid:
-    """The results of a folder."""
     rows = []
     for feature in FEATURES.values():
         path = results / f"features-{feature.name}.json"

@@ -31,10 +31,7 @@ class ClientError(RuntimeError):
 
 
 class Client:
-    """vLLM's client."""
-
     def __init__(self) -> None:
-        """Import vLLM's client."""
         from vllm.benchmarks import serve as module
 
         self._module: Any = module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -109,7 +109,6 @@ class Step:
 
     @property
     def name(self) -> str:
-        """A name for messages."""
         if self.load is None:
             return f"{self.arm.name}, tokens"
         return f"{self.arm.name}, {self.load.name}, {'audit' if self.audits else f'pass {self.number}'}"
@@ -150,8 +149,3 @@ def _timed(plan: ServePlan) -> list[Step]:
 
 def _turn(arms: list[Arm], number: int) -> Iterable[Arm]:
     return arms[:: -1 if number % 2 else 1]
-
-
-def grouped(missing: Iterable[Step]) -> Iterator[str]:
-    """Names of the arms of steps, each once, in order."""
-    yield from dict.fromkeys(step.arm.name for step in missing)

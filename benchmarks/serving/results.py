@@ -13,6 +13,7 @@ from benchmarks.results import RESULTS, opened, write_result
 from benchmarks.serving.plan import ServePlan, Step
 from benchmarks.statistics import Interval, paired_ratio, refusal
 from benchmarks.stored import files, read_json
+from benchmarks.summary import Place, Row, beside
 
 _FREE = ("about", "turns", "seconds", "audited", "audit_steps")
 """Fields of a plan in which two runs of one result may differ."""
@@ -20,8 +21,7 @@ SERVED = 1
 """The schema, under the key `served`, by which a file is known."""
 
 Document = dict[str, Any]
-Row = dict[str, Any]
-Runs = dict[tuple[int, int], Row]
+Runs = dict[Place, Row]
 """Runs of an arm under a load, by session and pass."""
 ANY = object()
 
@@ -93,14 +93,12 @@ class ServeFile:
         self._write()
 
     def measured(self, step: Step, run: Row) -> None:
-        """Add what a load came to."""
         assert step.load is not None
         self._forget(step)
         self.document["measured"].append(_key(step) | {"session": self._session} | run)
         self._write()
 
     def audited(self, step: Step, audit: Row) -> None:
-        """Add the audit of an arm under a load."""
         self._forget(step)
         self.document.setdefault("audits", []).append(_key(step) | {"session": self._session} | audit)
         self._write()
@@ -110,19 +108,16 @@ class ServeFile:
         return len(self.document["sessions"]) - 1
 
     def compared(self, step: Step, samples: Row) -> None:
-        """Add the comparison of an arm's tokens."""
         self._forget(step)
         self.document["tokens"][step.arm.name] = samples
         self._write()
 
     def failed(self, step: Step, why: str) -> None:
-        """Add the failure of a step."""
         self._forget(step)
         self.document["failures"].append(_key(step) | {"error": why})
         self._write()
 
     def _forget(self, step: Step) -> None:
-        """Forget an earlier failure of this step."""
         self.document["failures"] = [each for each in self.document["failures"] if not _same(each, step)]
 
     def _write(self) -> None:
@@ -175,7 +170,7 @@ def summarise(document: Document) -> list[Row]:
             runs = {arm["name"]: _runs(document, arm["name"], load["name"], sessions) for arm in plan["arms"]}
             reference = runs[plan["reference"]]
             for arm, found in runs.items():
-                kept = _beside(found, reference) or found
+                kept = beside(found, reference) or found
                 if kept:
                     row = {"machine": machine, "load": load["name"], "rate": load["rate"], "arm": arm}
                     row |= _figures([*kept.values()]) | {"host_idle": _host_idle(document, arm, load["name"], sessions)}
@@ -269,15 +264,9 @@ def _ratios(plan: Row, runs: dict[str, Runs], arm: str) -> dict[str, Row]:
         if ratio is None:
             why = "fewer than two passes have both arms"
         elif arm != plan["control"] and control is not None:
-            why = refusal(_ratio(reference, _beside(control, runs[arm]), speed))
+            why = refusal(_ratio(reference, beside(control, runs[arm]), speed))
         found[name] = {"refused": why} if why or ratio is None else asdict(ratio)
     return found
-
-
-def _beside(runs: Runs, other: Runs) -> Runs:
-    """Of `runs` those of sessions that `other` has too."""
-    sessions = {session for session, _ in other}
-    return {place: run for place, run in runs.items() if place[0] in sessions}
 
 
 def _ratio(reference: Runs, other: Runs, speed: Callable[[Row], float]) -> Interval | None:

@@ -14,7 +14,7 @@ from benchmarks.child import ChildError
 from benchmarks.machine import gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments
 from benchmarks.serving.client import requests_of
-from benchmarks.serving.plan import ServePlan, Step, grouped, steps
+from benchmarks.serving.plan import ServePlan, Step, steps
 from benchmarks.serving.requests import write_requests, write_sample
 from benchmarks.serving.results import ServeFile
 from benchmarks.serving.servers import Processes, Server
@@ -113,7 +113,7 @@ class ServeRunner:
         self._result.begin(self._command)
         with Processes(self._plan.name, self._envs, self._cache) as processes:
             if self._plan.keep:
-                names = [*grouped(step for step in missing if not step.audits)]
+                names = {step.arm.name for step in missing if not step.audits}
                 self._start(processes, [arm for arm in self._plan.arms if arm.name in names], missing)
             for done, step in enumerate(missing):
                 if step.arm.name in self._dead:

@@ -44,7 +44,6 @@ class Server:
     """How the start went: `seconds`, `caches`, and `beside`, the number of servers that started at the same time."""
     facts: dict[str, Any]
     audit: bool = False
-    """Whether it can be audited."""
 
     def death(self) -> str | None:
         """Why the server has ended, with the path of its log; None if it runs."""
@@ -80,7 +79,6 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return self._servers[arm.name][0] if arm.name in self._servers else None
 
     def end(self, arm: Arm) -> None:
-        """End the server of an arm, if there is one."""
         if arm.name in self._servers:
             self._servers.pop(arm.name)[1].close()
 
@@ -189,7 +187,6 @@ def server_environment(arm: Arm, inherited: Mapping[str, str], *, audit: bool = 
 
 
 def _ends(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Whether a process ends within so many seconds."""
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -198,7 +195,6 @@ def _ends(process: subprocess.Popen[str], seconds: float) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port: int = probe.getsockname()[1]
     return port

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.facts import captions
 from benchmarks.present import Grid
-from benchmarks.serving.results import SPEEDS, Document, Row, engines, machines, starts, summarise, unlike
-from benchmarks.summary import with_reference
+from benchmarks.serving.results import SPEEDS, Document, engines, machines, starts, summarise, unlike
+from benchmarks.summary import Row, with_reference
 
 _LATENCIES = {"ttft": ("TTFT", 0), "tpot": ("TPOT", 2), "itl": ("ITL", 2)}
 """Headings, and digits after the point."""

@@ -29,5 +29,4 @@ def write_tokenizer(folder: Path, vocabulary: int) -> Path:
 
 
 def as_text(tokens: Iterable[int]) -> str:
-    """The text of these tokens."""
     return " ".join(map(str, tokens))

@@ -77,8 +77,6 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row of the table."""
-
     name: str
     about: str
     engine: str = "plain"
@@ -103,8 +101,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseRequest(Request):
-    """One request of a case."""
-
     sampling: Mapping[str, Any] = field(default_factory=dict)
     adapter: int | None = None
 
