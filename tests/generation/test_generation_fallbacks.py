@@ -39,6 +39,11 @@ FALLBACKS = [
 ]
 
 
+def generate(kind: str = "llama", lengths: list[int] | None = None, **kwargs: Any) -> torch.Tensor:
+    given = {"max_new_tokens": 6, "custom_generate": generation.generate, **kwargs}
+    return tiny_models.model(kind).generate(**tiny_models.prompts(lengths or [4, 4], "left"), **given)
+
+
 @contextlib.contextmanager
 def one_warning(sentence: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
@@ -66,42 +71,29 @@ def test_it_is_transformers_own_loop_with_one_warning(
 
 @pytest.mark.parametrize(("kind", "kwargs", "way", "sentence"), FALLBACKS)
 def test_strict_refuses_it(kind: str, kwargs: dict[str, Any], way: dict[str, Any], sentence: str):
-    model = tiny_models.model(kind)
-    inputs = tiny_models.prompts([4, 4], "left")
     with pytest.raises(ValueError, match=f"{sentence}.*; leave out strict to generate synchronously instead"):
-        model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, strict=True, **way, **kwargs)
+        generate(kind, strict=True, **way, **kwargs)
 
 
 @pytest.mark.parametrize("way", [{}, INTERLEAVED])
 def test_the_cpu_is_synchronous_and_says_so_once(nothing_said: None, way: dict[str, Any]):
-    model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3, 2], "left")
-    expected = model.generate(**inputs, max_new_tokens=6)
+    expected = generate(lengths=[3, 2], custom_generate=None)
     with one_warning("need a CUDA device, and input_ids are on cpu"):
         for _ in range(2):
-            found = model.generate(**inputs, max_new_tokens=6, custom_generate=generation.generate, **way)
-            assert torch.equal(found, expected)
+            assert torch.equal(generate(lengths=[3, 2], **way), expected)
 
 
 @pytest.mark.parametrize("way", [{}, INTERLEAVED])
 def test_strict_refuses_a_cpu_too(way: dict[str, Any]):
     with pytest.raises(ValueError, match="need a CUDA device, and input_ids are on cpu; leave out strict"):
-        tiny_models.model("llama").generate(
-            **tiny_models.prompts([4], "left"),
-            max_new_tokens=6,
-            custom_generate=generation.generate,
-            strict=True,
-            **way,
-        )
+        generate(strict=True, **way)
 
 
 @pytest.mark.parametrize("way", [{"num_beams": 3}, INTERLEAVED, INTERLEAVED | {"num_beams": 3}])
 @pytest.mark.parametrize("kind", ["llama", "encoder-decoder"])
 def test_a_bad_option_is_refused_before_any_loop_runs(kind: str, way: dict[str, Any]):
     with pytest.raises(ValueError, match="poll_every is 0; it must be at least 1"):
-        tiny_models.model(kind).generate(
-            **tiny_models.prompts([4], "left"), custom_generate=generation.generate, poll_every=0, **way
-        )
+        generate(kind, poll_every=0, **way)
 
 
 def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_waits(nothing_said: None):
@@ -167,8 +159,7 @@ def test_the_keywords_do_what_the_configuration_does(enabled: LateChannel):
 
 
 def test_false_is_transformers_own_loop(enabled: LateChannel):
-    inputs = tiny_models.prompts([3], "left")
-    tiny_models.model("llama").generate(**inputs, max_new_tokens=4, async_stopping_criteria=False)
+    generate(custom_generate=None, async_stopping_criteria=False)
     assert enabled.sent == 0
 
 
@@ -186,12 +177,12 @@ def test_false_is_transformers_own_loop(enabled: LateChannel):
 )
 def test_bad_keywords_are_refused(enabled: LateChannel, kwargs: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        tiny_models.model("llama").generate(**tiny_models.prompts([3], "left"), max_new_tokens=4, **kwargs)
+        generate(custom_generate=None, **kwargs)
 
 
 def test_without_enable_the_keyword_is_unknown_to_transformers():
     with pytest.raises(ValueError, match=r"not used by the model: \['async_stopping_criteria'\]"):
-        tiny_models.model("llama").generate(**tiny_models.prompts([3], "left"), async_stopping_criteria=True)
+        generate(custom_generate=None, async_stopping_criteria=True)
 
 
 # What transformers drops, and errors of models
@@ -234,17 +225,13 @@ def test_the_arguments_of_another_models_generation_are_not_ours():
     ],
 )
 def test_an_error_of_a_model_becomes_one_sentence(kind: str):
-    model = tiny_models.model(kind)
-    inputs = tiny_models.prompts([4, 4], "left")
-    way = {"custom_generate": generation.generate, "interleaved": True}
     sentence = (
-        rf"the forward of {type(model).__name__} failed in interleaved generation with \w+Error: .*; pass "
-        "static_cache=False, or leave out interleaved"
+        rf"the forward of {type(tiny_models.model(kind)).__name__} failed in interleaved generation with \w+Error: .*; "
+        "pass static_cache=False, or leave out interleaved"
     )
     with pytest.raises(ValueError, match=sentence):
-        model.generate(**inputs, max_new_tokens=6, **way)
-    found = model.generate(**inputs, max_new_tokens=6, static_cache=False, **way)
-    assert torch.equal(found, model.generate(**inputs, max_new_tokens=6))
+        generate(kind, interleaved=True)
+    assert torch.equal(generate(kind, interleaved=True, static_cache=False), generate(kind, custom_generate=None))
 
 
 class OwnError(RuntimeError):
@@ -270,10 +257,7 @@ def test_only_errors_without_a_class_of_their_own_are_reworded(
 
     monkeypatch.setattr(type(model), "forward", fails)
     with pytest.raises(seen) as caught:
-        model.generate(
-            **tiny_models.prompts([3], "left"), max_new_tokens=6, custom_generate=generation.generate,
-            interleaved=True, static_cache=False,
-        )  # fmt: skip
+        generate(interleaved=True, static_cache=False)
     assert (caught.value is raised) == (seen is not ValueError)
     if seen is ValueError:
         assert str(caught.value).endswith("with KeyError: 'x'; leave out interleaved to use transformers' own loop")

@@ -16,6 +16,11 @@ __all__ = ["recorded"]  # a fixture
 pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
 
 
+def generate(**kwargs: Any) -> None:
+    given = {"max_new_tokens": 3, "custom_generate": generation.generate, "interleaved": True, **kwargs}
+    tiny_models.model("llama").generate(**given)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "sentence"),
     [
@@ -49,21 +54,15 @@ pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.Sync
     ],
 )
 def test_what_it_can_not_do_is_refused_in_a_sentence(kwargs: dict[str, Any], sentence: str):
-    model = tiny_models.model("llama")
-    given = {"interleaved": True, **{name: make() if isinstance(make, type) else make for name, make in kwargs.items()}}
+    given = {name: make() if isinstance(make, type) else make for name, make in kwargs.items()}
     with pytest.raises(ValueError, match=sentence):
-        model.generate(
-            **tiny_models.prompts([3], "left"), max_new_tokens=3, custom_generate=generation.generate, **given
-        )
+        generate(**tiny_models.prompts([3], "left"), **given)
 
 
 def test_embeddings_of_the_prompt_are_refused():
-    model = tiny_models.model("llama")
-    embeddings = model.get_input_embeddings()(tiny_models.prompts([3], "left")["input_ids"])
+    embed = tiny_models.model("llama").get_input_embeddings()
     with pytest.raises(ValueError, match="gives the model only tokens, and inputs_embeds was passed"):
-        model.generate(
-            inputs_embeds=embeddings, max_new_tokens=3, custom_generate=generation.generate, interleaved=True
-        )
+        generate(inputs_embeds=embed(tiny_models.prompts([3], "left")["input_ids"]))
 
 
 def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: pytest.MonkeyPatch):
@@ -83,8 +82,6 @@ def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: py
 
 
 def test_a_second_thread_is_refused():
-    model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
     inside, go_on, errors = threading.Event(), threading.Event(), []
 
     class Waits(transformers.LogitsProcessor):
@@ -94,10 +91,8 @@ def test_a_second_thread_is_refused():
             return scores
 
     def run(*processors: Any) -> None:
-        model.generate(
-            **inputs, max_new_tokens=3, custom_generate=generation.generate, interleaved=True,
-            logits_processor=transformers.LogitsProcessorList(processors),
-        )  # fmt: skip
+        chosen = transformers.LogitsProcessorList(processors)
+        generate(**tiny_models.prompts([3], "left"), logits_processor=chosen)
 
     def first() -> None:
         try:

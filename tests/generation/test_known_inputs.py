@@ -79,10 +79,6 @@ def by_wrapper(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(model.model._modules, "norm", torch.compile(model.model.norm))
 
 
-def by_flex_attention(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
-
-
 def by_transformers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
 
@@ -103,7 +99,7 @@ def test_what_is_compiled_is_given_plain_tensors(compiled: Any, monkeypatch: pyt
 
 def test_inputs_of_flex_attention_are_left_alone(monkeypatch: pytest.MonkeyPatch):
     model = tiny_models.model("llama")
-    by_flex_attention(model, monkeypatch)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
     given = {"attention_mask": torch.ones(2, 4)}
     with known_of_loop(model, given) as known:
         assert known is given
