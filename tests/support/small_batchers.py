@@ -12,6 +12,7 @@ from generating import batcher_of
 from late_device import LateStreams
 
 from vllm_async_spec.generation import ContinuousBatcher
+from vllm_async_spec.generation.batching import Request
 
 EOS = [2, 5]
 LENGTH = 64
@@ -46,13 +47,16 @@ def make(kind: str = "llama", **options: Any) -> ContinuousBatcher:
     return batcher_of(tiny_models.model(kind), **(settings | options))
 
 
+def submit_all(batcher: ContinuousBatcher, new_tokens: int = 20, temperature: float = 0.0) -> list[Request]:
+    """Submit all prompts, each with a seed of its own."""
+    options = {"max_new_tokens": new_tokens, "temperature": temperature}
+    return [batcher.submit(prompt, seed=seed, **options) for seed, prompt in enumerate(PROMPTS)]
+
+
 def tokens(kind: str = "llama", temperature: float = 0.0, new_tokens: int = 20, **options: Any) -> list[list[int]]:
     with make(kind, **options) as batcher:
         free = batcher.free_pages
-        found = [
-            batcher.submit(prompt, max_new_tokens=new_tokens, temperature=temperature, seed=seed)
-            for seed, prompt in enumerate(PROMPTS)
-        ]
+        found = submit_all(batcher, new_tokens, temperature)
         batcher.run()
         assert batcher.free_pages == free
         return [request.result() for request in found]

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 import trtllm_contract
-from small_batchers import LENGTH, PROMPTS, generated, make
+from small_batchers import LENGTH, PROMPTS, generated, make, submit_all
 from test_batching_drafts import drafter
 
 from vllm_async_spec.attention import TrtllmShape
@@ -149,7 +149,7 @@ def test_the_tokens_are_those_of_generate(installed: str, page_size: int, kind: 
     request.getfixturevalue(installed)
     before = Wrapper.planned
     with make(kind, page_size=page_size) as batcher:
-        found = [batcher.submit(prompt, max_new_tokens=12) for prompt in PROMPTS]
+        found = submit_all(batcher, 12)
         batcher.run()
     assert [each.result() for each in found] == expected
     assert (Wrapper.planned > before) == (installed == "flashinfer")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from small_batchers import LONG, PROMPTS, collect, make, tokens
+from small_batchers import LONG, PROMPTS, collect, make, submit_all, tokens
 
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import BatcherError, Request, RequestError
@@ -32,10 +32,6 @@ def expected() -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def known_before_the_model_is_another_s() -> None:
     expected()
-
-
-def submit_all(batcher: ContinuousBatcher) -> list[Request]:
-    return [batcher.submit(prompt, max_new_tokens=20, seed=seed) for seed, prompt in enumerate(PROMPTS)]
 
 
 def stream(batcher: ContinuousBatcher, index: int) -> AsyncIterator[int]:
@@ -150,7 +146,7 @@ def test_a_signal_s_handler_may_close_the_batcher_whose_step_it_interrupts():
 
 def test_closing_in_another_thread_waits_for_one_step_and_not_for_all():
     with make(**LONG) as batcher, held_in_step(batcher) as (inside, go), ThreadPoolExecutor() as threads:
-        found = [batcher.submit(prompt, max_new_tokens=900) for prompt in PROMPTS]
+        found = submit_all(batcher, 900)
         running = threads.submit(batcher.run)
         inside.wait(60)
         closing = threads.submit(batcher.close)

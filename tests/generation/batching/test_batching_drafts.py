@@ -12,7 +12,7 @@ from generating import batcher_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateStreams
-from small_batchers import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, tokens
+from small_batchers import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, submit_all, tokens
 
 from vllm_async_spec import sync_policy
 from vllm_async_spec.generation.batching import AttentionChoiceError, ModelError, RequestError
@@ -51,8 +51,7 @@ def test_a_good_drafter_s_drafts_are_accepted_and_a_bad_one_s_are_not(kind: str)
     for similarity in NOISE:
         with make(kind, draft_model=drafter(kind, similarity), draft_tokens=3) as batcher:
             assert batcher.accepted == 1.0
-            for prompt in PROMPTS:
-                batcher.submit(prompt, max_new_tokens=20)
+            submit_all(batcher)
             batcher.run()
             found[similarity] = batcher.accepted
     assert found["the same"] > 3.5
@@ -186,7 +185,7 @@ def test_a_step_without_memory_fails_one_request_and_the_others_go_on(whose: str
     failed_model = drafting if whose == "drafter" else tiny_models.model("llama")
     with make(max_batch=4, draft_model=drafting, draft_tokens=3) as batcher:
         free = batcher.free_pages
-        found = [batcher.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        found = submit_all(batcher)
         with failing(failed_model, calls, torch.OutOfMemoryError("tried to allocate")):
             batcher.run()
         assert batcher.free_pages == free

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from small_batchers import LONG, PROMPTS, collect, make
-from test_batching_callers import expected, held_in_step, known_before_the_model_is_another_s, stream, submit_all
+from small_batchers import LONG, PROMPTS, collect, make, submit_all
+from test_batching_callers import expected, held_in_step, known_before_the_model_is_another_s, stream
 
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import BatcherError

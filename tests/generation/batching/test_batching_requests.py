@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from small_batchers import EOS, LENGTH, LONG, PROMPTS, WAYS, collect, failing, make, tokens
+from small_batchers import EOS, LENGTH, LONG, PROMPTS, WAYS, collect, failing, make, submit_all, tokens
 
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching import BatcherError, Request, RequestError
@@ -16,7 +16,7 @@ from vllm_async_spec.generation.batching import BatcherError, Request, RequestEr
 def test_a_cancelled_request_gets_no_more_and_the_others_all():
     expected = tokens(new_tokens=24)
     with make(max_batch=4) as batcher:
-        found = [batcher.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]
+        found = submit_all(batcher, 24)
         for _ in range(4):
             batcher.step()
         seen = {}
@@ -108,7 +108,7 @@ def test_a_step_without_memory_fails_one_request_and_the_others_go_on(calls: set
     expected = tokens(max_batch=4)
     with make(max_batch=4, **WAYS[way]) as batcher:
         free = batcher.free_pages
-        found = [batcher.submit(prompt, max_new_tokens=20, seed=seed) for seed, prompt in enumerate(PROMPTS)]
+        found = submit_all(batcher)
         with failing(tiny_models.model("llama"), calls, torch.OutOfMemoryError("tried to allocate")):
             batcher.run()
         assert batcher.free_pages == free
@@ -125,7 +125,7 @@ def test_a_step_without_memory_fails_one_request_and_the_others_go_on(calls: set
 
 def test_any_other_failure_ends_all_requests_with_its_reason():
     with make() as batcher:
-        found = [batcher.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        found = submit_all(batcher)
         with (
             failing(tiny_models.model("llama"), {5}, ZeroDivisionError("by accident")),
             pytest.raises(ZeroDivisionError),

@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from small_batchers import EOS, LENGTH, PROMPTS, make, tokens
+from small_batchers import EOS, LENGTH, make, submit_all, tokens
 
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching import AttentionChoiceError, BatcherError, ModelError
@@ -50,7 +50,7 @@ def test_the_settings_may_still_be_keyword_arguments():
         batcher = ContinuousBatcher(tiny_models.model("llama"), max_batch=3, max_length=LENGTH, eos_token_id=EOS)
     assert [(each.category, each.filename) for each in told] == [(DeprecationWarning, __file__)]
     with batcher:
-        found = [batcher.submit(prompt, max_new_tokens=20, seed=index) for index, prompt in enumerate(PROMPTS)]
+        found = submit_all(batcher)
         batcher.run()
     assert [request.result() for request in found] == expected
 
@@ -128,7 +128,7 @@ def test_whether_it_is_synchronous_is_changed_between_runs_only():
         found = []
         for synchronous in (True, False):
             batcher.synchronous = synchronous
-            requests = [batcher.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+            requests = submit_all(batcher)
             with pytest.raises(BatcherError, match="synchronous can't be changed while requests run"):
                 batcher.synchronous = False
             batcher.run()

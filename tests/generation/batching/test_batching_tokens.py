@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateStreams
-from small_batchers import PROMPTS, WAYS, generated, make, prompts, tokens
+from small_batchers import PROMPTS, WAYS, generated, make, prompts, submit_all, tokens
 
 from vllm_async_spec.generation.batching.request import RequestError
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
@@ -63,7 +63,7 @@ def test_a_row_computed_too_late_to_matter_is_dropped(monkeypatch: pytest.Monkey
                 return step
 
             monkeypatch.setattr(batcher._scheduler, "plan", counting)
-            found = [batcher.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+            found = submit_all(batcher)
             batcher.run()
             early = [each for each in found if each.finish_reason == "eos" and len(each.tokens) < 18]
             rows[str(way)] = next(counted)
