@@ -81,7 +81,7 @@ def test_what_a_kernel_would_have_computed_is_not_validated():
             simulated.kernel_did_not_run("plan", {"out": plan, "lengths": metadata.seq_lens, "most": 7})
             return plan + 1
 
-    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    found = checked(Kernel, "decode", device=simulated)
     assert found.not_validated == ("extra",)  # and not the lengths, which no kernel changes
 
 
@@ -94,7 +94,7 @@ def test_what_a_kernel_would_have_changed_is_not_judged():
             simulated.kernel_did_not_run("plan", {"out": plan})
             return plan - metadata.max_seq_len
 
-    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    found = checked(Kernel, "decode", device=simulated)
     build = found.cases[0].build(Host.BOUND)
     assert build is not None
     judged = {each.field: each.judgement for each in build.differences}
@@ -109,7 +109,7 @@ def test_a_kernel_that_is_given_something_else_is_wrong():
         def extra(self, metadata: Any) -> Any:
             simulated.kernel_did_not_run("plan", {"longest": -metadata.max_seq_len})
 
-    found = check(subject(Kernel), simulated, cases=[NAMED["decode"]])
+    found = checked(Kernel, "decode", device=simulated)
     assert "kernel 0 plan.longest is -144, not -141 (wrong)" in found.explain()
 
 
@@ -206,9 +206,8 @@ def test_a_builder_is_told_of_the_common_prefix_of_its_batch():
 
 
 def test_where_the_device_is_the_host_nothing_waits_and_wrong_values_are_still_seen():
-    device = HostDevice()
-    assert check(subject(planted.CopiesToHost), device, cases=[NAMED["decode"]]).passed
-    wrong = check(subject(planted.BoundForTruth), device, cases=[NAMED["spec K + 1"]])
+    assert checked(planted.CopiesToHost, "decode", device=HostDevice()).passed
+    wrong = checked(planted.BoundForTruth, "spec K + 1", device=HostDevice())
     assert wrong.need is Need.EXACT, wrong.explain()
     assert wrong.faults
 
@@ -258,7 +257,7 @@ def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, mo
     monkeypatch.setattr(torch, "empty", torch.rand)  # as full of other things as memory can be
     if not zeroed:
         monkeypatch.setattr(device, "MAKE_UNINITIALISED", ())
-    found = check(subject(Scratch), PassesForCuda(), cases=[NAMED["decode"]])
+    found = checked(Scratch, "decode", device=PassesForCuda())
     assert (found.cases[0].unsteady == ()) is zeroed
 
 
@@ -291,7 +290,7 @@ def test_what_pytorch_warns_of_is_heard_though_the_builders_own_warnings_are_not
     without_cuda(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = check(subject(Warns), PassesForCuda(), cases=[NAMED["decode"]])
+        found = checked(Warns, "decode", device=PassesForCuda())
     assert found.cases[0].need is Need.BLOCKING, found.explain()
     assert "test_compat_check.py" in found.cases[0].builds[0].waits[0].site
 
@@ -304,7 +303,7 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
 
     without_cuda(monkeypatch)
     before = torch.Event
-    found = check(subject(Waits), PassesForCuda(), cases=[NAMED["decode"]])
+    found = checked(Waits, "decode", device=PassesForCuda())
     assert torch.Event is before
     assert "it waits: event (event) at compat/test_compat_check.py:" in found.explain()
 

@@ -6,30 +6,19 @@ from io import StringIO
 
 import compat_failing as planted
 import pytest
-from compat_checked import NAMED, checked, line_of, report
+from compat_checked import NAMED, attended, checked, line_of, report
 from rich.console import Console
 
 from vllm_async_spec.compat.cases import CASES, Case
-from vllm_async_spec.compat.check import check
-from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.legend import EXCLUDED, LEGEND
 from vllm_async_spec.compat.render import badge, junit, markdown, print_report, render_html
 from vllm_async_spec.compat.report import Report, read_runs
-from vllm_async_spec.compat.results import BackendResult
-from vllm_async_spec.compat.simulated_device import SimulatedDevice
-from vllm_async_spec.compat.third_party import third_party_subject
 
 
 def printed(of: Report) -> str:
     text = StringIO()
     print_report(of, Console(file=text, width=200))
     return text.getvalue()
-
-
-def attended(kind: type, *names: str) -> BackendResult:
-    device, cases = SimulatedDevice(), [NAMED[name] for name in names]
-    subject = third_party_subject(f"compat_failing:{kind.__name__}", device)
-    return attend(subject, device, check(subject, device, cases=cases), cases=cases)
 
 
 def test_a_builder_that_raises_is_a_fault_in_every_report():
@@ -167,8 +156,7 @@ def test_empty_rows_have_the_tokens_that_a_graph_pads():
 
 def test_older_results_are_still_read(tmp_path):
     data = report(checked(planted.OnlyOneToken, "decode")).to_dict()
-    for name in ("unfinished",):
-        del data["backends"][0][name]
+    del data["backends"][0]["unfinished"]
     for case in data["backends"][0]["cases"]:
         for name in ("failure", "failed", "unpadded", "against_model", "in_turn", "wrong_in_turn"):
             del case[name]

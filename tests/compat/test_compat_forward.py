@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import compat_attention as planted
+import compat_planted
 import pytest
 import torch
-from compat_checked import NAMED, line_of, report
+from compat_checked import NAMED, attended, line_of, report
 from compat_command import installed, needs_vllm
 from compat_cuda import PassesForCuda, without_cuda
 
@@ -24,7 +25,7 @@ from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.layer import Batch, NoForwardError, reference
 from vllm_async_spec.compat.render import junit, markdown
 from vllm_async_spec.compat.report import Run
-from vllm_async_spec.compat.results import BackendResult, Need
+from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.third_party import third_party_subject
@@ -34,12 +35,6 @@ STEPS = [case.name for case in CASES if case.call is not Call.CAPTURE]
 
 def subject(kind: type[planted.Right], device: Device) -> Subject:
     return third_party_subject(f"compat_attention:{kind.__name__}", device)
-
-
-def attended(kind: type[planted.Right], *names: str, device: Device | None = None, **how: Any) -> BackendResult:
-    device = device or SimulatedDevice()
-    tried, cases = subject(kind, device), [NAMED[name] for name in names or NAMED]
-    return attend(tried, device, check(tried, device, cases=cases), cases=cases, **how)
 
 
 @pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
@@ -152,9 +147,7 @@ def test_a_layer_may_refuse_with_a_reason():
 
 
 def test_a_builder_of_which_nothing_else_is_known_is_not_attended_with():
-    device = SimulatedDevice()
-    tried = third_party_subject("compat_planted:Clean", device)
-    found = attend(tried, device, check(tried, device, cases=[NAMED["decode"]]), cases=[NAMED["decode"]])
+    found = attended(compat_planted.Clean, "decode")
     assert str(found.not_attended).startswith("only the builder was given; name a backend class with get_impl_cls")
 
 

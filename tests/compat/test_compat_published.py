@@ -5,14 +5,16 @@ import lzma
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import compat_planted as planted
 import pytest
 import torch
+from compat_checked import subject
 
 from vllm_async_spec.compat.archive import ARCHIVE, read_archive, write_archive
 from vllm_async_spec.compat.backends import BACKENDS
-from vllm_async_spec.compat.cases import CASES, our_metadata
+from vllm_async_spec.compat.cases import CASES
 from vllm_async_spec.compat.check import check
 from vllm_async_spec.compat.fetch import RELEASES
 from vllm_async_spec.compat.json_text import unpacked
@@ -22,16 +24,26 @@ from vllm_async_spec.compat.render import badge
 from vllm_async_spec.compat.report import CLASSES, PublishedError, Report, Run, command_line, read_runs
 from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
-from vllm_async_spec.compat.subject import Subject
 
 DOCS = Path(__file__).parents[2] / "docs"
 PUBLISHED = read_archive(DOCS / "compat")
 
 
-def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0.32.0") -> Report:
-    def found(kind: type[planted.Builder]) -> Subject:
-        return Subject(kind.__name__, lambda device: kind(device.device), our_metadata(), "vllm-async-spec")
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    (tmp_path / "compat").mkdir()
+    return tmp_path
 
+
+def publish(docs: Path, *data: dict[str, Any], name: str = "result.json") -> int:
+    """The command's exit code for files with these results, which have numbers before their names if several."""
+    files = [docs / (name if len(data) == 1 else f"{number}-{name}") for number in range(len(data))]
+    for file, each in zip(files, data, strict=True):
+        file.write_text(json.dumps(each))
+    return main(["--docs", str(docs), *map(str, files)])
+
+
+def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0.32.0") -> Report:
     return Report(
         version="0.1.0",
         release=release,
@@ -41,7 +53,7 @@ def report(*kinds: type[planted.Builder], device: str = "cpu", release: str = "0
         date="2026-11-21",
         command="vllm-async-spec compat",
         stubs=(("a stub", "why " * 99),),
-        results=tuple(check(found(kind), SimulatedDevice()) for kind in kinds),
+        results=tuple(check(subject(kind, kind.__name__), SimulatedDevice()) for kind in kinds),
         absent={"TREE_ATTN": "this release has none"},
     )
 
@@ -94,15 +106,12 @@ def test_runs_are_in_the_order_of_their_releases(tmp_path: Path):
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"schema": 2, "rows": []}', '{"schema": 1}', '{"schema": 1, "rows": [1]}']
 )
-def test_a_file_that_is_no_result_is_told_in_one_sentence(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    path = tmp_path / "wrong.json"
+def test_a_file_that_is_no_result_is_told_in_one_sentence(text: str, docs: Path, capsys: pytest.CaptureFixture[str]):
+    path = docs / "wrong.json"
     path.write_text(text)
     with pytest.raises(PublishedError, match=r"wrong.json can't be read: "):
         read_runs([path])
-    (tmp_path / "compat").mkdir()
-    assert main(["--docs", str(tmp_path), str(path)]) == 2
+    assert main(["--docs", str(docs), str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -111,13 +120,10 @@ def test_publishing_somewhere_else_is_told_in_one_sentence(tmp_path: Path, capsy
     assert "has no compat/; name the documentation's directory with --docs" in capsys.readouterr().err
 
 
-def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
-    (tmp_path / "compat").mkdir()
+def test_a_run_on_a_gpu_gets_its_column(docs: Path):
     for device in ("cpu", "NVIDIA H200"):
-        result = tmp_path / "result.json"
-        result.write_text(json.dumps(report(planted.Clean, device=device).to_dict()))
-        assert main(["--docs", str(tmp_path), str(result)]) == 0
-    made = documents(read_archive(tmp_path / "compat"))
+        assert publish(docs, report(planted.Clean, device=device).to_dict()) == 0
+    made = documents(read_archive(docs / "compat"))
     assert made["compat/0.32.0-stock-h200.md"].startswith("# vLLM 0.32.0, stock, NVIDIA H200\n")
     page = made["assets/compatibility.html"]
     assert 'href="#clean-0-32-0-stock-h200"' in page
@@ -126,28 +132,19 @@ def test_a_run_on_a_gpu_gets_its_column(full: Report, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["compat-0.32.0-plugin.json", "0.32.0.plugin.json"])
 def test_a_stock_run_does_not_pass_for_one_with_the_plugin(
-    full: Report, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    full: Report, name: str, docs: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "compat").mkdir()
-    result = tmp_path / name
-    result.write_text(json.dumps(full.to_dict()))
-    assert main(["--docs", str(tmp_path), str(result)]) == 2
+    assert publish(docs, full.to_dict(), name=name) == 2
     assert f"{name} was made without --plugin, so it is 0.32.0-stock; rename the file" in capsys.readouterr().err
-    result.write_text(json.dumps(full.to_dict() | {"plugin": {}}))
-    result.rename(tmp_path / "stock.json")
-    assert main(["--docs", str(tmp_path), str(tmp_path / "stock.json")]) == 2
+    assert publish(docs, full.to_dict() | {"plugin": {}}, name="stock.json") == 2
     assert "was made with --plugin, so it is 0.32.0-plugin" in capsys.readouterr().err
-    assert list((tmp_path / "compat").iterdir()) == []
+    assert list((docs / "compat").iterdir()) == []
 
 
-def test_two_files_of_one_run_are_refused(full: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "compat").mkdir()
-    results = [tmp_path / "one.json", tmp_path / "other.json"]
-    for result in results:
-        result.write_text(json.dumps(full.to_dict()))
-    assert main(["--docs", str(tmp_path), *map(str, results)]) == 2
-    assert "other.json is 0.32.0-stock, and so is an earlier file" in capsys.readouterr().err
-    assert list((tmp_path / "compat").iterdir()) == []
+def test_two_files_of_one_run_are_refused(full: Report, docs: Path, capsys: pytest.CaptureFixture[str]):
+    assert publish(docs, full.to_dict(), full.to_dict()) == 2
+    assert "1-result.json is 0.32.0-stock, and so is an earlier file" in capsys.readouterr().err
+    assert list((docs / "compat").iterdir()) == []
 
 
 def test_a_badge_is_one_line_of_the_run(full: Report):
@@ -170,13 +167,10 @@ def test_git_has_no_page_that_the_site_makes_and_no_run_outside_the_archive():
     assert [path.name for path in (DOCS / "compat").iterdir()] == [ARCHIVE]
 
 
-def test_publishing_replaces_a_run_and_keeps_the_others(tmp_path: Path):
-    (tmp_path / "compat").mkdir()
-    result = tmp_path / "result.json"
+def test_publishing_replaces_a_run_and_keeps_the_others(docs: Path):
     for release, kind in (("0.32.0", planted.Clean), ("0.26.0", planted.Clean), ("0.32.0", planted.OnlyDrafting)):
-        result.write_text(json.dumps(report(kind, release=release).to_dict()))
-        assert main(["--docs", str(tmp_path), str(result)]) == 0
-    found = read_archive(tmp_path / "compat")
+        assert publish(docs, report(kind, release=release).to_dict()) == 0
+    found = read_archive(docs / "compat")
     assert [(run.name, run.rows[0].verdict) for run in found] == [("0.26.0-stock", "none"), ("0.32.0-stock", "blocks")]
     made = documents(found)
     assert Run.read(json.loads(made["compat/0.32.0-stock.json"])) == found[1]
@@ -184,17 +178,14 @@ def test_publishing_replaces_a_run_and_keeps_the_others(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"{"), lzma.compress(b"[1]")])
 def test_an_archive_that_cant_be_read_is_told_and_not_replaced(
-    content: bytes, full: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes, full: Report, docs: Path, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "compat").mkdir()
-    (tmp_path / "compat" / ARCHIVE).write_bytes(content)
-    result = tmp_path / "result.json"
-    result.write_text(json.dumps(full.to_dict()))
-    assert main(["--docs", str(tmp_path), str(result)]) == 2
+    (docs / "compat" / ARCHIVE).write_bytes(content)
+    assert publish(docs, full.to_dict()) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"{ARCHIVE} can't be read: " in said
-    assert (tmp_path / "compat" / ARCHIVE).read_bytes() == content
+    assert (docs / "compat" / ARCHIVE).read_bytes() == content
 
 
 def test_a_command_is_told_as_anybody_would_give_it():

@@ -9,10 +9,13 @@ import torch
 
 from vllm_async_spec.compat.cases import CASES, our_metadata
 from vllm_async_spec.compat.check import check
+from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.forward import attend
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.results import BackendResult
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.subject import Subject
+from vllm_async_spec.compat.third_party import third_party_subject
 
 NAMED = {case.name: case for case in CASES}
 
@@ -21,8 +24,16 @@ def subject(kind: Callable[[torch.device], Any], name: str = "planted") -> Subje
     return Subject(name, lambda device: kind(device.device), our_metadata(), "vllm-async-spec")
 
 
-def checked(kind: Callable[[torch.device], Any], *names: str) -> BackendResult:
-    return check(subject(kind), SimulatedDevice(), cases=[NAMED[name] for name in names or NAMED])
+def checked(kind: Callable[[torch.device], Any], *names: str, device: Device | None = None) -> BackendResult:
+    return check(subject(kind), device or SimulatedDevice(), cases=[NAMED[name] for name in names or NAMED])
+
+
+def attended(kind: type, *names: str, device: Device | None = None, **how: Any) -> BackendResult:
+    """Built and attended with, for a backend named by its module and class."""
+    device = device or SimulatedDevice()
+    tried = third_party_subject(f"{kind.__module__}:{kind.__name__}", device)
+    cases = [NAMED[name] for name in names or NAMED]
+    return attend(tried, device, check(tried, device, cases=cases), cases=cases, **how)
 
 
 def line_of(kind: type) -> str:
