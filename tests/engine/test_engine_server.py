@@ -191,24 +191,31 @@ def audit(server: Server, *options: str) -> Result:
     return CliRunner().invoke(app, ["audit", "--url", f"http://127.0.0.1:{server.port}", *options])
 
 
-def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path):
-    file = tmp_path / "report.json"
+def recorded(server: Server, file: Path) -> Report:
     done = audit(server, "--load", "decode", "--batch", "4", "--steps", "12", "--json", str(file))
     assert done.exit_code == 0, done.stderr
-    report = Report.from_dict(json.loads(file.read_text())["report"])
+    return Report.from_dict(json.loads(file.read_text())["report"])
+
+
+def waits(report: Report, place: Place) -> set[str]:
+    return {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is place}
+
+
+def test_running_server_is_audited_and_nothing_waits_on_its_critical_path(server: Server, tmp_path: Path):
+    for _ in range(3):
+        report = recorded(server, tmp_path / "report.json")
+        # On a busy machine clients may come late. A step without tokens then waits once for inputs: not what is asked.
+        if waits(report, Place.CRITICAL) != {"synchronize_input_prep"}:
+            break
+    assert waits(report, Place.CRITICAL) == set()
+    assert report.headline == "Nothing waits on the critical path"
     assert report.engine.processes == "the worker in a process of its own (spawned)"
     assert report.engine.async_scheduling
     assert report.engine.plugin.startswith("on: ")
     assert report.load.name == "decode, batch 4"
-    critical = [cause for cause in report.causes if cause.place is Place.CRITICAL]
-    # On a busy machine the clients may come late: the runner then gets a step without tokens, whose inputs wait once.
-    assert [str(each.site) for each in critical if not str(each.site).endswith("synchronize_input_prep")] == []
-    assert sum(each.per_step for each in critical) * report.steps <= 1
     # What V1 does wait for, of the step before, was seen: an audit that sees nothing would be clean too.
-    waited = {cause.site.function.rpartition(".")[2] for cause in report.causes if cause.place is Place.OVERLAPPED}
-    assert waited >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
-    assert report.headline == "Nothing waits on the critical path"
-    assert Place.HIDDEN in {cause.place for cause in report.causes}
+    assert waits(report, Place.OVERLAPPED) >= {"_get_valid_sampled_token_count", "synchronize_input_prep"}
+    assert waits(report, Place.HIDDEN)
 
 
 def test_audit_of_a_server_that_has_nothing_to_do_says_so_and_leaves_it_ready_for_the_next(server: Server):
