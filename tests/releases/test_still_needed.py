@@ -82,6 +82,11 @@ def _takes_the_bound(builder: Any) -> bool:
     return "seq_lens_cpu_upper_bound" in _names(builder.build)
 
 
+def _decodes_by_shape(determine: Any) -> bool:
+    asked = getattr(_globals(determine)["GPUModelRunner"], "_is_uniform_decode", determine)
+    return not [name for name in (*_names(asked), *_locals(asked)) if "prompt" in name or "prefill" in name]
+
+
 FAULTS: dict[str, Callable[[Any], bool]] = {
     "async-scheduling-default": _turns_draft_models_on_when_asked_only,
     "async-scheduling-unset": lambda add: _globals(add)["EngineArgs"].async_scheduling is False,
@@ -112,6 +117,7 @@ FAULTS: dict[str, Callable[[Any], bool]] = {
     "mla-prefill-lengths": _takes_the_bound,
     "mla-prefill-lengths-sparse": _takes_the_bound,
     "optimistic-runner": _waits_at_the_top,
+    "prompt-ends": _decodes_by_shape,
     "top-k-bound": lambda make: (
         "apply_top_k_only" in _names(_of("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p"))
     ),

@@ -179,6 +179,14 @@ class CarryingRunner(Protocol):
         """The metadata of drafts, from the drafts of each row and the tokens up to its end."""
 
 
+class DispatchingRunner(Protocol):
+    """`GPUModelRunner` of the V1 runner, as it chooses a step's CUDA graph."""
+
+    model_config: ModelConfig
+    num_spec_tokens: int
+    """Most drafts of a request; 0 without speculative decoding."""
+
+
 class LinearMetadata(Protocol):
     """`GDNAttentionMetadata`: a step of linear attention."""
 

@@ -25,6 +25,7 @@ _NAMES = (
     "mla_prefill",
     "optimistic_runner",
     "prometheus_registry",
+    "prompt_ends",
     "rank_agreement",
     "steady_inputs",
     "top_k_bound",

@@ -1,0 +1,136 @@
+"""A small hybrid whose prompts end in a chunk as long as a step of decoding: one line of JSON for the test.
+
+    python tests/support/hybrid_engine.py eager
+    python tests/support/hybrid_engine.py graphs
+
+On a CPU, which has no CUDA graphs, `graphs` gives linear attention what they read: the tensors of the builder itself
+wherever vLLM takes a step for decoding.
+"""
+
+import copy
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.options import LOAD_FORMAT, model_options
+from benchmarks.soak.soaks import SOAKS
+from vllm_async_spec.patching import Transaction, temporarily
+
+HERE = Path(__file__).parent
+CHUNK, STEP, TOKENS = 32, 4, 24
+"""Tokens of a prompt that a step takes; of a request with its drafts in a step of decoding; of an answer."""
+PROMPTS = {STEP: True, CHUNK + STEP: True, CHUNK: False, 9: False, CHUNK + STEP + 1: False}
+"""Lengths of prompts, and whether their last chunk is as long as a step of decoding."""
+
+
+def found(way: str, environment: Mapping[str, str]) -> dict[int, list[int]]:
+    """The answers to `PROMPTS` by their length. RuntimeError: the process printed none."""
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    own["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [environment.get("PYTHONPATH")])])
+    command = [sys.executable, __file__, way]
+    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **own}, check=False)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
+    if line is None:
+        raise RuntimeError(f"the engine ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return {int(length): tokens for length, tokens in json.loads(line.removeprefix("FOUND ")).items()}
+
+
+def answers(llm: Any) -> dict[int, list[int]]:
+    """One request at a time, so that nothing but its length decides its steps."""
+    from vllm import SamplingParams
+
+    source, vocabulary = random.Random(0), llm.llm_engine.model_config.get_vocab_size()
+    wanted = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    answered = {}
+    for length in PROMPTS:
+        prompt = {"prompt_token_ids": [source.randrange(vocabulary) for _ in range(length)]}
+        (output,) = llm.generate([prompt], [wanted], use_tqdm=False)
+        answered[length] = list(output.outputs[0].token_ids)
+    return answered
+
+
+def replay(runner: Any, changes: Transaction) -> None:
+    """Let each step that vLLM takes for decoding read the builder's own tensors, as a CUDA graph does."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+
+    dispatcher, build = runner.cudagraph_dispatcher, GDNAttentionMetadataBuilder.build
+    dispatch = dispatcher.dispatch
+    decodes = False
+
+    def dispatched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal decodes
+        decodes = kwargs["uniform_decode"]
+        return dispatch(*args, **kwargs)
+
+    def built(self: Any, common_prefix_len: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        made = build(self, common_prefix_len, batch, *args, **kwargs)
+        return captured(self, made, batch.num_reqs) if decodes else made
+
+    for group in (group for groups in runner.attn_groups for group in groups):
+        builder = group.get_metadata_builder(0)
+        if isinstance(builder, GDNAttentionMetadataBuilder):
+            builder.use_full_cuda_graph = True  # so that it writes to its own tensors
+            for tensor in (builder.spec_state_indices_tensor, builder.num_accepted_tokens):
+                tensor.zero_()  # as of a capture
+    changes.set(dispatcher, "dispatch", dispatched)
+    changes.set(GDNAttentionMetadataBuilder, "build", built)
+
+
+def captured(builder: Any, made: Any, requests: int) -> Any:
+    """The metadata with which a graph of this batch size was captured."""
+    starts = torch.arange(requests + 1, dtype=torch.int32) * STEP
+    graph = copy.copy(made)
+    graph.num_prefills = graph.num_prefill_tokens = graph.num_decodes = graph.num_decode_tokens = 0
+    graph.num_spec_decodes, graph.num_spec_decode_tokens = requests, requests * STEP
+    graph.spec_state_indices_tensor = builder.spec_state_indices_tensor[:requests]
+    graph.num_accepted_tokens = builder.num_accepted_tokens[:requests]
+    graph.spec_query_start_loc, graph.spec_sequence_masks = starts, torch.ones(requests, dtype=torch.bool)
+    graph.spec_token_indx = torch.arange(requests * STEP, dtype=torch.int32)
+    graph.non_spec_token_indx = graph.spec_token_indx[:0]
+    graph.non_spec_query_start_loc = graph.non_spec_state_indices_tensor = graph.has_initial_state = None
+    return graph
+
+
+def main() -> None:
+    (way,) = sys.argv[1:]
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
+
+        open_cpu_gate()
+    arm = json.loads(json.dumps(asdict(SOAKS["0.26.0-V1-FLASH_ATTN-hybrid" if cuda else "tiny-hybrid"].subject)))
+    assert arm["draft_tokens"] + 1 == STEP
+    with tempfile.TemporaryDirectory() as folder:
+        options = model_options(arm, Path(folder)) | arm["engine"] | {"enforce_eager": not cuda or way == "eager"}
+        if options["load_format"] == LOAD_FORMAT:
+            importlib.import_module("benchmarks.loader")  # registers the format
+        from vllm import LLM
+
+        llm = LLM(
+            skip_tokenizer_init=True,
+            seed=0,
+            max_model_len=256,
+            max_num_seqs=4,
+            **options | {"max_num_batched_tokens": CHUNK, "enable_prefix_caching": False},
+        )
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        runner = getattr(worker, "worker", worker).model_runner
+        with temporarily() if way == "graphs" and not cuda else nullcontext() as changes:
+            if changes is not None:
+                replay(runner, changes)
+            print("FOUND", json.dumps(answers(llm)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
