@@ -1,8 +1,10 @@
 """What an audit makes of recordings whose every nanosecond is known."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import audit_reports
 import pytest
 import traces
 from traces import MAIN, OTHER, Recording
@@ -28,9 +30,13 @@ def recording() -> Recording:
     return recording
 
 
+def analysed(recording: Recording, folder: Path, steps: Sequence[float] = (0, 1000, 2000)) -> Findings:
+    recorded = recording.load(folder, [*steps])
+    return analyse(recorded, recorded)
+
+
 def causes(recording: Recording, folder: Path) -> list[Cause]:
-    recorded = recording.load(folder, [0, 1000, 2000])
-    return list(analyse(recorded, recorded).causes)
+    return list(analysed(recording, folder).causes)
 
 
 def only(recording: Recording, folder: Path) -> Cause:
@@ -122,8 +128,7 @@ def test_another_threads_wait_is_hidden_and_is_not_mixed_with_the_launching_thre
 def test_a_librarys_own_wait_is_given_to_the_function_around_it_and_noted(recording, tmp_path):
     recording.span("metadata building", "Builder.build", 90, 500)
     recording.runtime("cudaStreamSynchronize", 104, 300)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    found = analyse(recorded, recorded)
+    found = analysed(recording, tmp_path)
     assert [(c.kind, c.phase, c.site.function) for c in found.causes] == [
         (WaitKind.STREAM, Phase.METADATA, "Builder.build")
     ]
@@ -154,8 +159,7 @@ def test_waits_for_the_whole_device(recording, tmp_path, name, kind):
 def test_the_time_until_python_goes_on_is_noted_and_is_no_wait(recording, tmp_path):
     recording.runtime("cudaEventSynchronize", 150, 255)
     recording.call("event", 149, 905, line=35)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    found = analyse(recorded, recorded)
+    found = analysed(recording, tmp_path)
     assert found.causes[0].longest_ms == pytest.approx(0.255)
     assert any("another 0.25 ms a step" in note for note in found.notes)
 
@@ -167,8 +171,7 @@ def test_shares_of_the_devices_time_and_what_the_host_did_in_a_gap(tmp_path):
     recording.kernel(602, 398, launched=590)  # a gap of 100 us: the host
     recording.kernel(1004, 996, launched=-8)  # a gap of 4 us: already launched, so a dependency
     recording.span("scheduling", "Scheduler.schedule", 480, 595)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    gpu = analyse(recorded, recorded).gpu
+    gpu = analysed(recording, tmp_path).gpu
     assert gpu.busy + gpu.launch_gaps + gpu.host_idle == pytest.approx(1)
     assert gpu.launch_gaps == pytest.approx(2 / 2000)
     assert gpu.host_idle == pytest.approx(104 / 2000)
@@ -184,8 +187,7 @@ def test_three_microseconds_are_the_line_between_launch_gaps_and_the_hosts(tmp_p
     recording = Recording()
     recording.kernel(0, 500)
     recording.kernel(500 + us, 1500 - us)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    gpu = analyse(recorded, recorded).gpu
+    gpu = analysed(recording, tmp_path).gpu
     assert (gpu.host_idle > 0, gpu.launch_gaps > 0) == (bool(idle), not idle)
 
 
@@ -194,8 +196,7 @@ def test_streams_that_overlap_leave_no_gap_and_are_not_counted_twice(tmp_path):
     recording.kernel(0, 1200)
     recording.kernel(100, 300, stream=13)
     recording.kernel(1100, 900, stream=13)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    assert analyse(recorded, recorded).gpu.busy == pytest.approx(1)
+    assert analysed(recording, tmp_path).gpu.busy == pytest.approx(1)
 
 
 def test_a_phase_is_its_own_time_without_what_is_inside_it(recording, tmp_path):
@@ -206,8 +207,8 @@ def test_a_phase_is_its_own_time_without_what_is_inside_it(recording, tmp_path):
     recording.span("output", "Output.get_output", 0, 500, thread=OTHER)
     recording.runtime("cudaEventSynchronize", 120, 100)
     recording.call("event", 119, 221, line=35)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    phases = {(p.thread, p.phase): (p.ms_per_step, p.waiting_ms_per_step) for p in analyse(recorded, recorded).phases}
+    found = analysed(recording, tmp_path)
+    phases = {(p.thread, p.phase): (p.ms_per_step, p.waiting_ms_per_step) for p in found.phases}
     assert phases == {
         ("worker", Phase.INPUTS): (pytest.approx(0.1), pytest.approx(0.05)),
         ("worker", Phase.METADATA): (pytest.approx(0.2), 0),
@@ -222,8 +223,7 @@ def test_what_is_outside_the_counted_steps_is_left_out(recording, tmp_path):
     recording.runtime("cudaEventSynchronize", 2100, 50)
     recording.call("event", 2099, 2151, line=35)
     recording.span("scheduling", "Scheduler.schedule", -50, 50)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    found = analyse(recorded, recorded)
+    found = analysed(recording, tmp_path)
     assert found.causes == ()
     assert [p.ms_per_step for p in found.phases] == [pytest.approx(0.025)]
 
@@ -242,8 +242,7 @@ def test_the_timeline_shows_steps_of_the_middle_with_waits_and_gaps(tmp_path):
         recording.copy(1000 * step + 100, 4, D2H_PINNED, 4, at=1000 * step + 801)
         recording.runtime("cudaStreamSynchronize", 1000 * step + 104, 700)
         recording.call("warning", 1000 * step + 806, 1000 * step + 806, line=31)
-    recorded = recording.load(tmp_path, [1000 * step for step in range(9)])
-    timeline = analyse(recorded, recorded).timeline
+    timeline = analysed(recording, tmp_path, range(0, 9000, 1000)).timeline
     assert timeline.us == 4000
     assert timeline.steps_us == (0, 1000, 2000, 3000)
     worker, stream = timeline.lanes
@@ -261,8 +260,8 @@ def test_a_block_of_the_timeline_keeps_the_beginning_of_a_long_kernel_name(tmp_p
     recording = Recording()
     for step in range(8):
         recording.kernel(1000 * step, 600, name="void at::native::reduce<" + "float, " * 200 + ">()")
-    recorded = recording.load(tmp_path, [1000 * step for step in range(9)])
-    (label,) = {item.label for item in analyse(recorded, recorded).timeline.lanes[-1].items if item.kind == "kernels"}
+    lane = analysed(recording, tmp_path, range(0, 9000, 1000)).timeline.lanes[-1]
+    (label,) = {item.label for item in lane.items if item.kind == "kernels"}
     assert label.startswith("void at::native::reduce<float, ")
     assert label.endswith("\N{HORIZONTAL ELLIPSIS}")
     assert len(label) == 60
@@ -270,8 +269,6 @@ def test_a_block_of_the_timeline_keeps_the_beginning_of_a_long_kernel_name(tmp_p
 
 @pytest.fixture
 def facts():
-    import audit_reports
-
     return audit_reports.waiting().engine
 
 
@@ -279,8 +276,7 @@ def test_the_sentence_says_where_the_host_waits_most_and_what_to_change(recordin
     recording.copy(100, 4, D2H_PAGEABLE, 256, at=400)
     recording.runtime("cudaStreamSynchronize", 104, 300)
     recording.call("copy", 99, 405, line=32)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    found = analyse(recorded, recorded)
+    found = analysed(recording, tmp_path)
     assert headline(facts, found) == "The host waits on the critical path"
     assert sentence(facts, found).startswith(
         f"Most waits are at {BACKEND}:32 in build; to change: build from device seq_lens"
@@ -297,8 +293,7 @@ def test_the_sentence_names_host_work_that_is_longer_than_the_waits(recording, t
     recording.runtime("cudaStreamSynchronize", 380, 50)
     recording.call("warning", 431, 431, line=32)
     recording.span("launch", "Runner._model_forward", 500, 1900)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    assert sentence(facts, analyse(recorded, recorded)).endswith(
+    assert sentence(facts, analysed(recording, tmp_path)).endswith(
         "; beside the waits, launch takes 0.7 ms of the host a step, as it does where the forward runs without a CUDA "
         "graph."
     )
@@ -307,8 +302,7 @@ def test_the_sentence_names_host_work_that_is_longer_than_the_waits(recording, t
 def test_of_a_clean_engine_is_said_that_there_is_nothing_to_win(tmp_path, facts):
     recording = Recording()
     recording.kernel(0, 1995)
-    recorded = recording.load(tmp_path, [0, 1000, 2000])
-    found = analyse(recorded, recorded)
+    found = analysed(recording, tmp_path)
     assert headline(facts, found) == "Nothing waits on the critical path"
     assert sentence(facts, found) == "There is nothing to win by removing waits."
 
@@ -320,8 +314,6 @@ def test_of_a_clean_engine_is_said_that_there_is_nothing_to_win(tmp_path, facts)
 def test_a_headline_has_at_most_twelve_words_and_the_sentence_no_more_of_them(
     facts, scheduling, simulated, waits, idle
 ):
-    import audit_reports
-
     report = audit_reports.waiting()
     gpu = None if idle is None else replace(report.gpu, host_idle=idle)
     causes = report.causes if waits else ()

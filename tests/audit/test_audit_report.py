@@ -89,6 +89,12 @@ def test_a_report_of_before_there_were_sentences_can_be_read():
     assert "sentence" not in [attributes.get("class") for _, attributes in Page(render_html(old)).elements]
 
 
+def recorded_at(step_ms: float) -> Report:
+    """A report whose steps take a millisecond, and this long with CUPTI's records."""
+    cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
+    return replace(audit_reports.waiting(), overhead=cost)
+
+
 @pytest.mark.parametrize(
     ("step_ms", "idle"),
     [
@@ -99,15 +105,12 @@ def test_a_report_of_before_there_were_sentences_can_be_read():
     ],
 )
 def test_what_recording_adds_to_a_step_is_not_counted_as_idle(step_ms: float, idle: float):
-    report = audit_reports.waiting()
-    cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
-    assert replace(report, overhead=cost).plain_idle == pytest.approx(idle)
+    assert recorded_at(step_ms).plain_idle == pytest.approx(idle)
 
 
 @pytest.mark.parametrize(("step_ms", "said"), [(1.02, []), (1.4, ["1.40 times as long", "about 3.5%"])])
 def test_a_note_says_so_where_recording_makes_steps_much_longer(step_ms: float, said: list[str]):
-    cost = Overhead(*(Spread(40, ms, ms, ms) for ms in (1.0, step_ms, 2.0)))
-    notes = list(_overstated(replace(audit_reports.waiting(), overhead=cost)))
+    notes = list(_overstated(recorded_at(step_ms)))
     assert len(notes) == bool(said)
     assert all(part in note for note in notes for part in said)
 

@@ -1,6 +1,7 @@
 """Weights under which drafts are accepted as often as one asks, on models in plain torch."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,18 @@ class Eagle(nn.Module):
         return out
 
 
-def target(share: float) -> TinyLlama:
-    model = TinyLlama(TARGET)
+def arranged(model: Any, share: float, vocabulary: int = VOCABULARY, **options: Any) -> Any:
     dummy(model)
-    arrange(model, VOCABULARY, share)
+    arrange(model, vocabulary, share, **options)
     return model
+
+
+def keep_part(model: nn.Module, name: str, rank: int, ranks: int = 2) -> None:
+    """Leave one rank's rows of a matrix, which vLLM's loader of a split matrix writes."""
+    module = model.get_submodule(name)
+    part = nn.Parameter(module.weight[: VOCABULARY // ranks].detach().clone())
+    part.weight_loader = lambda part, rows: part.copy_(rows.chunk(ranks)[rank])  # type: ignore[attr-defined]
+    module.weight = part
 
 
 def after_every_token(model: TinyLlama) -> tuple[Tensor, Tensor]:
@@ -64,7 +72,7 @@ def after_every_token(model: TinyLlama) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def target_after_every_token(share: float) -> tuple[TinyLlama, Tensor, Tensor]:
-    model = target(share)
+    model = arranged(TinyLlama(TARGET), share)
     return model, *after_every_token(model)
 
 
@@ -85,9 +93,8 @@ def test_the_orbit_is_one_cycle_through_all_but_the_stranger():
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_draft_model_is_wrong_after_the_marked_tokens_only(share: float):
-    model = TinyLlama(ModelShape(hidden=64, heads=1, layers=1, intermediate=128, vocab=VOCABULARY))
-    dummy(model)
-    arrange(model, VOCABULARY, share, votes=True)
+    shape = ModelShape(hidden=64, heads=1, layers=1, intermediate=128, vocab=VOCABULARY)
+    model = arranged(TinyLlama(shape), share, votes=True)
     said, _ = after_every_token(model)
     orbit = make_orbit(VOCABULARY, share)
     assert torch.equal(said[:-1], torch.where(orbit.wrong, orbit.stranger, orbit.successor))
@@ -95,9 +102,7 @@ def test_a_draft_model_is_wrong_after_the_marked_tokens_only(share: float):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_an_eagle_drafter_is_wrong_after_the_marked_tokens_only_draft_after_draft(share: float):
-    (model, _, hidden), drafter = target_after_every_token(share), Eagle(TARGET)
-    dummy(drafter)
-    arrange(drafter, VOCABULARY, share)
+    (model, _, hidden), drafter = target_after_every_token(share), arranged(Eagle(TARGET), share)
     orbit = make_orbit(VOCABULARY, share)
     tokens, hidden = torch.arange(orbit.stranger), hidden[:-1]
     for _ in range(4):
@@ -119,17 +124,13 @@ def test_the_acceptance_length_is_what_the_share_asks_for(share: float, draft_to
 
 
 def test_every_matrix_stays_dense_and_keeps_its_shape():
-    model, drafter = target(0.7), Eagle(TARGET)
-    dummy(drafter)
-    arrange(drafter, VOCABULARY, 0.7)
+    model, drafter = arranged(TinyLlama(TARGET), 0.7), arranged(Eagle(TARGET), 0.7)
     for name, weight in [*model.named_parameters(), *drafter.named_parameters()]:
         assert (weight != 0).float().mean() > 0.95, name
 
 
 def test_padding_of_the_vocabulary_is_left_out():
-    model = TinyLlama(TARGET)
-    dummy(model)
-    arrange(model, VOCABULARY - 24, 0.7)
+    model = arranged(TinyLlama(TARGET), 0.7, VOCABULARY - 24)
     assert not model.model.embed_tokens.weight[-24:].any()
     assert not model.lm_head.weight[-24:].any()
 
@@ -139,14 +140,8 @@ def test_each_rank_keeps_its_part_of_matrices_that_are_split_by_tokens():
     arrange(whole, VOCABULARY, 0.7)
     names = ("model.embed_tokens", "lm_head")
     for rank, half in enumerate(halves):
-
-        def keep(part: torch.nn.Parameter, rows: torch.Tensor, rank: int = rank) -> None:
-            part.copy_(rows.chunk(2)[rank])
-
         for name in names:
-            part = torch.nn.Parameter(half.get_submodule(name).weight[: VOCABULARY // 2].detach().clone())
-            part.weight_loader = keep  # type: ignore[attr-defined]
-            half.get_submodule(name).weight = part
+            keep_part(half, name, rank)
         arrange(half, VOCABULARY, 0.7)
     for name in names:
         parts = [half.get_submodule(name).weight for half in halves]

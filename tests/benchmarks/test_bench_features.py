@@ -264,15 +264,6 @@ def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: P
     assert rows["mrope"][3] == "not run"
 
 
-def test_cases_for_a_gpu_are_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
-    result = CliRunner().invoke(app, ["features", "eagle"])
-    assert (result.exit_code, result.output) == (
-        2,
-        "benchmarks: the cases need a GPU, and this machine has none; run them where there is one, or give --cpu\n",
-    )
-
-
 def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run_features(features: Any, place: Any, *, plugin: Plugin, control: str | None, report: Any) -> Any:
         found = {"feature": "eagle", "verdict": "wrong", "why": ["it is late"]}

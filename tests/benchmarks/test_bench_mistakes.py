@@ -39,6 +39,15 @@ from benchmarks.cli import app
             "give one of tiny-tp2",
         ),
         (["soak", "0.26.0-V1-FLASHINFER"], "no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
+        (
+            ["soak", "0.32.0-V2-FLASHINFER"],
+            "the soak 0.32.0-V2-FLASHINFER needs a GPU, and this machine has none; run it where there is one, or take "
+            "tiny\n",
+        ),
+        (
+            ["features", "eagle"],
+            "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu\n",
+        ),
         (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),
         (
             ["features", "eagle", "--control", "luck"],
@@ -82,13 +91,16 @@ from benchmarks.cli import app
         ),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch):
     if arguments[0] == "batching":
         pytest.importorskip("transformers")
+    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
+    monkeypatch.setattr("benchmarks.cli.common.installed_vllm", lambda: "0.32.0")
     done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == (2 if "no environment" in sentence else 1)
+    assert done.exit_code == (2 if "no environment" in sentence or "this machine has none" in sentence else 1)
     if arguments[0] in ("soak", "features"):
         assert done.stderr.startswith(f"benchmarks: {sentence}")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("benchmarks: ")]
     assert sentence.rstrip() in line
+    assert not sentence.endswith("\n") or done.output == f"benchmarks: {sentence}"
     assert "Traceback" not in done.output

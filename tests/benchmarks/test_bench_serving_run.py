@@ -30,6 +30,11 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     return Fakes(tmp_path, monkeypatch)
 
 
+def rows_of(result: ServeFile) -> list[dict[str, str]]:
+    found = serve_grid(result.document)
+    return [dict(zip(found.head, row, strict=True)) for row in found.rows]
+
+
 def test_arms_take_turns_within_each_load(fakes: Fakes):
     done, result, _ = fakes.run()
     assert done
@@ -244,8 +249,7 @@ def test_machines_are_side_by_side_and_never_compared(fakes: Fakes, monkeypatch:
     monkeypatch.setenv("SERVED_DEVICE", "another device")
     _, result, _ = fakes.run()
     assert [*machines(result.document)] == ["a device", "another device"]
-    found = serve_grid(result.document)
-    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
+    rows = rows_of(result)
     assert [(row["machine"], row["load"]) for row in rows if row["arm"] == "plugin"] == [
         ("1", "rate-2"),
         ("2", "rate-4"),
@@ -283,9 +287,7 @@ def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list
     assert last == ["start noop with the agent", "start plugin with the agent"]
     assert [(asked["batch"], asked["requests"]) for asked in audits] == [(4, 4)] * 2
     assert lines[-1].startswith("2/2 plugin, closed-4, audit: 1.00 critical waits a step, host-caused idle 25% (")
-    found = serve_grid(result.document)
-    rows = [dict(zip(found.head, row, strict=True)) for row in found.rows]
-    idle = {(row["load"], row["arm"]): row["host-caused idle"] for row in rows}
+    idle = {(row["load"], row["arm"]): row["host-caused idle"] for row in rows_of(result)}
     assert {place: share for place, share in idle.items() if share != "-"} == {
         ("closed-4", "noop"): "25%",
         ("closed-4", "plugin"): "25%",
@@ -339,54 +341,36 @@ def test_another_plans_file_is_refused(tmp_path: Path):
         ServeFile(path, PLAN)
 
 
-def test_a_plan_for_a_gpu_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: False)
-    done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
-    assert done.exit_code == 2
-    assert done.stderr == (
-        "benchmarks: the plan serve-8b can't run here: its servers need a GPU, and this machine has none; run it where "
-        "there is one, or take serve-tiny\n"
-    )
+SIDE_BY_SIDE = (
+    "4 servers side by side need about {} GB, and the GPU has {} GB; give --one-by-one, or --only with fewer arms, or "
+    "run it on a larger GPU"
+)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "why"),
+    ("plan", "gpus", "why"),
     [
-        ([141e9], "each of its servers needs 2 GPUs, and this machine has 1; run it on a larger one"),
-        ([80e9, 80e9], "4 servers side by side need about 98 GB, and the GPU has 80 GB; give --one-by-one"),
-        ([141e9, 141e9], None),
+        (
+            ["serve-8b"],
+            [],
+            "its servers need a GPU, and this machine has none; run it where there is one, or take serve-tiny",
+        ),
+        (["serve-8b"], [80e9], SIDE_BY_SIDE.format(131, 80)),
+        (["serve-8b", "--one-by-one"], [80e9], None),
+        # Of two ranks each GPU has half the weights; with experts, all others.
+        (["serve-8b-tp2"], [141e9], "each of its servers needs 2 GPUs, and this machine has 1; run it on a larger one"),
+        (["serve-8b-tp2"], [80e9, 80e9], SIDE_BY_SIDE.format(98, 80)),
+        (["serve-8b-tp2"], [141e9, 141e9], None),
+        (["serve-moe-dp2"], [70e9, 70e9], SIDE_BY_SIDE.format(72, 70)),
     ],
 )
-def test_servers_of_two_ranks_need_two_gpus_and_half_the_weights_on_each(
-    gpus: list[float], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_without_room_on_the_gpus_is_refused(
+    plan: list[str], gpus: list[float], why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
+    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: bool(gpus))
     monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
     monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: gpus)
     monkeypatch.setattr(run.ServeRunner, "run", lambda *_, **__: True)
-    done = CliRunner().invoke(app, ["serve", "serve-8b-tp2", "--out", str(tmp_path), "--cache", str(tmp_path)])
+    done = CliRunner().invoke(app, ["serve", *plan, "--out", str(tmp_path), "--cache", str(tmp_path)])
     assert done.exit_code == (2 if why else 0)
-    assert why is None or why in done.stderr
-
-
-def test_servers_with_experts_need_all_other_weights_on_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
-    monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
-    monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: [70e9, 70e9])
-    done = CliRunner().invoke(app, ["serve", "serve-moe-dp2", "--out", str(tmp_path), "--cache", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "4 servers side by side need about 72 GB, and the GPU has 70 GB" in done.stderr
-
-
-def test_a_gpu_without_room_for_all_servers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.serving.run.has_gpu", lambda: True)
-    monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
-    monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: [80e9])
-    done = CliRunner().invoke(app, ["serve", "serve-8b", "--out", str(tmp_path), "--cache", str(tmp_path)])
-    assert done.exit_code == 2
-    arguments = ["serve", "serve-8b", "--one-by-one", "--out", str(tmp_path), "--cache", str(tmp_path)]
-    monkeypatch.setattr(run.ServeRunner, "run", lambda *_, **__: True)
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert (
-        "4 servers side by side need about 131 GB, and the GPU has 80 GB; give --one-by-one, or --only " in done.stderr
-    )
+    assert why is None or done.stderr == f"benchmarks: the plan {plan[0]} can't run here: {why}\n"

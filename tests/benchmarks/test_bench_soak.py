@@ -156,18 +156,6 @@ def test_what_stock_says_is_kept_with_the_choices_close_behind():
     assert said == [Expected([7, 8], [{"3": 0.1}, {"2": 0.0}])]
 
 
-def test_a_soak_for_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
-    monkeypatch.setattr("benchmarks.runner.installed_vllm", lambda: "0.32.0")
-    monkeypatch.setattr("benchmarks.cli.common.installed_vllm", lambda: "0.32.0")
-    result = CliRunner().invoke(app, ["soak", "0.32.0-V2-FLASHINFER"])
-    assert (result.exit_code, result.output) == (
-        2,
-        "benchmarks: the soak 0.32.0-V2-FLASHINFER needs a GPU, and this machine has none; run it where there is one, "
-        "or take tiny\n",
-    )
-
-
 def test_each_control_is_one_of_the_engine_s_and_shows_somewhere():
     assert {*SOAK_CONTROLS, *FEATURE_CONTROLS} == CONTROLS.keys()
     shown = {control: {name for name in SOAKS if can_show(control, SOAKS[name].subject)} for control in SOAK_CONTROLS}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench_acceptance import TARGET, VOCABULARY, dummy
+from test_bench_acceptance import TARGET, VOCABULARY, arranged, dummy, keep_part
 from torch import nn
 from typer.testing import CliRunner
 
@@ -28,11 +28,8 @@ RANKS = 2
 TP2 = [soak for soak in SOAKS.values() if soak.name.endswith("-tp2")]
 
 
-def arranged(vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32) -> TinyLlama:
-    model = TinyLlama(TARGET).to(dtype)
-    dummy(model)
-    arrange(model, vocabulary, 0.9)
-    return model
+def made(vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32) -> TinyLlama:
+    return arranged(TinyLlama(TARGET).to(dtype), 0.9, vocabulary)
 
 
 def noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,7 +40,7 @@ def noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor
 @pytest.mark.parametrize("padding", [0, 24])
 def test_one_rank_has_the_weights_that_it_had_before_there_were_several(dtype: torch.dtype, padding: int):
     vocabulary = VOCABULARY - padding
-    model, before = arranged(vocabulary, dtype), arranged(vocabulary, dtype)
+    model, before = made(vocabulary, dtype), made(vocabulary, dtype)
     make_attentive(model, vocabulary)
     with torch.no_grad():
         head, hidden = before.lm_head.weight, TARGET.hidden
@@ -63,22 +60,16 @@ def test_one_rank_has_the_weights_that_it_had_before_there_were_several(dtype: t
 
 
 def split_head(rank: int) -> TinyLlama:
-    """A model with one rank's rows of the head, which vLLM's loader of a split matrix writes."""
+    """A model with one rank's rows of the head."""
     model = TinyLlama(TARGET)
     dummy(model)
-    part = nn.Parameter(model.lm_head.weight[: VOCABULARY // RANKS].detach().clone())
-
-    def keep(part: nn.Parameter, rows: torch.Tensor) -> None:
-        part.copy_(rows.chunk(RANKS)[rank])
-
-    part.weight_loader = keep  # type: ignore[attr-defined]
-    model.lm_head.weight = part
+    keep_part(model, "lm_head", rank, RANKS)
     arrange(model, VOCABULARY, 0.9)
     return model
 
 
 def test_the_ranks_heads_are_one_head_in_parts():
-    whole, parts = arranged(), [split_head(rank) for rank in range(RANKS)]
+    whole, parts = made(), [split_head(rank) for rank in range(RANKS)]
     make_attentive(whole, VOCABULARY)
     for part in parts:
         make_attentive(part, VOCABULARY, ranks=RANKS)
@@ -119,7 +110,7 @@ def test_the_loader_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(loader, "get_tensor_model_parallel_world_size", lambda: RANKS)
     monkeypatch.setattr(DummyModelLoader, "load_weights", lambda *_: None)
-    model, found = arranged(), arranged()
+    model, found = made(), made()
     extra = {"share": 0.9, "draft_model": None, "attentive": True, "experts": False}
     config = SimpleNamespace(model="x", get_vocab_size=lambda: VOCABULARY)
     loader.ArrangedLoader(LoadConfig(load_format="dummy", model_loader_extra_config=extra)).load_weights(found, config)
