@@ -20,11 +20,15 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
-def models() -> DemoModels:
+def cpu_platform() -> None:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
     if torch.cuda.is_available():
         pytest.skip("these tests are of vLLM's CPU platform, which vLLM does not take where there is a GPU")
+
+
+@pytest.fixture(scope="session")
+def models(cpu_platform: None) -> DemoModels:
     return prepare_models(HERE.parents[1] / ".cache" / "demo")
 
 
@@ -58,15 +62,8 @@ def outcomes(
 def _start(mode: Mode, names: list[str], models: DemoModels, folder: Path) -> subprocess.Popen[bytes]:
     if mode is Mode.ASYNC:
         names = [name for name in names if ENGINES[SCENARIOS[name].engine].asynchronous]
-    command: list[str | Path] = [
-        sys.executable,
-        HERE / "scenario.py",
-        "--mode",
-        mode.value,
-        "--out",
-        folder / f"{mode.value}.jsonl",
-    ]
-    command += ["--target", models.target, "--draft", models.draft]
+    command: list[str | Path] = [sys.executable, HERE / "scenario.py", "--mode", mode.value]
+    command += ["--out", folder / f"{mode.value}.jsonl", "--target", models.target, "--draft", models.draft]
     command += [argument for name in names for argument in ("--scenario", name)]
     with (folder / f"{mode.value}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment(mode))

@@ -1,10 +1,8 @@
 """The benchmarks' own engine on vLLM's CPU platform: is a draft accepted as often as the arm asks?"""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 from bench_walk import as_steps, walk
 
 from benchmarks import child
@@ -17,12 +15,12 @@ from benchmarks.soak.run import run_soak
 from benchmarks.soak.soaks import find_soak
 from benchmarks.timing import time_run
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("cpu_platform")]
+
 LOAD = Load("decode", requests=16, running=16, prompt=(8, 8), output=(160, 160))
 VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
 
 
-@pytest.mark.slow
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("shape", "method", "share", "draft_tokens", "plugin"),
     [
@@ -38,10 +36,6 @@ VOCABULARY = find_shape("tiny").target["vocab_size"]  # the same for all
 def test_drafts_are_accepted_as_often_as_asked(
     tmp_path: Path, shape: str, method: Method, share: float, draft_tokens: int, plugin: Plugin
 ):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
-    if torch.cuda.is_available():
-        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
     arm = Arm(
         "arm",
         shape,
@@ -65,8 +59,6 @@ def test_drafts_are_accepted_as_often_as_asked(
     assert measured["acceptance_length"] == pytest.approx(expected_length(share, draft_tokens), rel=0.06)
 
 
-@pytest.mark.slow
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "plugin", "control"),
     [
@@ -85,10 +77,6 @@ def test_a_soak_finds_the_plugins_tokens_to_be_stocks_and_a_broken_engines_not(
     tmp_path: Path, name: str, plugin: Plugin, control: str | None
 ):
     """Broken on purpose, or stock where it is wrong: what MLA's prefill path attends to with drafts."""
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
-    if torch.cuda.is_available():
-        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
     *_, found = run_soak(
         find_soak(name),
         plugin=plugin,

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import caches
 from benchmarks.arms import expected_length
@@ -16,14 +14,10 @@ from benchmarks.serving.plan import ServeLoad
 from benchmarks.serving.results import ServeFile, engines, faults, read_served, starts, summarise, unlike
 from benchmarks.serving.run import ServeRunner
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("cpu_platform")]
 
 
 def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
-    if torch.cuda.is_available():
-        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
     monkeypatch.setenv(caches.CACHE_ROOT, str(tmp_path / "compiled"))
     tiny = serve_tiny()
     arms = tuple(arm for arm in tiny.arms if arm.name != "noop")

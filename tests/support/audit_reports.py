@@ -36,6 +36,7 @@ OUTPUT = Frame(RUNNER, 261, "get_output", "self.async_copy_ready_event.synchroni
 
 def waiting() -> Report:
     """Asynchronous scheduling on the V1 runner that waits twice a step."""
+    planned, updated = (PLAN, BUILD, EXECUTE, STEP), (ACCEPTED, UPDATE, EXECUTE, STEP)
     return Report(
         headline="The host waits on the critical path",
         sentence=f"Most waits are at {PLAN}; to change: build from device seq_lens or seq_lens_cpu_upper_bound.",
@@ -48,36 +49,9 @@ def waiting() -> Report:
         ),
         simulated=False,
         causes=(
-            Cause(
-                WaitKind.COPY_TO_HOST,
-                Place.CRITICAL,
-                "worker",
-                Phase.METADATA,
-                (PLAN, BUILD, EXECUTE, STEP),
-                1.0,
-                3.1,
-                3.84,
-            ),
-            Cause(
-                WaitKind.EVENT,
-                Place.CRITICAL,
-                "worker",
-                Phase.INPUTS,
-                (ACCEPTED, UPDATE, EXECUTE, STEP),
-                1.0,
-                0.92,
-                1.31,
-            ),
-            Cause(
-                WaitKind.PAGEABLE,
-                Place.OVERLAPPED,
-                "worker",
-                Phase.METADATA,
-                (INDPTR, PLAN, BUILD, EXECUTE, STEP),
-                2.0,
-                0.06,
-                0.09,
-            ),
+            Cause(WaitKind.COPY_TO_HOST, Place.CRITICAL, "worker", Phase.METADATA, planned, 1.0, 3.1, 3.84),
+            Cause(WaitKind.EVENT, Place.CRITICAL, "worker", Phase.INPUTS, updated, 1.0, 0.92, 1.31),
+            Cause(WaitKind.PAGEABLE, Place.OVERLAPPED, "worker", Phase.METADATA, (INDPTR, *planned), 2.0, 0.06, 0.09),
             Cause(WaitKind.EVENT, Place.HIDDEN, "async output", Phase.OUTPUT, (OUTPUT,), 1.0, 8.77, 9.4),
             Cause(WaitKind.STREAM, Place.HIDDEN, "cupti-flush", Phase.OTHER, (), 0.02, 0.004, 0.21),
         ),
