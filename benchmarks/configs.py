@@ -37,17 +37,11 @@ def llama(
 
 def small_llama(vocabulary: int) -> dict[str, Any]:
     """A draft model that costs little next to any target but the tiny one."""
-    return llama(
-        hidden=1024, layers=2, heads=16, kv_heads=8, head_dim=64, intermediate=4096, vocabulary=vocabulary
-    )  # fmt: skip
+    return llama(hidden=1024, layers=2, heads=16, kv_heads=8, head_dim=64, intermediate=4096, vocabulary=vocabulary)
 
 
-LLAMA_1B = llama(
-    hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocabulary=128_256
-)  # fmt: skip
-LLAMA_8B = llama(
-    hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocabulary=128_256
-)  # fmt: skip
+LLAMA_1B = llama(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocabulary=128_256)
+LLAMA_8B = llama(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14_336, vocabulary=128_256)
 TINY = llama(hidden=128, layers=2, heads=2, kv_heads=1, head_dim=64, intermediate=256, vocabulary=1024)
 TINY_DRAFT = llama(hidden=64, layers=1, heads=1, kv_heads=1, head_dim=64, intermediate=128, vocabulary=1024)
 
@@ -71,7 +65,7 @@ QWEN3_MOE = COMMON | {
 QWEN3_30B_A3B = QWEN3_MOE | {"num_hidden_layers": 48, "num_experts": 128}
 QWEN3_MOE_EAGLE = llama(
     hidden=2048, layers=1, heads=32, kv_heads=4, head_dim=128, intermediate=6144, vocabulary=151_936
-)  # fmt: skip
+)
 
 # Every second layer attends within a window, from the first on.
 GPT_OSS = COMMON | {
@@ -99,9 +93,7 @@ GPT_OSS = COMMON | {
     },
     "vocab_size": 201_088,
 }
-GPT_OSS_EAGLE = llama(
-    hidden=2880, layers=1, heads=64, kv_heads=8, head_dim=64, intermediate=8640, vocabulary=201_088
-)  # fmt: skip
+GPT_OSS_EAGLE = llama(hidden=2880, layers=1, heads=64, kv_heads=8, head_dim=64, intermediate=8640, vocabulary=201_088)
 
 # Three layers of four have linear attention, whose state is a matrix for each head.
 QWEN3_NEXT = COMMON | {

@@ -87,9 +87,7 @@ def find_feature(name: str) -> Feature:
 
 def prompts(number: int, shape: str, lengths: tuple[int, int] = (8, 96), seed: int = 0) -> list[tuple[int, ...]]:
     source, vocabulary = random.Random(seed), find_shape(shape).target["vocab_size"]
-    return [
-        tuple(source.randrange(vocabulary) for _ in range(source.randint(*lengths))) for _ in range(number)
-    ]  # fmt: skip
+    return [tuple(source.randrange(vocabulary) for _ in range(source.randint(*lengths))) for _ in range(number)]
 
 
 def banned_pairs() -> list[str]:

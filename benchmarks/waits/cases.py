@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
         Case("plain-mla", "plain decoding of the model with a prediction layer", "plain-mla", reference=None),
         Case("mtp", "drafts of a prediction layer (MTP)", "mtp", reference="plain-mla"),
     )
-}  # fmt: skip
+}
 
 
 def find_cases(names: Sequence[str]) -> list[Case]:

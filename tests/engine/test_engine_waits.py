@@ -1,11 +1,9 @@
 """What waits, by feature, on vLLM's CPU platform."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
@@ -13,11 +11,8 @@ from benchmarks.cli import app
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.usefixtures("cpu_platform")
 def test_log_probabilities_wait_where_plain_decoding_does_not(tmp_path: Path):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed: pip install 'vllm-async-spec[cpu]'")
-    if torch.cuda.is_available():
-        pytest.skip("this test is of vLLM's CPU platform, which vLLM does not take where there is a GPU")
     cases = ["plain", "json-1", "logprobs-1", "n-4", "eagle"]
     options = ["--cpu", "--seconds", "0.2", "--cache", str(tmp_path)]
     done = CliRunner().invoke(app, ["features", "--audit", *cases, *options])
