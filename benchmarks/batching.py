@@ -46,6 +46,7 @@ from benchmarks.arms import expected_length
 from benchmarks.batching_arms import ARMS, DRAFTED, OURS, BatchingError, Say, make_arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model
 from benchmarks.middle import MiddleError, Run, record_middle, shares_of_run, shares_of_steps
+from benchmarks.present import Grid
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 from vllm_async_spec.audit.report import Place
 
@@ -231,10 +232,7 @@ def table(found: Mapping[str, Any]) -> Table:
         f"batch {found['batch']}, {found['prompt']} prompt and {found['new_tokens']} new tokens"
     )
     references = [name for name in REFERENCES if name in found["tokens_per_second"]]
-    shown = Table(*columns(references), title=title)
-    for row in rows(found, references):
-        shown.add_row(*row)
-    return shown
+    return Grid(columns(references), list(rows(found, references))).table(title)
 
 
 def columns(references: Sequence[str]) -> tuple[str, ...]:

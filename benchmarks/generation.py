@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.present import Grid
 from benchmarks.statistics import by_turns, paired_ratio, ratio_in_words, refusal
 
 VOCABULARY = 256
@@ -155,10 +156,7 @@ def table(found: dict[str, Any]) -> Table:
         f"transformers {found['transformers']}, {found['device']}, {found['model']}, batch {found['batch']}, "
         f"{found['new_tokens']} new tokens"
     )
-    shown = Table(*COLUMNS, title=title)
-    for row in rows(found):
-        shown.add_row(*row)
-    return shown
+    return Grid(COLUMNS, list(rows(found))).table(title)
 
 
 def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.machine import MachineError
+from benchmarks.present import Grid
 from benchmarks.statistics import summary
 
 DRAFTS = 4 * 32
@@ -66,10 +67,9 @@ def measure(times: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    shown = Table("call", "host held, ms", title=f"{found['device']}, busy for {found['busy_ms']:.0f} ms before each")
-    for name, row in found["calls"].items():
-        shown.add_row(name, in_words(row))
-    return shown
+    rows = [(name, in_words(row)) for name, row in found["calls"].items()]
+    title = f"{found['device']}, busy for {found['busy_ms']:.0f} ms before each"
+    return Grid(("call", "host held, ms"), rows).table(title)
 
 
 def in_words(row: dict[str, Any]) -> str:

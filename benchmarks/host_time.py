@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.present import Grid
 from vllm_async_spec.patching import Transaction, temporarily
 from vllm_async_spec.vllm_plugin.ledger import load_ledger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
@@ -92,12 +93,13 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    shown = Table("operation", "stock", "grafted", "ratio", "added", title=f"vLLM {found['vllm']}, microseconds")
+    rows = []
     for name, row in found["operations"].items():
         low, high = row["ratio_spread"]
         ratio = f"{row['ratio']:.2f} ({low:.2f}-{high:.2f})"
-        shown.add_row(name, f"{row['stock_us']:.2f}", f"{row['grafted_us']:.2f}", ratio, f"{row['added_us']:+.2f}")
-    return shown
+        rows.append((name, f"{row['stock_us']:.2f}", f"{row['grafted_us']:.2f}", ratio, f"{row['added_us']:+.2f}"))
+    head = ("operation", "stock", "grafted", "ratio", "added")
+    return Grid(head, rows).table(f"vLLM {found['vllm']}, microseconds")
 
 
 def _row(stock: list[float], grafted: list[float]) -> dict[str, Any]:

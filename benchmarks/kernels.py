@@ -21,6 +21,7 @@ from rich.table import Table
 from torch.nn.functional import linear, silu
 
 from benchmarks.machine import MachineError
+from benchmarks.present import Grid
 from benchmarks.shapes import find_shape
 from vllm_async_spec.streams import captured
 
@@ -127,10 +128,7 @@ def table(found: dict[str, Any]) -> Table:
         f"Microseconds a call, alone / in a layer: {found['device']}, FlashInfer {found['flashinfer']}, "
         f"{found['tokens']} query tokens a request, {found['group']} query heads a KV head"
     )
-    shown = Table(*columns(found), title=title)
-    for row in rows(found):
-        shown.add_row(*row)
-    return shown
+    return Grid(columns(found), list(rows(found))).table(title)
 
 
 def _kernels(found: dict[str, Any]) -> list[str]:

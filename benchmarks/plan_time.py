@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.kernels import HEAD_SIZE, HEADS, KV_HEADS, PAGE
 from benchmarks.machine import MachineError
+from benchmarks.present import Grid
 from benchmarks.statistics import by_turns, summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.compat.backend_builders import Way, flashinfer_builder
@@ -104,10 +105,8 @@ def steps_of(builders: Mapping[str, Any], device: torch.device, requests: int) -
 
 
 def table(found: dict[str, Any]) -> Table:
-    shown = Table(*columns(found), title=f"µs of the host a step: vLLM {found['vllm']}, {found['device']}")
-    for row in rows(found):
-        shown.add_row(*row)
-    return shown
+    title = f"µs of the host a step: vLLM {found['vllm']}, {found['device']}"
+    return Grid(columns(found), list(rows(found))).table(title)
 
 
 def columns(found: dict[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.markup import escape
+from rich.table import Table
+
 from benchmarks.arms import expected_length
 from benchmarks.facts import captions
 from benchmarks.summary import Row
@@ -26,6 +29,13 @@ class Grid:
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.head, *self.rows)]
         lines.insert(1, "|" + "---|" * len(self.head))
         return "\n".join(lines) + "\n"
+
+    def table(self, title: str) -> Table:
+        """The table for the terminal."""
+        shown = Table(*self.head, title=title)
+        for row in self.rows:
+            shown.add_row(*map(escape, row))
+        return shown
 
 
 def grid(document: dict[str, Any]) -> Grid:

@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.machine import MachineError
+from benchmarks.present import Grid
 from benchmarks.statistics import summary
 from benchmarks.timing import microseconds_on_an_idle_device
 from vllm_async_spec.patching import temporarily
@@ -63,10 +64,9 @@ def measure(batch: int, rounds: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    shown = Table("part", "stock", "patched", title=f"vLLM {found['vllm']}, batch {found['batch']}, µs a step")
-    for part, kinds in found["parts"].items():
-        shown.add_row(part, *in_words(kinds))
-    return shown
+    rows = [(part, *in_words(kinds)) for part, kinds in found["parts"].items()]
+    title = f"vLLM {found['vllm']}, batch {found['batch']}, µs a step"
+    return Grid(("part", "stock", "patched"), rows).table(title)
 
 
 def in_words(kinds: dict[str, Any]) -> tuple[str, str]:

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.arms import Plan, PlanError
 from benchmarks.cli.common import (
@@ -28,7 +26,7 @@ from benchmarks.cli.common import (
 )
 from benchmarks.loads import LoadError
 from benchmarks.plans import PLANS, find_plan
-from benchmarks.present import Grid, grid, notes
+from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
 from benchmarks.serving.plan import ServePlan
@@ -178,15 +176,8 @@ def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:
 
 def show_served(document: dict[str, Any]) -> None:
     found = serve_grid(document)
-    tell(document, _table(document, found) if found.rows else None, serve_notes(document))
+    tell(document, found.table(document["plan"]["about"]) if found.rows else None, serve_notes(document))
 
 
 def _show(document: dict[str, Any]) -> None:
-    tell(document, _table(document, grid(document)), notes(document))
-
-
-def _table(document: dict[str, Any], found: Grid) -> Table:
-    table = Table(*found.head, title=document["plan"]["about"])
-    for row in found.rows:
-        table.add_row(*map(escape, row))
-    return table
+    tell(document, grid(document).table(document["plan"]["about"]), notes(document))

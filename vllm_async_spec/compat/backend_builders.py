@@ -139,13 +139,7 @@ def cpu_builder(cls: Any, setting: BuilderInputs) -> Any:
 
 def encoder_only_builder(found: Any, setting: BuilderInputs) -> Any:
     """Make encoder-only attention's builder; `found` is the release's factory, which wraps another backend."""
-    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
-
-    full, layers, config, device = setting.arguments()
-    spec = EncoderOnlyAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=torch.bfloat16
-    )
-    return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)
+    return _wrapped(found, setting, "EncoderOnlyAttentionSpec")
 
 
 def fast_prefill_builder(found: Any, setting: BuilderInputs) -> Any:
@@ -155,10 +149,14 @@ def fast_prefill_builder(found: Any, setting: BuilderInputs) -> Any:
 
 def cross_attention_builder(found: Any, setting: BuilderInputs) -> Any:
     """Make cross-attention's builder; `found` is the release's factory, which wraps another backend."""
-    from vllm.v1.kv_cache_interface import CrossAttentionSpec
+    return _wrapped(found, setting, "CrossAttentionSpec")
+
+
+def _wrapped(found: Any, setting: BuilderInputs, spec_class: str) -> Any:
+    from vllm.v1 import kv_cache_interface
 
     full, layers, config, device = setting.arguments()
-    spec = CrossAttentionSpec(
+    spec = getattr(kv_cache_interface, spec_class)(
         block_size=BLOCK_SIZE, num_kv_heads=full.num_kv_heads, head_size=full.head_size, dtype=torch.bfloat16
     )
     return setting.construct(found(triton_backend()).get_builder_cls(), spec, layers, config, device)

@@ -198,7 +198,6 @@ def markdown(run: Run) -> str:
 class _Cell:
     """One builder in one run."""
 
-    backend: str
     run: Run | None
     row: Row | None
     text: str
@@ -269,11 +268,11 @@ def _sorted(names: Sequence[str]) -> list[str]:
 def _cell(name: str, run: Run | None, label: tuple[str, str, str]) -> _Cell:
     anchor = _slug("-".join([name, *label]))
     if run is None:
-        return _Cell(name, None, None, NOT_RUN, "absent", "")
+        return _Cell(None, None, NOT_RUN, "absent", "")
     row = next((row for row in run.rows if row.backend == name), None)
     if row is None:
-        return _Cell(name, run, None, run.absent.get(name, NOT_RUN), "absent", "")
-    return _Cell(name, run, row, row.verdict, _slug(row.verdict), anchor)
+        return _Cell(run, None, run.absent.get(name, NOT_RUN), "absent", "")
+    return _Cell(run, row, row.verdict, _slug(row.verdict), anchor)
 
 
 def _slug(text: str) -> str:
