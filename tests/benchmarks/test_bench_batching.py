@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_command import bench
 
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
@@ -24,7 +24,6 @@ from benchmarks.acceptance import make_orbit
 from benchmarks.arms import expected_length
 from benchmarks.batching_arms import Arms
 from benchmarks.batching_models import SHARE, make_drafter, make_model, twin
-from benchmarks.cli import app
 from benchmarks.middle import MiddleError
 from vllm_async_spec import generation
 from vllm_async_spec.audit.device_time import Shares
@@ -44,7 +43,7 @@ LINES = {
 
 
 def run(*options: str) -> Any:
-    return CliRunner().invoke(app, ["batching", *options])
+    return bench("batching", *options)
 
 
 @pytest.mark.parametrize("requests", [2, 3])

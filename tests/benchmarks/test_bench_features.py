@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench_command import bench
 from feature_answers import FACTS, GPU, good, judged, noted, plain, planted, seen
-from typer.testing import CliRunner
 
 from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
-from benchmarks.cli import app
 from benchmarks.features import run as feature_runs
 from benchmarks.features.cases import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
 from benchmarks.features.checks import CHECKS, check
@@ -275,7 +274,7 @@ def test_a_result_is_named_for_what_it_is_of(tmp_path: Path, monkeypatch: pytest
     env.touch()
     control = ["--control", "exact", "--release", "0.18.1", "--env", f"0.18.1={env}"]
     for options in ([], ["--plugin", "stock"], control):
-        done = CliRunner().invoke(app, ["features", "eagle", "--out", str(tmp_path / "new"), *options])
+        done = bench("features", "eagle", "--out", str(tmp_path / "new"), *options)
         assert (done.exit_code, done.output.strip()) == (1, "eagle: wrong; it is late")
     names = {path.name for path in (tmp_path / "new").iterdir()}
     assert names == {"features-eagle.json", "features-eagle-stock.json", "features-eagle-control-exact.json"}

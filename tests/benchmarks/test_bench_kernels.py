@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_command import bench
 
 from benchmarks import kernels
-from benchmarks.cli import app
 from benchmarks.results import RESULTS
 from benchmarks.stored import files, read_json
 from vllm_async_spec.vllm_plugin.patches.flashinfer_graphs import MOST_ROWS
@@ -33,7 +32,7 @@ def test_the_table_by_rows_has_both_kernels_of_every_result():
 
 @pytest.mark.skipif(HOPPER, reason="here they can be measured")
 def test_other_machines_have_not_all_of_them():
-    done = CliRunner().invoke(app, ["kernels"])
+    done = bench("kernels")
     assert done.exit_code == 2
     assert "no GPU of compute capability 9.0" in done.output
 

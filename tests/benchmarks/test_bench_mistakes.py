@@ -1,9 +1,7 @@
 """A mistake in a command of `python -m benchmarks` is one sentence with the remedy."""
 
 import pytest
-from typer.testing import CliRunner
-
-from benchmarks.cli import app
+from bench_command import bench
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, monkeypa
         pytest.importorskip("transformers")
     monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
     monkeypatch.setattr("benchmarks.cli.common.installed_vllm", lambda: "0.32.0")
-    done = CliRunner().invoke(app, arguments)
+    done = bench(*arguments)
     assert done.exit_code == (2 if "no environment" in sentence or "this machine has none" in sentence else 1)
     if arguments[0] in ("soak", "features"):
         assert done.stderr.startswith(f"benchmarks: {sentence}")

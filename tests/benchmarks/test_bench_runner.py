@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_command import bench
 from bench_documents import FACTS, PLAN, document, measured, row
-from typer.testing import CliRunner
 
 from benchmarks import child, runner
 from benchmarks.arms import Arm, Plan, PlanError
 from benchmarks.child import ChildError
-from benchmarks.cli import app
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.results import RESULTS, ResultFile, read_result
 from benchmarks.runner import Runner
@@ -291,7 +290,7 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     there = _measured_before(tmp_path)
     before = there.read_text()
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh])
+    done = bench("run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh)
     assert done.exit_code == 2, done.output
     assert done.output == (
         "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; "
@@ -306,7 +305,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
     _measured_before(tmp_path)
-    done = CliRunner().invoke(app, ["run", "flashinfer-8b-mode0", "--out", str(tmp_path)])
+    done = bench("run", "flashinfer-8b-mode0", "--out", str(tmp_path))
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")
     assert "ms a step" not in done.output
@@ -314,7 +313,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
 
 def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    done = CliRunner().invoke(app, ["run", "optimistic-1b-mode0", "--out", str(tmp_path)])
+    done = bench("run", "optimistic-1b-mode0", "--out", str(tmp_path))
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
 
@@ -325,7 +324,7 @@ def test_a_plan_whose_weights_do_not_fit_is_refused(tmp_path, monkeypatch, gigab
     monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
     monkeypatch.setattr(runner, "gpu_bytes", lambda: gigabytes and gigabytes * 1e9)
     monkeypatch.setattr(Runner, "run", lambda self, **_: True)
-    done = CliRunner().invoke(app, ["run", "overhead-8b", "--out", str(tmp_path)])
+    done = bench("run", "overhead-8b", "--out", str(tmp_path))
     assert done.exit_code == code, done.output
     refused = "can't run here: its engine has 16.1 GB of weights, and the GPU has 8.0 GB; run it on a larger GPU"
     assert (refused in done.output) is (code == 2)

@@ -11,15 +11,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from bench_command import bench
 from bench_documents import document
 from served import PLAN
 from served_results import raw_result
-from typer.testing import CliRunner
 
 from benchmarks import caches, facts, published, tables
 from benchmarks.acceptance import arrange
 from benchmarks.arms import Arm, PlanError, Plugin
-from benchmarks.cli import app
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan, serve_tiny
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files
@@ -326,15 +325,15 @@ def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path):
 def test_show_and_plot_take_a_served_result(tmp_path: Path):
     path = tmp_path / "served.json"
     written(path, {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
-    shown = CliRunner().invoke(app, ["show", str(path)])
+    shown = bench("show", str(path))
     assert shown.exit_code == 0
     assert "Latencies that nobody measured" in shown.stdout
-    shown = CliRunner().invoke(app, ["show", str(path), "--against", "plugin"])
+    shown = bench("show", str(path), "--against", "plugin")
     assert "plugin =" in shown.stdout
-    refused = CliRunner().invoke(app, ["show", str(path), "--against", "none"])
+    refused = bench("show", str(path), "--against", "none")
     assert refused.exit_code == 1
     assert "made-up has no arm 'none'; it has stock, noop, plugin" in refused.stderr
-    assert CliRunner().invoke(app, ["plot", str(path)]).exit_code == 0
+    assert bench("plot", str(path)).exit_code == 0
     assert path.with_suffix(".svg").stat().st_size > 5000
     assert served_files(tmp_path) == [path]
     assert not {*served_files(RESULTS)} & {*result_files(RESULTS)}
@@ -344,7 +343,7 @@ def test_a_result_without_a_measured_load_has_no_empty_table(tmp_path: Path):
     file = ServeFile(tmp_path / "served.json", PLAN)
     file.begin("a command")
     file.failed(Step(PLAN.arms[0]), "the port is taken")
-    shown = CliRunner().invoke(app, ["show", str(file.path)])
+    shown = bench("show", str(file.path))
     assert "stock, tokens: the port is taken" in shown.stdout
     assert "tokens/s" not in shown.stdout
 

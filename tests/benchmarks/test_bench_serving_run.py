@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_command import bench
 from served import PLAN, Fakes
-from typer.testing import CliRunner
 
 from benchmarks.arms import PlanError
-from benchmarks.cli import app
 from benchmarks.serving import run, servers
 from benchmarks.serving.plan import steps
 from benchmarks.serving.results import ServeFile, faults, machines, read_served, starts, summarise, unlike
@@ -327,7 +326,7 @@ def test_a_run_without_audits_starts_no_server_for_them(tmp_path: Path, monkeypa
     monkeypatch.setattr(run.ServeRunner, "run", lambda self, **_: not asked.append(self._plan.audited))
     for option in ("--audit", "--no-audit"):
         arguments = ["serve", "serve-tiny", "--out", str(tmp_path), "--cache", str(tmp_path), option]
-        assert CliRunner().invoke(app, arguments).exit_code == 0
+        assert bench(*arguments).exit_code == 0
     assert asked == [("closed-8",), ()]
 
 
@@ -371,6 +370,6 @@ def test_a_plan_without_room_on_the_gpus_is_refused(
     monkeypatch.setattr("benchmarks.serving.run.installed_vllm", lambda: "0.32.0")
     monkeypatch.setattr("benchmarks.serving.run.gpus", lambda: gpus)
     monkeypatch.setattr(run.ServeRunner, "run", lambda *_, **__: True)
-    done = CliRunner().invoke(app, ["serve", *plan, "--out", str(tmp_path), "--cache", str(tmp_path)])
+    done = bench("serve", *plan, "--out", str(tmp_path), "--cache", str(tmp_path))
     assert done.exit_code == (2 if why else 0)
     assert why is None or done.stderr == f"benchmarks: the plan {plan[0]} can't run here: {why}\n"

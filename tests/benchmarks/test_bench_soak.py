@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_command import bench
 
 from benchmarks import child
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError
-from benchmarks.cli import app
 from benchmarks.loads import Request
 from benchmarks.soak.controls import FEATURE_CONTROLS, SOAK_CONTROLS, can_show
 from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, expect, soak
@@ -209,7 +208,7 @@ def test_a_result_is_named_for_what_it_is_of(
         yield {"plugin": plugin.value, "control": control} | verdict
 
     monkeypatch.setattr("benchmarks.cli.tokens.run_soak", run_soak)
-    done = CliRunner().invoke(app, ["soak", "tiny", "--out", str(tmp_path / "new"), *options])
+    done = bench("soak", "tiny", "--out", str(tmp_path / "new"), *options)
     assert done.exit_code == 0, done.output
     assert [path.name for path in (tmp_path / "new").iterdir()] == [file]
     assert f"written to {tmp_path / 'new' / file}" in done.output
@@ -273,7 +272,7 @@ def test_what_was_seen_before_an_engine_dies_is_kept(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(child, "start", start)
     options = ("--seconds", "150", "--control", "short", "--out", str(tmp_path), "--cache", str(tmp_path / "cache"))
-    done = CliRunner().invoke(app, ["soak", "tiny", *options])
+    done = bench("soak", "tiny", *options)
     assert done.exit_code == 1
     assert done.stderr.endswith("benchmarks: the engine of 'subject' failed: the process ended with exit code -9\n")
     (file,) = tmp_path.glob("*.json")
@@ -302,7 +301,7 @@ def test_stock_without_drafts_is_soaked_before_the_subject_is(
         yield SimpleNamespace(wait_until_ready=lambda: None, ask=ask)
 
     monkeypatch.setattr(child, "start", start)
-    done = CliRunner().invoke(app, ["soak", "tiny-mla", "--seconds", "1", "--out", str(tmp_path)])
+    done = bench("soak", "tiny-mla", "--seconds", "1", "--out", str(tmp_path))
     assert asked[:2] == [("expect, no drafts", None), ("soak, no drafts", NOTED)]
     if widest == 0.4:
         assert (done.exit_code, len(asked)) == (1, 2)

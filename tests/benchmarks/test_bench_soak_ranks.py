@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from bench_command import bench
 from test_bench_acceptance import TARGET, VOCABULARY, arranged, dummy, keep_part
 from torch import nn
-from typer.testing import CliRunner
 
 from benchmarks import attentive_weights
 from benchmarks.acceptance import MARK, SEED, VOTE, arrange
 from benchmarks.attentive_weights import make_attentive
 from benchmarks.child import environment
-from benchmarks.cli import app
 from benchmarks.engine import BenchEngine
 from benchmarks.facts import EngineError
 from benchmarks.options import LOAD_FORMAT, model_options
@@ -319,7 +318,7 @@ def test_too_few_gpus_are_told_in_one_sentence(gpus: list[float], code: int, mon
     verdict = {"outcomes": {"same": 1, "swapped": 0, "different": 0}, "tokens": 1, "widest_swap": 0.0, "seconds": 1.0}
     verdict |= {"first_different": [], "delays": {}, "fallbacks": {}}
     monkeypatch.setattr("benchmarks.cli.tokens.run_soak", lambda *_, **__: iter([verdict]))
-    done = CliRunner().invoke(app, ["soak", "0.32.0-V2-FLASHINFER-tp2"])
+    done = bench("soak", "0.32.0-V2-FLASHINFER-tp2")
     assert done.exit_code == code
     if code:
         assert done.output == (

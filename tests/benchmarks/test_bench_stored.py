@@ -5,10 +5,9 @@ import lzma
 from pathlib import Path
 
 import pytest
+from bench_command import bench
 from bench_documents import document
-from typer.testing import CliRunner
 
-from benchmarks.cli import app
 from benchmarks.results import RESULTS, read_result, result_files
 from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, write_archive
 from vllm_async_spec.compat.json_text import unpacked
@@ -53,9 +52,9 @@ def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
 def test_the_command_keeps_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
     written(tmp_path, a={"of": 1})
-    done = CliRunner().invoke(app, ["keep"])
+    done = bench("keep")
     assert (done.exit_code, read_json(tmp_path / "a.json")) == (0, {"of": 1})
-    done = CliRunner().invoke(app, ["keep"])
+    done = bench("keep")
     assert "nothing was done" in done.output
 
 
@@ -66,7 +65,7 @@ def test_a_file_that_is_no_result_is_told_and_nothing_is_removed(
     monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
     written(tmp_path, a={"of": 1})
     (tmp_path / "b.json").write_text(content)
-    done = CliRunner().invoke(app, ["keep"])
+    done = bench("keep")
     assert done.exit_code == 1
     assert "nothing was removed" in done.output
     assert "Traceback" not in done.output
@@ -78,7 +77,7 @@ def test_a_damaged_archive_is_told_and_not_replaced(content: bytes, tmp_path: Pa
     monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
     (tmp_path / ARCHIVE).write_bytes(content)
     written(tmp_path, a={"of": 1})
-    done = CliRunner().invoke(app, ["keep"])
+    done = bench("keep")
     assert done.exit_code == 1
     assert " ".join(done.output.split()).count("can't be read: ") == 1
     assert (tmp_path / ARCHIVE).read_bytes() == content

@@ -9,13 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench_command import bench
 from bench_documents import FACTS, PLAN, document
 from test_bench_waits_page import generated
-from typer.testing import CliRunner
 
 from benchmarks import published, tables
 from benchmarks.arms import Acceptance
-from benchmarks.cli import app
 from benchmarks.plans import find_plan
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files, trace_files
@@ -28,7 +27,7 @@ STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin":
 
 
 def test_the_tables_of_the_documents_are_those_of_the_results():
-    done = CliRunner().invoke(app, ["tables", "--check"])
+    done = bench("tables", "--check")
     assert done.exit_code == 0, done.output
 
 
@@ -51,17 +50,16 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_table_is_written_between_its_comments_and_stale_when_the_result_changes(written: Path):
-    runner = CliRunner()
-    assert runner.invoke(app, ["tables", "--check"]).exit_code == 1
-    assert runner.invoke(app, ["tables"]).exit_code == 0
+    assert bench("tables", "--check").exit_code == 1
+    assert bench("tables").exit_code == 0
     text = written.read_text()
     assert text.startswith("before\n")
     assert text.endswith("<!-- end of results -->\n\nafter\n")
     assert "| decode-1 | plugin | yes | 9.48 (9.35-9.52) | 211 (210-214) | 2.00 | 1.050 (1.0" in text
-    assert runner.invoke(app, ["tables", "--check"]).exit_code == 0
+    assert bench("tables", "--check").exit_code == 0
 
     (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [110] * 4})))
-    stale = runner.invoke(app, ["tables", "--check"])
+    stale = bench("tables", "--check")
     assert stale.exit_code == 1
     assert "stale tables in README.md" in stale.output
 
@@ -163,7 +161,7 @@ def test_a_comparison_is_drawn(tmp_path: Path, form: str, speeds: dict[str, list
     pytest.importorskip("matplotlib")
     result = tmp_path / "result.json"
     result.write_text(json.dumps(document(speeds)))
-    done = CliRunner().invoke(app, ["plot", str(result), "--format", form])
+    done = bench("plot", str(result), "--format", form)
     assert done.exit_code == 0, done.output
     picture = result.with_suffix(f".{form}").read_bytes()
     assert picture.startswith(b"\x89PNG" if form == "png" else b"<?xml")
@@ -181,7 +179,7 @@ def test_each_figure_that_a_page_shows_has_a_result_and_none_is_in_git():
 def test_a_result_of_another_schema_is_refused(tmp_path: Path):
     path = tmp_path / "old.json"
     path.write_text(json.dumps(document(STEADY) | {"schema": 0}))
-    done = CliRunner().invoke(app, ["show", str(path)])
+    done = bench("show", str(path))
     assert done.exit_code == 1
     assert "has schema 0; this version reads only schema 1" in done.output
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from bench_command import bench
 from traces import MAIN, OTHER, Recording
-from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="generation needs transformers: pip install 'vllm-async-spec[transformers]'")
 
@@ -20,7 +20,6 @@ from generating import make_batches_late
 from benchmarks import tracing
 from benchmarks.arms import expected_length
 from benchmarks.batching_models import SHARE
-from benchmarks.cli import app
 from benchmarks.middle import Middle, MiddleError, before_each, record_middle
 from benchmarks.results import FIGURES, RESULTS, figure_of, read_trace, trace_files
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent
@@ -151,7 +150,7 @@ def test_a_picture_is_drawn_and_always_the_same(form: str, found: dict[str, Any]
     (tmp_path / "made-up.json").write_text(tracing.as_text(found))
     pictures = []
     for _ in range(2):
-        done = CliRunner().invoke(app, ["plot", str(tmp_path / "made-up.json"), "--format", form])
+        done = bench("plot", str(tmp_path / "made-up.json"), "--format", form)
         assert done.exit_code == 0, done.output
         pictures.append((tmp_path / f"made-up.{form}").read_bytes())
     assert pictures[0] == pictures[1]
@@ -185,7 +184,7 @@ def test_what_can_not_be_recorded_is_refused_in_one_sentence(
     options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = CliRunner().invoke(app, ["trace", *options, "--out", str(tmp_path / "found.json")])
+    done = bench("trace", *options, "--out", str(tmp_path / "found.json"))
     assert done.exit_code == (2 if "needs a GPU" in message else 1)
     assert message in done.output
     assert "Traceback" not in done.output

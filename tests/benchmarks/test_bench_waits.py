@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import waits_engines
-from typer.testing import CliRunner
+from bench_command import bench
 from waits_engines import Engines
 
 from benchmarks.acceptance import make_orbit
 from benchmarks.arms import PlanError, Plugin
-from benchmarks.cli import app
 from benchmarks.shapes import find_shape, write_models
 from benchmarks.waits import run as waits_run
 from benchmarks.waits.cases import BATCH, CASES, DRAFT_TOKENS, ENGINES, LOADS, STEADY, Case, WaitsError, find_cases
@@ -304,14 +303,14 @@ def test_a_mistake_is_one_sentence_with_audit_too(
     arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
-    result = CliRunner().invoke(app, ["features", "--audit", "--out", str(tmp_path), *arguments])
+    result = bench("features", "--audit", "--out", str(tmp_path), *arguments)
     assert result.exit_code == (1 if arguments else 2)
     assert result.stderr.startswith(f"benchmarks: {sentence}")
 
 
 @pytest.mark.parametrize("option", [("--only", "1b"), ("--seconds", "3"), ("--budget-s", "9"), ("--retry",)])
 def test_an_option_of_audits_alone_is_refused_without(option: tuple[str, ...]):
-    result = CliRunner().invoke(app, ["features", *option])
+    result = bench("features", *option)
     assert (result.exit_code, result.stderr) == (
         1,
         f"benchmarks: {option[0]} has an effect only with --audit; add --audit, or leave it out\n",
@@ -321,7 +320,7 @@ def test_an_option_of_audits_alone_is_refused_without(option: tuple[str, ...]):
 def test_a_release_without_an_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: True)
     monkeypatch.setattr("benchmarks.cli.waits.installed_vllm", lambda: "0.32.0")
-    result = CliRunner().invoke(app, ["features", "--audit", "--out", str(tmp_path)])
+    result = bench("features", "--audit", "--out", str(tmp_path))
     assert result.exit_code == 2
     assert result.stderr.startswith("benchmarks: no environment has vLLM 0.26.0; give --env RELEASE=FILE, or choose")
 
@@ -331,7 +330,7 @@ def test_the_command_says_what_it_left_out_and_fails_with_a_failed_case(
 ):
     monkeypatch.setattr("benchmarks.cli.waits.installed_vllm", lambda: "0.32.0")
     command = ["features", "--audit", "--cpu", "plain", "mtp", "--cache", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
+    result = bench(*command)
     assert result.exit_code == 0, result.output
     path = tmp_path / "results" / "feature-waits-0.32.0-V1-tiny.json"
     assert result.output.splitlines() == [
@@ -339,10 +338,10 @@ def test_the_command_says_what_it_left_out_and_fails_with_a_failed_case(
         "0.32.0-V1-tiny plain: 2.00 ms a step, 1.50 critical waits a step",
         f"written to {path}",
     ]
-    assert "nothing to run" in CliRunner().invoke(app, command).output
+    assert "nothing to run" in bench(*command).output
     path.unlink()
     engines.dies = {("time_case", "plain")}
-    assert CliRunner().invoke(app, command).exit_code == 1
+    assert bench(*command).exit_code == 1
 
 
 def test_an_interrupted_command_says_that_the_finished_cases_are_kept(
@@ -355,7 +354,7 @@ def test_an_interrupted_command_says_that_the_finished_cases_are_kept(
     engines.before = interrupt
     monkeypatch.setattr("benchmarks.cli.waits.installed_vllm", lambda: "0.32.0")
     command = ["features", "--audit", "--cpu", "plain", "penalties", "--cache", str(tmp_path)]
-    result = CliRunner().invoke(app, command)
+    result = bench(*command)
     assert (result.exit_code, result.stderr) == (
         130,
         "benchmarks: interrupted by SIGINT; finished cases are kept, and the same command runs the rest\n",

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from benchmarks.cli import app
+from bench_command import bench
 
 
 @pytest.mark.slow
@@ -15,7 +13,7 @@ from benchmarks.cli import app
 def test_log_probabilities_wait_where_plain_decoding_does_not(tmp_path: Path):
     cases = ["plain", "json-1", "logprobs-1", "n-4", "eagle"]
     options = ["--cpu", "--seconds", "0.2", "--cache", str(tmp_path)]
-    done = CliRunner().invoke(app, ["features", "--audit", *cases, *options])
+    done = bench("features", "--audit", *cases, *options)
     assert done.exit_code == 0, done.output
     (path,) = (tmp_path / "results").iterdir()
     found = json.loads(path.read_text())
