@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import EVERYTHING, RowsStopAt, assert_same, seeded, ways_to_stop
+from generating import EVERYTHING, RowsStopAt, assert_same, late, may_wait, seeded, ways_to_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateChannel
@@ -27,8 +27,7 @@ def stopping_at(lengths: list[int]) -> Callable[[], Any]:
 
 def both(kind: str, channel: LateChannel, inputs: dict[str, Any], *, options: Any = None, **kwargs: Any):
     model = tiny_models.model(kind)
-    late = {"custom_generate": generation.generate, "open_channel": channel.open, **(options or {})}
-    return [seeded(model, inputs, way, **kwargs) for way in ({}, late)]
+    return [seeded(model, inputs, way, **kwargs) for way in ({}, late(channel, **(options or {})))]
 
 
 KINDS = ["llama", "gpt2", "sliding", "hybrid"]
@@ -67,7 +66,7 @@ def test_it_is_the_synchronous_loop_however_late_the_flags_are(case: dict[str, A
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_overshoot_runs_and_leaves_no_trace(kind: str, batch: int, cache: str):
-    inputs = tiny_models.prompts([1 + row % 4 for row in range(batch)], "left")
+    inputs = tiny_models.prompts([1 + row % 4 for row in range(batch)])
     longest = inputs["input_ids"].shape[1]
     criteria = stopping_at([longest + 1 + row % 5 for row in range(batch)])
     channel = LateChannel(2)
@@ -81,7 +80,7 @@ def test_overshoot_runs_and_leaves_no_trace(kind: str, batch: int, cache: str):
 
 
 def test_rows_that_stopped_get_pads_and_a_later_call_draws_the_same_numbers():
-    inputs = tiny_models.prompts([3] * 8, "left")
+    inputs = tiny_models.prompts([3] * 8)
     channel = LateChannel(3)
     (expected, state), (output, state_after) = both(
         "llama",
@@ -133,7 +132,7 @@ def test_nobody_runs_further_ahead_than_was_said(poll_every: int, max_in_flight:
 def test_what_the_host_knows_is_never_overshot(limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(time=itertools.count().__next__)
     monkeypatch.setattr("transformers.generation.stopping_criteria.time", clock)
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     lengths = []
 
     class Lengths(transformers.LogitsProcessor):
@@ -152,7 +151,7 @@ def test_what_the_host_knows_is_never_overshot(limit: dict[str, Any], monkeypatc
 
 
 def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts():
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     criteria = stopping_at([5])
     channel = LateChannel(10**6)
     (expected, _), (output, _) = both(
@@ -165,10 +164,9 @@ def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts():
 
 def test_a_cache_of_the_caller_can_be_continued():
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([4], "left")["input_ids"]
-    ways = ({}, {"custom_generate": generation.generate, "open_channel": LateChannel(1).open})
+    inputs = tiny_models.prompts([4])["input_ids"]
     found = []
-    for way in ways:
+    for way in ({}, late(LateChannel(1))):
         cache = transformers.DynamicCache()
         stop = transformers.StoppingCriteriaList([RowsStopAt([7])])
         first = model.generate(inputs, past_key_values=cache, max_new_tokens=20, stopping_criteria=stop, **way)
@@ -183,7 +181,7 @@ def test_a_cache_of_the_caller_can_be_continued():
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_window_that_passes_is_not_cropped_but_generation_waits(nothing_said: None, kind: str, cache: str):
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     criteria = stopping_at([28])
     channel = LateChannel(1)
     with pytest.warns(
@@ -197,12 +195,12 @@ def test_a_window_that_passes_is_not_cropped_but_generation_waits(nothing_said: 
     assert_same(expected, output)
 
 
-@pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+@may_wait
 @pytest.mark.parametrize("max_new_tokens", [20, 21, 22, 23])
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     criteria = stopping_at([3 + max_new_tokens - 1])
     (expected, _), (output, _) = both(
         kind, LateChannel(1), inputs, max_new_tokens=max_new_tokens, stopping_criteria=criteria,
@@ -228,7 +226,7 @@ class Tokens:
 
 def test_the_extra_of_the_configuration(enabled: LateChannel):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     settings = {"max_new_tokens": 20, "pad_token_id": 0, "stop_strings": ["c", "d", "e", "f", "g", "h"]}
     tokenizer = tiny_models.tokenizer()
     outputs = []
@@ -242,7 +240,7 @@ def test_the_extra_of_the_configuration(enabled: LateChannel):
 
 def test_a_streamer_gets_each_token_once(enabled: LateChannel):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, async_stopping_criteria=True)
     streamer = Tokens()
     with pytest.warns(generation.SynchronousGenerationWarning, match="a streamer reads each token"):
@@ -258,7 +256,7 @@ def test_the_strict_extra_refuses_other_modes(enabled: LateChannel, kwargs: dict
     extra = {"async_stopping_criteria": True, "async_stopping_strict": True}
     config = transformers.GenerationConfig(max_new_tokens=6, pad_token_id=0, **extra, **kwargs)
     with pytest.raises(ValueError, match=r"not (beam_search|assisted_generation)"):
-        model.generate(**tiny_models.prompts([3], "left"), generation_config=config)
+        model.generate(**tiny_models.prompts([3]), generation_config=config)
 
 
 def test_disable_puts_everything_back():

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from generating import StopsOnceOn
+from generating import StopsOnceOn, late, may_wait
 from late_device import LateChannel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
-from vllm_async_spec import generation
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList, HostCriteria
 from vllm_async_spec.host_copy import PinnedRing
 
@@ -101,10 +100,10 @@ def test_ends_of_sequence_are_judged_on_the_generating_stream_and_all_else_besid
 @pytest.mark.parametrize("batch", [1, 2])
 def test_one_row_gets_no_pads_because_what_follows_its_end_does_not_count(batch: int):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([4] * batch, "left")
+    inputs = tiny_models.prompts([4] * batch)
     settings = {"max_new_tokens": 8, "eos_token_id": tiny_models.VOCABULARY, "pad_token_id": 0}
     seen = []
-    for way in ({}, {"custom_generate": generation.generate, "open_channel": LateChannel(1).open}):
+    for way in ({}, late(LateChannel(1))):
         with Operators() as counted:
             model.generate(**inputs, **settings, **way)
         seen.append(counted.seen["aten.rsub.Scalar"])
@@ -113,7 +112,7 @@ def test_one_row_gets_no_pads_because_what_follows_its_end_does_not_count(batch:
     assert ours == (0 if batch == 1 else stock)
 
 
-@pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+@may_wait
 def test_a_list_that_hides_an_end_heeds_it():
     end = EosTokenCriteria(torch.tensor([7]))
     limit = MaxLengthCriteria(50)
@@ -129,7 +128,7 @@ def test_a_list_that_hides_an_end_heeds_it():
 # Fewer operators, and the same verdict
 
 
-@pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+@may_wait
 @pytest.mark.parametrize("seed", range(20))
 def test_the_rows_that_stop_are_those_of_transformers(seed: int):
     chance = torch.Generator().manual_seed(seed)

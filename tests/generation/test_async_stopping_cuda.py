@@ -130,7 +130,7 @@ class RefusesSyncs(transformers.LogitsProcessor):
 
 def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any) -> None:
     """The tokens are stock's, and from that length on no step waits, which stock's does and is refused for."""
-    prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+    prompts = tiny_models.prompts([4, 2] if padded else [4, 4])
     inputs = {name: each.cuda() for name, each in prompts.items()}
     settings |= {"max_new_tokens": 20, "eos_token_id": tiny_models.VOCABULARY}
 
@@ -178,7 +178,7 @@ def compiled_model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: Any, do_sample: bool):
     """Steps are CUDA graphs, whose outputs the next one overwrites; surplus steps are undone in the cache."""
-    inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left").items()}
+    inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2]).items()}
     settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "output_scores": True}
 
     def run(seed: int, **way: Any) -> tuple[Any, torch.Tensor]:

@@ -9,19 +9,13 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import RowsStopAt
+from generating import RowsStopAt, late
 from late_device import LateChannel
 from prepared_inputs import HAS_POSITIONS, PREPARE, UPDATE, Seen, attending, masks_made, prompts, shown
 from transformers import GenerationMixin
 
-from vllm_async_spec import generation
-
 NEW = 12
 pytestmark = pytest.mark.skipif(HAS_POSITIONS, reason="with transformers 4.57 nothing is reused")
-
-
-def late() -> dict[str, Any]:
-    return {"custom_generate": generation.generate, "open_channel": LateChannel(1).open}
 
 
 @contextlib.contextmanager
@@ -48,7 +42,7 @@ def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
 def test_what_a_step_is_given_is_what_transformers_gives_it(kind: str, padding: str, batch: int, do_sample: bool):
     """Values, and shapes, strides and order, for which a forward would be compiled anew."""
     found = []
-    for way in ({}, late()):
+    for way in ({}, late(LateChannel(1))):
         with attending(kind, "sdpa") as model:
             torch.manual_seed(3)
             found.append(generated(model, **prompts(padding, batch), do_sample=do_sample, **way))
@@ -131,7 +125,7 @@ def test_where_it_might_not_be_exact_inputs_are_prepared_as_ever(
         case(monkeypatch)
     kind, attention = options.pop("kind"), options.pop("attention")
     found = []
-    for way in ({}, late()):
+    for way in ({}, late(LateChannel(1))):
         with attending(kind, attention) as model:
             found.append(generated(model, **prompts("left", 2), **options, **way))
     (stock, given, made), (ours, given_to_ours, made_by_ours) = found
@@ -160,7 +154,7 @@ def continued(model: Any, way: dict[str, Any]) -> tuple[list[Any], list[Seen]]:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_cache_that_is_used_again_goes_on_where_it_was(kind: str):
     found = []
-    for way in ({}, late()):
+    for way in ({}, late(LateChannel(1))):
         with attending(kind, "sdpa") as model:
             found.append(continued(model, way))
     (stock, given), (ours, given_to_ours) = found
@@ -177,7 +171,7 @@ def test_a_generation_within_another_has_inputs_of_its_own():
         class Asks(transformers.LogitsProcessor):
             def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
                 if input_ids.shape[1] in (7, 9):
-                    way = late() if input_ids.shape[1] == 7 else {}
+                    way = late(LateChannel(1)) if input_ids.shape[1] == 7 else {}
                     inner.append(generated(model, **other, **way))
                 return scores
 
@@ -185,7 +179,10 @@ def test_a_generation_within_another_has_inputs_of_its_own():
         expected = model.generate(**prompts("left", 2), **settings)
         tokens, given, _ = generated(model, **other)
         found = model.generate(
-            **prompts("left", 2), **settings, **late(), logits_processor=transformers.LogitsProcessorList([Asks()])
+            **prompts("left", 2),
+            **settings,
+            **late(LateChannel(1)),
+            logits_processor=transformers.LogitsProcessorList([Asks()]),
         )
         assert not {PREPARE, UPDATE} & set(vars(model))
     assert torch.equal(found, expected)

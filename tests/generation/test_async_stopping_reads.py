@@ -12,14 +12,13 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import EVERYTHING, RowsStopAt, assert_same, seeded
+from generating import EVERYTHING, RowsStopAt, assert_same, late, seeded
 from late_device import LateArrival, LateChannel
 from packaging.version import Version
 from prepared_inputs import HAS_POSITIONS, attending
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_map_only
 
-from vllm_async_spec import generation
 from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.generation.reused_inputs import reused_inputs
 
@@ -70,11 +69,11 @@ def waits_in_a_step(kind: str, attention: str, cache: str, *, padded: bool, ours
             device = Device(each_wait=True)
             for tensor in (*model.parameters(), *model.buffers()):
                 device.place(tensor.data)
-            prompts = tiny_models.prompts([4, 2] if padded else [4, 4], "left")
+            prompts = tiny_models.prompts([4, 2] if padded else [4, 4])
             inputs = {name: device.place(each) for name, each in prompts.items()}
             channel = ChannelOf(1)
             channel.device = device
-            way = {"custom_generate": generation.generate, "open_channel": channel.open} if ours else {}
+            way = late(channel) if ours else {}
             settings = {"max_new_tokens": steps, "eos_token_id": tiny_models.VOCABULARY, "cache_implementation": cache}
             with device.watching() as found:
                 model.generate(**inputs, **settings, **kwargs, **way)
@@ -159,8 +158,7 @@ def test_a_step_whose_forward_transformers_compiles_waits_for_nothing(kind: str,
 def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sample: bool, padded: bool):
     torch._dynamo.reset()
     replays = Replays()
-    channel = LateChannel(2)
-    late = {"custom_generate": generation.generate, "open_channel": channel.open, "max_in_flight": 3}
+    ours = late(LateChannel(2), max_in_flight=3)
     settings = {"max_new_tokens": 12, "do_sample": do_sample, "cache_implementation": "static", "output_scores": True,
                 "output_logits": True, "return_dict_in_generate": True}  # fmt: skip
 
@@ -171,7 +169,7 @@ def test_a_forward_that_transformers_compiles_is_compiled_once(kind: str, do_sam
         run = functools.partial(seeded, model, prompts("left" if padded else "full"), stopping_criteria=stopping)
         found = [
             run(way, compile_config=replays.config(), **settings) if compiled else run(way, **settings)
-            for way, compiled in (({}, False), ({}, True), (late, True), ({}, True), (late, True))
+            for way, compiled in (({}, False), ({}, True), (ours, True), ({}, True), (ours, True))
         ]
     assert replays.compiled == 1
     # One step of each run is its prompt's, which is not compiled.
@@ -251,10 +249,8 @@ def test_inputs_and_outputs_are_those_of_the_synchronous_loop(kind: str, attenti
 
     inputs = prompts(mask)
     settings = {name: value for name, value in EVERYTHING.items() if attention == "eager" or "attentions" not in name}
-    channel = LateChannel(2)
-    late = {"custom_generate": generation.generate, "open_channel": channel.open, "max_in_flight": 3}
     found, given = [], []
-    for way in ({}, late):
+    for way in ({}, late(LateChannel(2), max_in_flight=3)):
         with attending(kind, attention) as model, given_to_forward(model) as steps:
             found.append(seeded(model, inputs, way, max_new_tokens=12, do_sample=True, stopping_criteria=stopping,
                                 cache_implementation=cache, **settings))  # fmt: skip
@@ -271,7 +267,7 @@ def test_inputs_and_outputs_are_those_of_the_synchronous_loop(kind: str, attenti
 
 
 def continued(model: Any, way: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    inputs = tiny_models.prompts([4, 2], "left")
+    inputs = tiny_models.prompts([4, 2])
     cache = transformers.DynamicCache(config=model.config)
     stop = transformers.StoppingCriteriaList([RowsStopAt([7, 6])])
     settings = {"past_key_values": cache, **way}
@@ -282,26 +278,25 @@ def continued(model: Any, way: dict[str, Any]) -> tuple[torch.Tensor, int]:
 
 
 def from_embeddings(model: Any, way: dict[str, Any]) -> torch.Tensor:
-    inputs = tiny_models.prompts([4, 2], "left")
+    inputs = tiny_models.prompts([4, 2])
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     mask = inputs["attention_mask"]
     return model.generate(inputs_embeds=embeds, attention_mask=mask, max_new_tokens=6, **way)
 
 
 def without_a_cache(model: Any, way: dict[str, Any]) -> torch.Tensor:
-    return model.generate(**tiny_models.prompts([4, 2], "left"), use_cache=False, max_new_tokens=6, **way)
+    return model.generate(**tiny_models.prompts([4, 2]), use_cache=False, max_new_tokens=6, **way)
 
 
 def in_chunks(model: Any, way: dict[str, Any]) -> torch.Tensor:
-    return model.generate(**tiny_models.prompts([5, 3], "left"), prefill_chunk_size=2, max_new_tokens=6, **way)
+    return model.generate(**tiny_models.prompts([5, 3]), prefill_chunk_size=2, max_new_tokens=6, **way)
 
 
 @pytest.mark.parametrize("call", [continued, from_embeddings, without_a_cache, in_chunks])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_other_ways_to_give_a_prompt(kind: str, call: Any):
     channel = LateChannel(1)
-    late = {"custom_generate": generation.generate, "open_channel": channel.open}
     with attending(kind, "sdpa") as model:
-        expected, found = call(model, {}), call(model, late)
+        expected, found = call(model, {}), call(model, late(channel))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert channel.sent > 0

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import seeded
+from generating import late, seeded
 from late_device import LateChannel
 from switched_on import enabled, nothing_said
 
@@ -41,7 +41,7 @@ FALLBACKS = [
 
 def generate(kind: str = "llama", lengths: list[int] | None = None, **kwargs: Any) -> torch.Tensor:
     given = {"max_new_tokens": 6, "custom_generate": generation.generate, **kwargs}
-    return tiny_models.model(kind).generate(**tiny_models.prompts(lengths or [4, 4], "left"), **given)
+    return tiny_models.model(kind).generate(**tiny_models.prompts(lengths or [4, 4]), **given)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def test_it_is_transformers_own_loop_with_one_warning(
     nothing_said: None, kind: str, kwargs: dict[str, Any], way: dict[str, Any], sentence: str
 ):
     model = tiny_models.model(kind)
-    inputs = tiny_models.prompts([4, 4], "left")
+    inputs = tiny_models.prompts([4, 4])
     expected, _ = seeded(model, inputs, {}, max_new_tokens=6, **kwargs)
     with one_warning(sentence):
         for _ in range(2):
@@ -97,13 +97,12 @@ def test_a_bad_option_is_refused_before_any_loop_runs(kind: str, way: dict[str, 
 
 
 def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_waits(nothing_said: None):
-    inputs = tiny_models.prompts([4, 4], "left")
+    inputs = tiny_models.prompts([4, 4])
     channel = LateChannel(2)
-    late = {"custom_generate": generation.generate, "open_channel": channel.open}
     with one_warning("the model makes its own cache, so it is unknown whether that cache can be cropped"):
         (expected, _), (found, _) = (
             seeded(tiny_models.model("mamba"), inputs, way, max_new_tokens=8, return_dict_in_generate=True)
-            for way in ({}, late)
+            for way in ({}, late(channel))
         )
     assert torch.equal(found.sequences, expected.sequences)
     assert channel.sent == 0
@@ -117,7 +116,7 @@ def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_wait
 )
 def test_other_modes_fall_back_for_every_model(enabled: LateChannel, kwargs: dict[str, Any], name: str):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([4], "left")
+    inputs = tiny_models.prompts([4])
     expected = model.generate(**inputs, max_new_tokens=6, **kwargs)
     with one_warning(
         f"transformers' own loop generates: asynchronous stopping supports greedy search and sampling, not {name}"
@@ -133,7 +132,7 @@ def test_a_model_with_a_loop_of_its_own_is_named(enabled: LateChannel):
             return input_ids
 
     model = OwnLoop(tiny_models.model("llama").config)
-    inputs = tiny_models.prompts([4], "left")
+    inputs = tiny_models.prompts([4])
     with one_warning("OwnLoop has a decode loop of its own"):
         model.generate(**inputs, max_new_tokens=6, async_stopping_criteria=True)
     with pytest.raises(ValueError, match="OwnLoop has a decode loop of its own; leave out strict"):
@@ -142,7 +141,7 @@ def test_a_model_with_a_loop_of_its_own_is_named(enabled: LateChannel):
 
 def test_the_keywords_do_what_the_configuration_does(enabled: LateChannel):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     settings = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": [2, 3, 4, 5], "do_sample": True}
     torch.manual_seed(3)
     expected = model.generate(**inputs, **settings)
@@ -193,7 +192,7 @@ def test_a_streamer_is_found_behind_a_function_of_the_caller():
         return generation.generate(model, input_ids, **kwargs)
 
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     streamer = transformers.TextStreamer(tiny_models.tokenizer())
     with pytest.raises(ValueError, match="transformers passes no streamer to a custom_generate function"):
         model.generate(**inputs, max_new_tokens=3, custom_generate=mine, streamer=streamer)
@@ -212,7 +211,7 @@ def test_the_arguments_of_another_models_generation_are_not_ours():
             return scores
 
     looks = transformers.LogitsProcessorList([Looks()])
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     model.generate(**inputs, max_new_tokens=1, logits_processor=looks, streamer=streamer)
     assert found == [{"streamer": streamer}, {}]
 

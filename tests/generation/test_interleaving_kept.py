@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from generating import may_wait
 from interleaving_runs import Favours, assert_same, both, recorded, ways
 
 from vllm_async_spec import generation
@@ -13,11 +14,11 @@ from vllm_async_spec.generation import decode, workspace
 from vllm_async_spec.generation.workspace import MemoryReport, reserved
 
 __all__ = ["recorded"]  # a fixture
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = may_wait
 
 
 def test_a_second_generation_uses_what_was_made_for_the_first(recorded: None):
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     model = tiny_models.model("llama")
     assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
     first = workspace._kept[model]
@@ -50,7 +51,7 @@ def test_a_second_generation_reads_nothing_that_went_with_the_first(recorded: No
     ids=lambda other: next(iter(other)),
 )
 def test_what_a_recorded_step_depends_on_is_looked_at(recorded: None, other: dict[str, Any]):
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "eos_token_id": 2}
     assert_same(*both("llama", inputs, ways(), **settings))
     first = workspace._kept[tiny_models.model("llama")]
@@ -59,7 +60,7 @@ def test_what_a_recorded_step_depends_on_is_looked_at(recorded: None, other: dic
 
 
 def test_weights_that_moved_are_noticed(recorded: None):
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     model = tiny_models.model("llama")
     assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
     before = model.lm_head.weight.data
@@ -71,7 +72,7 @@ def test_weights_that_moved_are_noticed(recorded: None):
 
 
 def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     with torch.inference_mode():
         assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
     assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
@@ -80,7 +81,7 @@ def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):
 def test_release_frees_it(recorded: None):
     model = tiny_models.model("llama")
     generation.release(model)
-    both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+    both("llama", tiny_models.prompts([3]), ways(), max_new_tokens=9)
     report = generation.memory_report(model)
     # Keys and values of two layers, two heads of 8 floats, 11 tokens; nothing is reserved without a GPU.
     assert report.cache == 2 * 2 * 2 * 11 * 8 * 4
@@ -96,7 +97,7 @@ def test_release_frees_it(recorded: None):
 
 def test_the_limit_of_memory_is_kept(recorded: None):
     model = tiny_models.model("llama")
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     both("llama", inputs, ways(), max_new_tokens=9)
     held = generation.memory_report(model).total
     both("llama", inputs, {**ways(), "memory_limit": held}, max_new_tokens=9)
@@ -123,7 +124,7 @@ def test_memory_that_runs_out_is_said_to_run_out(recorded: None, monkeypatch: py
 
     monkeypatch.setattr(decode, "StepGraphs", runs_out)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+        both("llama", tiny_models.prompts([3]), ways(), max_new_tokens=9)
 
 
 def test_expandable_segments_need_a_gpu_and_come_first(monkeypatch: pytest.MonkeyPatch):

@@ -7,13 +7,14 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from generating import may_wait
 from interleaving_runs import both, recorded, ways
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation.interleaved import DecodeSwitches
 
 __all__ = ["recorded"]  # a fixture
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = may_wait
 
 
 def generate(**kwargs: Any) -> None:
@@ -56,13 +57,13 @@ def generate(**kwargs: Any) -> None:
 def test_what_it_can_not_do_is_refused_in_a_sentence(kwargs: dict[str, Any], sentence: str):
     given = {name: make() if isinstance(make, type) else make for name, make in kwargs.items()}
     with pytest.raises(ValueError, match=sentence):
-        generate(**tiny_models.prompts([3], "left"), **given)
+        generate(**tiny_models.prompts([3]), **given)
 
 
 def test_embeddings_of_the_prompt_are_refused():
     embed = tiny_models.model("llama").get_input_embeddings()
     with pytest.raises(ValueError, match="gives the model only tokens, and inputs_embeds was passed"):
-        generate(inputs_embeds=embed(tiny_models.prompts([3], "left")["input_ids"]))
+        generate(inputs_embeds=embed(tiny_models.prompts([3])["input_ids"]))
 
 
 def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: pytest.MonkeyPatch):
@@ -78,7 +79,7 @@ def test_a_step_that_reads_the_device_is_refused(recorded: None, monkeypatch: py
     with pytest.raises(
         ValueError, match=r"LlamaForCausalLM can't be captured in a CUDA graph: .* pass cuda_graphs=False"
     ):
-        both("llama", tiny_models.prompts([3], "left"), ways(), max_new_tokens=9)
+        both("llama", tiny_models.prompts([3]), ways(), max_new_tokens=9)
 
 
 def test_a_second_thread_is_refused():
@@ -92,7 +93,7 @@ def test_a_second_thread_is_refused():
 
     def run(*processors: Any) -> None:
         chosen = transformers.LogitsProcessorList(processors)
-        generate(**tiny_models.prompts([3], "left"), logits_processor=chosen)
+        generate(**tiny_models.prompts([3]), logits_processor=chosen)
 
     def first() -> None:
         try:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from generating import may_wait
 from simulated_streams import Stream, simulated
 
 from vllm_async_spec import generation
@@ -14,7 +15,7 @@ from vllm_async_spec.generation import workspace
 from vllm_async_spec.generation.flag_channel import CudaFlagChannel, FinishTracker
 from vllm_async_spec.generation.slots import CudaSlots
 
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = may_wait
 SEEDS = range(12)
 PROMPTS = 54
 """A seed of prompts: from these the model comes to token 5 late, though it comes to it."""

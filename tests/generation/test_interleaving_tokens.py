@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import RowsStopAt, ways_to_stop
+from generating import RowsStopAt, may_wait, ways_to_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving_runs import Favours, as_graphs, assert_same, both, recorded, ways
@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticSlidingWindowLayer
 from vllm_async_spec.generation import decode_tail, interleaved, workspace
 
 __all__ = ["recorded"]  # a fixture
-pytestmark = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+pytestmark = may_wait
 
 
 def replays(kind: str) -> int:
@@ -67,7 +67,7 @@ def test_it_is_the_synchronous_loop_however_late_the_flags_are(case: dict[str, A
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_recorded_steps_generate_the_same_tokens(recorded: None, kind: str, batch: int, do_sample: bool):
-    inputs = tiny_models.prompts([1 + row % 4 for row in range(batch)], "left")
+    inputs = tiny_models.prompts([1 + row % 4 for row in range(batch)])
     channel = LateChannel(2)
     way = {"interleaved": True, "open_channel": channel.open, "max_in_flight": 3}
     expected, found = both(kind, inputs, way, max_new_tokens=15, do_sample=do_sample)
@@ -77,7 +77,7 @@ def test_recorded_steps_generate_the_same_tokens(recorded: None, kind: str, batc
 
 @pytest.mark.parametrize("whole", [True, False], ids=["end of sequence", "custom criterion"])
 def test_overshoot_runs_and_leaves_no_trace(recorded: None, whole: bool):
-    inputs = tiny_models.prompts([3] * 8, "left")
+    inputs = tiny_models.prompts([3] * 8)
     channel = LateChannel(3)
     stop: dict[str, Any] = {"eos_token_id": [2, 3, 5]}
     if not whole:
@@ -96,7 +96,7 @@ def test_overshoot_runs_and_leaves_no_trace(recorded: None, whole: bool):
 
 
 def test_a_window_that_passes_is_in_the_mask(recorded: None):
-    inputs = tiny_models.prompts([3, 1], "left")
+    inputs = tiny_models.prompts([3, 1])
     way = {"interleaved": True, "open_channel": LateChannel(1).open}
     for kind in ("sliding", "hybrid"):
         expected, found = both(kind, inputs, way, max_new_tokens=60)
@@ -108,7 +108,7 @@ def test_a_recorded_step_of_a_counting_layer_goes_wrong(recorded: None, monkeypa
         return transformers.StaticCache(config=model.config, max_cache_len=tokens)
 
     monkeypatch.setattr(interleaved, "full_static_cache", with_windows)
-    inputs = tiny_models.prompts([3, 1], "left")
+    inputs = tiny_models.prompts([3, 1])
     assert any(type(each) is StaticSlidingWindowLayer for each in with_windows(tiny_models.model("sliding"), 62).layers)
     try:
         expected, found = both("sliding", inputs, {"interleaved": False}, max_new_tokens=60)
@@ -118,7 +118,7 @@ def test_a_recorded_step_of_a_counting_layer_goes_wrong(recorded: None, monkeypa
 
 
 def test_what_the_host_knows_is_never_overshot(recorded: None):
-    inputs = tiny_models.prompts([3, 2], "left")
+    inputs = tiny_models.prompts([3, 2])
     way = {"interleaved": True, "open_channel": LateChannel(10).open, "max_in_flight": 20}
     expected, found = both("llama", inputs, way, max_length=9)
     assert_same(expected, found)
@@ -126,7 +126,7 @@ def test_what_the_host_knows_is_never_overshot(recorded: None):
 
 
 def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts(recorded: None):
-    inputs = tiny_models.prompts([3], "left")
+    inputs = tiny_models.prompts([3])
     channel = LateChannel(10**6)
     way = {"interleaved": True, "open_channel": channel.open, "max_in_flight": 30, "poll_every": 4}
     stop = {"stopping_criteria": lambda: transformers.StoppingCriteriaList([RowsStopAt([5])])}
@@ -179,7 +179,7 @@ def test_a_processor_of_scores_alone_is_one(kind: type):
 @pytest.mark.parametrize("lengths", [[3, 2], [3, 3]], ids=["padded", "not padded"])
 @pytest.mark.parametrize("compiled", ["eager", {"backend": "eager"}], ids=["name", "arguments"])
 def test_a_compiled_step_generates_the_same_tokens(kind: str, lengths: list[int], compiled: Any):
-    inputs = tiny_models.prompts(lengths, "left")
+    inputs = tiny_models.prompts(lengths)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected, found = both(kind, inputs, {**ways(), "torch_compile": compiled}, max_new_tokens=9, eos_token_id=2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from generating import may_wait
 from simulated_streams import Stream, device_of, simulated
 from test_interleaving_streams import PROMPTS, SETTINGS
 
@@ -19,7 +20,7 @@ from vllm_async_spec.generation.flag_channel import CudaFlagChannel
 from vllm_async_spec.generation.slots import CudaSlots
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning"),
+    may_wait,
     pytest.mark.timeout(120),
 ]
 CPU = torch.device("cpu")

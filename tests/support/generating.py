@@ -9,7 +9,9 @@ import tiny_models
 import torch
 import transformers
 from hypothesis import strategies as st
+from late_device import LateChannel
 
+from vllm_async_spec import generation
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
 
@@ -20,6 +22,14 @@ EVERYTHING = {
     "output_attentions": True,
     "output_hidden_states": True,
 }
+
+
+may_wait = pytest.mark.filterwarnings("ignore::vllm_async_spec.generation.SynchronousGenerationWarning")
+
+
+def late(channel: LateChannel, **options: Any) -> dict[str, Any]:
+    """Arguments for asynchronous stopping whose flags this channel sends."""
+    return {"custom_generate": generation.generate, "open_channel": channel.open, **options}
 
 
 class RowsStopAt(transformers.StoppingCriteria):

@@ -65,7 +65,9 @@ def model(kind: str) -> Any:
     return made
 
 
-def prompts(lengths: list[int], side: str, seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
+def prompts(
+    lengths: list[int], side: str = "left", seed: int = 0, vocabulary: int = VOCABULARY
+) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     ids = torch.zeros(len(lengths), longest, dtype=torch.long)
