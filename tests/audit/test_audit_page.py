@@ -4,9 +4,8 @@ from pathlib import Path
 
 import audit_reports
 import pytest
-from browsing import Browser, assert_readable, browser, chromium, look, needs_chromium
+from browsing import Browser, assert_readable, browser, chromium, every, look, needs_chromium, one
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
@@ -36,15 +35,15 @@ def visit(browser: Browser, folder: Path, name: str) -> None:
 
 
 def critical_blocks(browser: Browser) -> list[WebElement]:
-    return browser.find_elements(By.CSS_SELECTOR, ".item.critical")
+    return every(browser, ".item.critical")
 
 
 def column(browser: Browser, number: int) -> list[str]:
-    return [row.text for row in browser.find_elements(By.CSS_SELECTOR, f".causes tbody td:nth-child({number})")]
+    return [row.text for row in every(browser, f".causes tbody td:nth-child({number})")]
 
 
 def visible_range(browser: Browser) -> str:
-    return browser.find_element(By.CSS_SELECTOR, ".range").text
+    return one(browser, ".range").text
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -53,7 +52,7 @@ def visible_range(browser: Browser) -> str:
 def test_the_page_fits_and_can_be_read(browser: Browser, folder: Path, name: str, width: int, scheme: str):
     look(browser, width, scheme)
     visit(browser, folder, name)
-    for details in browser.find_elements(By.TAG_NAME, "summary"):
+    for details in every(browser, "summary"):
         details.click()
     assert browser.execute_script("return innerWidth") == width
     assert_readable(browser, width)
@@ -72,12 +71,12 @@ def test_the_colour_scheme_is_the_readers(browser: Browser, folder: Path):
 def test_a_click_on_a_cause_shows_its_stack(browser: Browser, folder: Path, width: int):
     look(browser, width)
     visit(browser, folder, "single")
-    stack = browser.find_element(By.CSS_SELECTOR, ".stack")
+    stack = one(browser, ".stack")
     assert not stack.is_displayed()
-    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
+    one(browser, ".causes summary").click()
     assert stack.is_displayed()
     assert str(audit_reports.STEP) in stack.text.replace("\n", " ")
-    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
+    one(browser, ".causes summary").click()
     assert not stack.is_displayed()
 
 
@@ -85,16 +84,16 @@ def test_a_click_on_a_cause_shows_its_stack(browser: Browser, folder: Path, widt
 def test_a_click_on_a_head_sorts(browser: Browser, folder: Path, width: int):
     look(browser, width)
     visit(browser, folder, "single")
-    head = browser.find_element(By.CSS_SELECTOR, ".causes th:nth-child(4)")
+    head = one(browser, ".causes th:nth-child(4)")
     as_reported = column(browser, 4)
-    head.find_element(By.TAG_NAME, "button").click()
+    one(head, "button").click()
     assert head.get_attribute("aria-sort") == "descending"
     falling = column(browser, 4)
     assert [text.split()[-1] for text in falling] == ["8.77", "3.10", "0.92", "0.06", "<0.01"] != as_reported
-    head.find_element(By.TAG_NAME, "button").click()
+    one(head, "button").click()
     assert head.get_attribute("aria-sort") == "ascending"
     assert column(browser, 4) == falling[::-1]
-    browser.find_element(By.CSS_SELECTOR, ".causes th:nth-child(2) button").click()
+    one(browser, ".causes th:nth-child(2) button").click()
     assert head.get_attribute("aria-sort") is None
     assert column(browser, 2) == sorted(column(browser, 2))
 
@@ -103,26 +102,26 @@ def test_a_click_on_a_head_sorts(browser: Browser, folder: Path, width: int):
 def test_pointing_at_a_wait_says_where_it_is(browser: Browser, folder: Path, width: int):
     look(browser, width)
     visit(browser, folder, "single")
-    readout = browser.find_element(By.CSS_SELECTOR, ".readout")
+    readout = one(browser, ".readout")
     assert str(audit_reports.PLAN) not in readout.text
     browser.execute_script("arguments[0].scrollIntoView({block: 'end'})", readout)
     ActionChains(browser).move_to_element(critical_blocks(browser)[1]).perform()
     assert readout.text.startswith("critical wait: copy to host, 3.1 ms")
     assert str(audit_reports.PLAN) in readout.text
-    assert browser.find_element(By.CSS_SELECTOR, ".extent").is_displayed()
+    assert one(browser, ".extent").is_displayed()
 
 
 def test_a_tap_on_a_wait_says_where_it_is(browser: Browser, folder: Path):
     look(browser, 400)
     visit(browser, folder, "single")
     critical_blocks(browser)[1].click()
-    assert str(audit_reports.PLAN) in browser.find_element(By.CSS_SELECTOR, ".readout").text
+    assert str(audit_reports.PLAN) in one(browser, ".readout").text
 
 
 def test_the_keyboard_goes_from_block_to_block(browser: Browser, folder: Path):
     visit(browser, folder, "single")
-    assert len(browser.find_elements(By.CSS_SELECTOR, ".item[tabindex='0']")) == 1
-    browser.find_element(By.CSS_SELECTOR, "[data-do=all]").send_keys(Keys.TAB)
+    assert len(every(browser, ".item[tabindex='0']")) == 1
+    one(browser, "[data-do=all]").send_keys(Keys.TAB)
     said = []
     for key in ("", Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.END, Keys.HOME):
         if key:
@@ -130,7 +129,7 @@ def test_the_keyboard_goes_from_block_to_block(browser: Browser, folder: Path):
         block = browser.switch_to.active_element
         said.append(block.accessible_name)
         what = said[-1].partition(" at ")[0]
-        assert browser.find_element(By.CSS_SELECTOR, ".readout").text.startswith(what)
+        assert one(browser, ".readout").text.startswith(what)
     assert said[0].startswith("scheduling: schedule, ")
     assert said[1].startswith("input preparation: _prepare_inputs, ")
     assert said[2] == f"critical wait: event, 920 µs at {audit_reports.ACCEPTED}"
@@ -141,9 +140,7 @@ def test_zooming_and_panning_change_what_is_seen(browser: Browser, folder: Path)
     visit(browser, folder, "single")
     whole = visible_range(browser)
     width = critical_blocks(browser)[4].rect["width"]
-    press = {
-        what: browser.find_element(By.CSS_SELECTOR, f"[data-do={what}]").click for what in ("in", "out", "right", "all")
-    }
+    press = {what: one(browser, f"[data-do={what}]").click for what in ("in", "out", "right", "all")}
     press["in"]()
     near = visible_range(browser)
     assert near != whole
@@ -162,7 +159,7 @@ def test_zooming_and_panning_change_what_is_seen(browser: Browser, folder: Path)
 
 def test_the_wheel_zooms_with_control_only_and_dragging_pans(browser: Browser, folder: Path):
     visit(browser, folder, "single")
-    plot = browser.find_element(By.CSS_SELECTOR, ".plot svg")
+    plot = one(browser, ".plot svg")
     whole = visible_range(browser)
     turn = "arguments[0].dispatchEvent(new WheelEvent('wheel', {deltaY: -400, clientX: 640, ...arguments[1]}))"
     browser.execute_script(turn, plot, {})
@@ -178,24 +175,24 @@ def test_the_wheel_zooms_with_control_only_and_dragging_pans(browser: Browser, f
 
 def test_before_and_after_can_be_seen_alone(browser: Browser, folder: Path):
     visit(browser, folder, "compared")
-    plots = browser.find_elements(By.CSS_SELECTOR, ".plot")
+    plots = every(browser, ".plot")
     seen = {}
     for name in ("both", "before", "after"):
-        browser.find_element(By.CSS_SELECTOR, f"[value={name}] + span").click()
+        one(browser, f"[value={name}] + span").click()
         seen[name] = [plot.is_displayed() for plot in plots]
     assert seen == {"both": [True, True], "before": [True, False], "after": [False, True]}
-    assert len(plots[0].find_elements(By.CSS_SELECTOR, ".item.critical")) == 8
-    assert len(plots[1].find_elements(By.CSS_SELECTOR, ".item.critical")) == 0
+    assert len(every(plots[0], ".item.critical")) == 8
+    assert len(every(plots[1], ".item.critical")) == 0
 
 
 def test_without_its_script_the_page_still_tells(browser: Browser, folder: Path):
     look(browser, script=False)
     visit(browser, folder, "compared")
-    body = browser.find_element(By.TAG_NAME, "body").text
+    body = one(browser, "body").text
     assert audit_reports.flowing().headline in body.replace("\n", " ")
     assert audit_reports.waiting().command in body.replace("\n", " ")
     assert "The timeline needs JavaScript" in body
-    assert browser.find_elements(By.CSS_SELECTOR, "th button") == []
-    assert not browser.find_element(By.ID, "timeline").is_displayed()
-    browser.find_element(By.CSS_SELECTOR, ".causes summary").click()
-    assert browser.find_element(By.CSS_SELECTOR, ".stack").is_displayed()
+    assert every(browser, "th button") == []
+    assert not one(browser, "#timeline").is_displayed()
+    one(browser, ".causes summary").click()
+    assert one(browser, ".stack").is_displayed()

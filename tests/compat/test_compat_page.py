@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from browsing import Browser, assert_readable, browser, chromium, look, needs_chromium
+from browsing import Browser, assert_readable, browser, chromium, every, look, needs_chromium, one
 from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from vllm_async_spec.compat.archive import read_archive
@@ -61,15 +60,15 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def choose(browser: Browser, value: str) -> None:
-    browser.find_element(By.CSS_SELECTOR, f"input[value='{value}'] + span").click()
+    one(browser, f"input[value='{value}'] + span").click()
 
 
 def shown(browser: Browser) -> list[str]:
-    return [each.text for each in browser.find_elements(By.CSS_SELECTOR, "tbody th") if each.is_displayed()]
+    return [each.text for each in every(browser, "tbody th") if each.is_displayed()]
 
 
 def link(browser: Browser, anchor: str) -> object:
-    return browser.find_element(By.CSS_SELECTOR, f"a[href='#{anchor}']")
+    return one(browser, f"a[href='#{anchor}']")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -99,11 +98,11 @@ def test_a_cell_has_the_colour_of_its_class(browser: Browser, page: str):
 
 def test_what_was_not_run_says_so_and_leads_nowhere(browser: Browser, page: str):
     browser.get(page)
-    cells = browser.find_elements(By.CSS_SELECTOR, "td[data-machine=h200]")
+    cells = every(browser, "td[data-machine=h200]")
     assert len(cells) == 6 * 4
     assert {cell.text for cell in cells} == {"not run"}
-    assert not browser.find_elements(By.CSS_SELECTOR, "td[data-machine=h200] a")
-    assert "this release has none" in browser.find_element(By.CSS_SELECTOR, "tr[data-backend=tree_attn]").text
+    assert not every(browser, "td[data-machine=h200] a")
+    assert "this release has none" in one(browser, "tr[data-backend=tree_attn]").text
 
 
 def test_filters_leave_what_they_say(browser: Browser, page: str):
@@ -116,23 +115,23 @@ def test_filters_leave_what_they_say(browser: Browser, page: str):
     choose(browser, "plugin")
     choose(browser, "h200")
     assert shown(browser) == []
-    assert browser.find_element(By.CSS_SELECTOR, ".nothing").is_displayed()
+    assert one(browser, ".nothing").is_displayed()
     choose(browser, "h200")  # nothing is left on, so all are
     assert shown(browser) == ["MAMBA2"]
-    heads = [each.text.split() for each in browser.find_elements(By.CSS_SELECTOR, "thead th") if each.is_displayed()]
+    heads = [each.text.split() for each in every(browser, "thead th") if each.is_displayed()]
     assert heads == [["backend"], ["0.26.0", "plugin", "cpu"], ["0.26.0", "plugin", "h200"]]
 
 
 def test_a_backend_is_found_by_its_name(browser: Browser, page: str):
     browser.get(page)
-    browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys("Flash")
+    one(browser, "input[type=search]").send_keys("Flash")
     assert shown(browser) == ["FLASH_ATTN", "FLASHINFER"]
-    assert browser.find_element(By.CSS_SELECTOR, ".count").text == "2 of 4 backends"
+    assert one(browser, ".count").text == "2 of 4 backends"
 
 
 def test_pointing_at_a_cell_shows_the_call_site_and_the_reason(browser: Browser, page: str):
     browser.get(page)
-    card = browser.find_element(By.CSS_SELECTOR, ".card")
+    card = one(browser, ".card")
     assert not card.is_displayed()
     ActionChains(browser).move_to_element(link(browser, "flashinfer-0-32-0-stock-cpu")).perform()
     assert card.is_displayed()
@@ -145,29 +144,29 @@ def test_a_tap_shows_all_evidence(browser: Browser, page: str):
     look(browser, 400)
     browser.get(page)
     link(browser, "flashinfer-0-32-0-stock-cpu").click()
-    dialog = browser.find_element(By.TAG_NAME, "dialog")
+    dialog = one(browser, "dialog")
     assert SITE in dialog.text
     assert "2 batches: decode, mixed" in dialog.text
-    browser.find_element(By.CSS_SELECTOR, ".close").click()
+    one(browser, ".close").click()
     assert not dialog.is_displayed()
 
 
 def test_the_keyboard_reaches_a_cell(browser: Browser, page: str):
     browser.get(page)
-    browser.find_element(By.CSS_SELECTOR, "input[type=search]").send_keys(Keys.TAB)
+    one(browser, "input[type=search]").send_keys(Keys.TAB)
     assert browser.switch_to.active_element.get_attribute("href").endswith("#flash-attn-0-26-0-stock-cpu")
-    assert browser.find_element(By.CSS_SELECTOR, ".card").is_displayed()
+    assert one(browser, ".card").is_displayed()
     browser.switch_to.active_element.send_keys(Keys.ENTER)
-    assert browser.find_element(By.TAG_NAME, "dialog").is_displayed()
+    assert one(browser, "dialog").is_displayed()
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
-    assert not browser.find_element(By.TAG_NAME, "dialog").is_displayed()
+    assert not one(browser, "dialog").is_displayed()
 
 
 def test_without_its_script_a_cell_leads_to_its_evidence(browser: Browser, page: str):
     look(browser, script=False)
     browser.get(page)
-    assert not browser.find_element(By.CSS_SELECTOR, ".filters").is_displayed()
+    assert not one(browser, ".filters").is_displayed()
     anchor = "flashinfer-0-32-0-stock-cpu"
-    assert FAULT in browser.find_element(By.ID, anchor).text
+    assert FAULT in one(browser, f"#{anchor}").text
     link(browser, anchor).click()
     assert browser.current_url.endswith(f"#{anchor}")

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,14 @@ while (walker.nextNode()) {
 }
 return found;
 """
+
+
+def one(within: Any, selector: str) -> Any:
+    return within.find_element("css selector", selector)
+
+
+def every(within: Any, selector: str) -> list[Any]:
+    return within.find_elements("css selector", selector)
 
 
 @pytest.fixture(scope="module")
