@@ -41,12 +41,9 @@ def start(
     """Run the process of an arm's engine while the context lasts.
 
     Args:
-        arm: the arm to serve with.
-        loads: the loads that it may be asked to run.
         audit: whether it can be asked for audits.
         env: a shell file to source first, or another Python; None for this one.
         models: folder for the directories of models.
-        log: file for its log.
         module: the module that serves the commands, and takes the setup.
         more: further parts of the setup.
         limit_s: most seconds until it is ready, and until it answers.

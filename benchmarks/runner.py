@@ -37,8 +37,6 @@ class Runner:
         """Prepare to run `plan`.
 
         Args:
-            plan: what to run.
-            result: file for each turn.
             command: the command line, kept with the result.
             envs: by vLLM release, a shell file to source first, or a Python.
             cache: folder for directories of models and for logs.

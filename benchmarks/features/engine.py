@@ -34,7 +34,6 @@ def serve_feature(llm: Any, feature: Feature, *, noted: bool, adapter: str | Non
 
     Args:
         llm: a `vllm.LLM` whose core and worker are in this process.
-        feature: the case.
         noted: whether to record which other tokens were close behind each token. That needs log-probabilities of the
             distribution that a token was chosen from, so drawn tokens are chosen greedily instead.
         adapter: directory of the LoRA adapter.

@@ -314,53 +314,42 @@ def _explicit_waits(tell: _Tell) -> Iterator[None]:
         yield
 
 
-class _Event:
-    """Stand-in for `torch.Event` and `torch.cuda.Event`."""
+class _Done:
+    """Stand-in whose work is all done: the host waits only in `synchronize`, which tells so."""
 
     tell: _Tell
+    kind: WaitKind
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept any arguments, such as a device or timing."""
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing: all earlier work is done."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing: the stream waits, and not the host."""
+        """Accept any arguments, such as a device, timing or a priority."""
 
     def query(self) -> bool:
-        """True; the host does not wait for the answer."""
         return True
 
     def synchronize(self) -> None:
-        """Report that the host waits."""
-        self.tell(WaitKind.EVENT, "synchronize")
+        self.tell(self.kind, "synchronize")
 
 
-class _Stream:
+class _Event(_Done):
+    """Stand-in for `torch.Event` and `torch.cuda.Event`."""
+
+    kind = WaitKind.EVENT
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class _Stream(_Done):
     """Stand-in for `torch.cuda.Stream`."""
 
-    tell: _Tell
+    kind = WaitKind.STREAM
     event: type[_Event]
     cuda_stream = 0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept any arguments, such as a device or a priority."""
-
     def record_event(self, event: Any = None) -> Any:
-        """Return an event that has already happened."""
         return event or self.event()
 
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: the stream waits, and not the host."""
+    def wait_event(self, event: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: the stream waits, and not the host."""
-
-    def query(self) -> bool:
-        """True; the host does not wait for the answer."""
-        return True
-
-    def synchronize(self) -> None:
-        """Report that the host waits."""
-        self.tell(WaitKind.STREAM, "synchronize")
+    def wait_stream(self, stream: Any) -> None: ...
