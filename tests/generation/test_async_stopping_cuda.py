@@ -1,6 +1,8 @@
 """Asynchronous stopping on a GPU: the stream, the pinned buffers and the events that `LateChannel` stands for."""
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,38 +38,53 @@ class DelaysMain(transformers.LogitsProcessor):
         return scores
 
 
+@contextlib.contextmanager
+def on_gpu(kind: str) -> Iterator[Any]:
+    model = tiny_models.model(kind).to("cuda")
+    try:
+        yield model
+    finally:
+        model.to("cpu")
+
+
+def prompts(lengths: list[int], seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: each.cuda() for name, each in tiny_models.prompts(lengths, "left", seed).items()}
+
+
+def delayed(model: Any, seed: int, *criteria: Any, **given: Any) -> tuple[Any, torch.Tensor]:
+    """Generate from a seed while streams are busy at random: the output, and the generator's state afterwards."""
+    torch.manual_seed(seed)
+    output = model.generate(
+        **given,
+        stopping_criteria=transformers.StoppingCriteriaList(criteria),
+        logits_processor=transformers.LogitsProcessorList([DelaysMain(seed)]),
+    )
+    return output, torch.cuda.get_rng_state()
+
+
+WHOLE = {"return_dict_in_generate": True, "output_scores": True}
+
+
+def assert_alike(expected: Any, output: Any) -> None:
+    assert torch.equal(expected.sequences, output.sequences)
+    assert len(expected.scores) == len(output.scores)
+    assert int(expected.past_key_values.get_seq_length()) == int(output.past_key_values.get_seq_length())
+
+
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: int):
-    model = tiny_models.model("llama").to("cuda")
-    try:
-        inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2], "left", seed).items()}
-        # No compilation: a graph captured under random delays says nothing more than the loop does.
-        settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "disable_compile": True}
-        outputs = []
-        for way in ({}, {"custom_generate": generation.generate, "max_in_flight": 1 + seed % 3}):
-            torch.manual_seed(seed)
-            outputs.append(
-                model.generate(
-                    **inputs,
-                    **settings,
-                    **way,
-                    cache_implementation=cache,
-                    return_dict_in_generate=True,
-                    output_scores=True,
-                    stopping_criteria=transformers.StoppingCriteriaList([Delays(seed)]),
-                    logits_processor=transformers.LogitsProcessorList([DelaysMain(seed)]),
-                )
-            )
-            outputs.append(torch.cuda.get_rng_state())
-        expected, state, output, state_after = outputs
-        assert torch.equal(expected.sequences, output.sequences)
-        assert len(expected.scores) == len(output.scores)
-        assert int(expected.past_key_values.get_seq_length()) == int(output.past_key_values.get_seq_length())
-        assert torch.equal(state, state_after)
-    finally:
-        model.to("cpu")
+    # No compilation: a graph captured under random delays says nothing more than the loop does.
+    settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "disable_compile": True}
+    settings |= {"cache_implementation": cache, **WHOLE, **prompts([3, 1, 4, 2], seed)}
+    with on_gpu("llama") as model:
+        (expected, state), (output, state_after) = (
+            delayed(model, seed, Delays(seed), **settings, **way)
+            for way in ({}, {"custom_generate": generation.generate, "max_in_flight": 1 + seed % 3})
+        )
+    assert_alike(expected, output)
+    assert torch.equal(state, state_after)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -75,22 +92,12 @@ def test_the_same_tokens_under_random_delays(cache: str, do_sample: bool, seed: 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("ends", [[2], [2, 5]])
 def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int, poll_every: int, seed: int):
-    model = tiny_models.model("llama").to("cuda")
-    try:
-        inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2][:batch], "left", seed).items()}
-        settings = {"max_new_tokens": 40, "do_sample": True, "eos_token_id": ends}
-        late = {"custom_generate": generation.generate, "poll_every": poll_every, "max_in_flight": 1 + seed % 3}
-        outputs = []
-        for way in ({}, late):
-            torch.manual_seed(seed)
-            delays = transformers.LogitsProcessorList([DelaysMain(seed)])
-            outputs.append(model.generate(**inputs, **settings, **way, logits_processor=delays))
-            outputs.append(torch.cuda.get_rng_state())
-        expected, state, output, state_after = outputs
-        assert torch.equal(expected, output)
-        assert torch.equal(state, state_after)
-    finally:
-        model.to("cpu")
+    settings = {"max_new_tokens": 40, "do_sample": True, "eos_token_id": ends, **prompts([3, 1, 4, 2][:batch], seed)}
+    late = {"custom_generate": generation.generate, "poll_every": poll_every, "max_in_flight": 1 + seed % 3}
+    with on_gpu("llama") as model:
+        (expected, state), (output, state_after) = (delayed(model, seed, **settings, **way) for way in ({}, late))
+    assert torch.equal(expected, output)
+    assert torch.equal(state, state_after)
 
 
 def test_no_step_makes_the_host_wait_for_the_device():
@@ -130,16 +137,13 @@ class RefusesSyncs(transformers.LogitsProcessor):
 
 def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any) -> None:
     """The tokens are stock's, and from that length on no step waits, which stock's does and is refused for."""
-    prompts = tiny_models.prompts([4, 2] if padded else [4, 4])
-    inputs = {name: each.cuda() for name, each in prompts.items()}
     settings |= {"max_new_tokens": 20, "eos_token_id": tiny_models.VOCABULARY}
+    settings |= prompts([4, 2] if padded else [4, 4])
 
     def run(*processors: RefusesSyncs, **way: Any) -> torch.Tensor:
         torch.manual_seed(0)
         try:
-            return model.generate(
-                **inputs, **settings, **way, logits_processor=transformers.LogitsProcessorList(processors)
-            )
+            return model.generate(**settings, **way, logits_processor=transformers.LogitsProcessorList(processors))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -155,14 +159,13 @@ def check_no_step_waits(model: Any, first: int, *, padded: bool, **settings: Any
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_no_step_of_generate_waits_with_sdpa_and_a_dynamic_cache(kind: str, padded: bool, do_sample: bool):
-    model = tiny_models.model(kind).to("cuda")
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    try:
-        check_no_step_waits(model, 6, padded=padded, do_sample=do_sample)
-    finally:
-        model.set_attn_implementation(attention)
-        model.to("cpu")
+    with on_gpu(kind) as model:
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        try:
+            check_no_step_waits(model, 6, padded=padded, do_sample=do_sample)
+        finally:
+            model.set_attn_implementation(attention)
 
 
 @pytest.fixture
@@ -178,31 +181,18 @@ def compiled_model(request: pytest.FixtureRequest) -> Any:
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_the_same_tokens_where_transformers_compiles_the_step(compiled_model: Any, do_sample: bool):
     """Steps are CUDA graphs, whose outputs the next one overwrites; surplus steps are undone in the cache."""
-    inputs = {name: each.cuda() for name, each in tiny_models.prompts([3, 1, 4, 2]).items()}
-    settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], "output_scores": True}
+    settings = {"max_new_tokens": 30, "do_sample": do_sample, "eos_token_id": [2, 5], **WHOLE}
+    settings |= {"cache_implementation": "static", **prompts([3, 1, 4, 2])}
 
     def run(seed: int, **way: Any) -> tuple[Any, torch.Tensor]:
-        torch.manual_seed(seed)
-        late = [Delays(seed)], [DelaysMain(seed)]
-        output = compiled_model.generate(
-            **inputs,
-            **settings,
-            **way,
-            cache_implementation="static",
-            return_dict_in_generate=True,
-            stopping_criteria=transformers.StoppingCriteriaList(late[0]),
-            logits_processor=transformers.LogitsProcessorList(late[1]),
-        )
-        return output, torch.cuda.get_rng_state()
+        return delayed(compiled_model, seed, Delays(seed), **settings, **way)
 
     run(0)  # compiles
     for seed in range(5):
         (expected, state), (output, state_after) = run(seed), run(seed, custom_generate=generation.generate)
-        assert torch.equal(expected.sequences, output.sequences)
-        assert len(expected.scores) == len(output.scores)
+        assert_alike(expected, output)
         for one, other in zip(expected.scores, output.scores, strict=True):
             assert torch.equal(one, other)
-        assert int(expected.past_key_values.get_seq_length()) == int(output.past_key_values.get_seq_length())
         assert torch.equal(state, state_after)
     assert hasattr(compiled_model, "_compiled_call"), "transformers compiled nothing"
 
