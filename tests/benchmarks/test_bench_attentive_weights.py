@@ -1,7 +1,5 @@
 """Attentive weights: they show what attention does, and hide what rounding does."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import pytest

@@ -1,7 +1,5 @@
 """vLLM's defaults in plans."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Host time by phase: what a result keeps of an audit, and the table of all audits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

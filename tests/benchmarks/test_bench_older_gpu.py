@@ -1,7 +1,5 @@
 """FlashInfer's choice of an older GPU's kernels."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Whether each release takes the command lines of its servers and of its client, by its own source; nothing runs."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of turns, and that a run can be broken off and taken up again; the engines are made up."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The parts of a served plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics

@@ -1,7 +1,5 @@
 """A served plan's order, its failures, and that a run can be broken off and taken up again; nothing of vLLM runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

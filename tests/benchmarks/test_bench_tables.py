@@ -1,7 +1,5 @@
 """Tables of documents and figures, from results."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

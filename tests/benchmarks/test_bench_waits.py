@@ -1,7 +1,5 @@
 """What waits, by feature: the cases, and in which order, how often and for how long they are run; engines are fakes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

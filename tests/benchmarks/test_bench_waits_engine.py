@@ -1,7 +1,5 @@
 """What waits, by feature: the engine's side, with a vLLM that is a fake."""
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What waits, by feature: its table, and its page, which is there once there is a result of a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

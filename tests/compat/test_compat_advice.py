@@ -11,7 +11,7 @@ from vllm_async_spec.compat.advice import IN_PLACE, IN_TURN, WITHOUT_TRITON, WRO
 FAULTY = [kind for kind in planted.PLANTED if kind.fault is not None and kind is not planted.OnlyCapture]
 
 
-@pytest.mark.parametrize("kind", FAULTY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", FAULTY)
 def test_every_fault_says_what_to_use_instead(kind: type[planted.Builder]):
     found = checked(kind, kind.case)
     faults = [fault for faults in found.faults.values() for fault in faults]

@@ -26,7 +26,7 @@ from vllm_async_spec.compat.results import Need
 from vllm_async_spec.compat.simulated_device import HostDevice, SimulatedDevice
 
 
-@pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", planted.CLEAN)
 def test_a_clean_builder_passes_with_every_batch(kind: type[planted.Builder]):
     found = checked(kind)
     assert found.faults == {}
@@ -36,7 +36,7 @@ def test_a_clean_builder_passes_with_every_batch(kind: type[planted.Builder]):
     assert all(case.unsteady == () for case in found.cases)
 
 
-@pytest.mark.parametrize("kind", planted.PLANTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", planted.PLANTED)
 def test_a_planted_fault_is_caught(kind: type[planted.Builder]):
     found = checked(kind, kind.case)
     assert found.cases[0].need is kind.need
@@ -309,9 +309,7 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED])
 def test_on_a_gpu_the_same_builders_are_found_to_be_the_same(kind: type[planted.Builder]):
     found = check(subject(kind), CudaDevice(), cases=[NAMED[kind.case]], device_name="cuda")
     if kind is planted.UnfencedCopy:

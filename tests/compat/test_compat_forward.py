@@ -37,7 +37,7 @@ def subject(kind: type[planted.Right], device: Device) -> Subject:
     return third_party_subject(f"compat_attention:{kind.__name__}", device)
 
 
-@pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", planted.CLEAN)
 def test_a_right_backend_is_right_with_every_batch_whatever_the_host_is_told(kind: type[planted.Right]):
     names = list(NAMED) if kind is planted.Right else ["mixed", "padded rows", "capture, K + 1"]
     found = attended(kind, *names)
@@ -50,7 +50,7 @@ def test_a_right_backend_is_right_with_every_batch_whatever_the_host_is_told(kin
     assert {each.not_run for case in found.cases if case.capture for each in case.attended} <= {forward._CAPTURE}
 
 
-@pytest.mark.parametrize("kind", planted.FAULTY, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", planted.FAULTY)
 def test_a_fault_that_only_attending_shows_is_caught(kind: type[planted.Right]):
     device = SimulatedDevice()
     cases = [NAMED["spec K + 1"]]
@@ -266,9 +266,7 @@ def test_latent_attention_is_right_but_for_drafts_on_the_prefill_path_of_stock_v
     assert ragged.startswith(f"exact lengths True, upper bound {way == 'plugin'}")
 
 
-@pytest.mark.parametrize(
-    "kind", [planted.Right, planted.LongestForAll, planted.Warns, planted.Compiles], ids=lambda kind: kind.__name__
-)
+@pytest.mark.parametrize("kind", [planted.Right, planted.LongestForAll, planted.Warns, planted.Compiles])
 def test_what_is_done_on_a_gpu_is_done_without_one_too(kind: type[planted.Right], monkeypatch: pytest.MonkeyPatch):
     without_cuda(monkeypatch)
     for part in (planted.Compiles.builder, planted.Compiles.impl):
@@ -305,7 +303,7 @@ def test_a_default_device_works_while_it_is_watched_and_afterwards(monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.FAULTY])
 def test_on_a_gpu_the_same_backends_are_found_to_be_the_same(kind: type[planted.Right]):
     found = attended(kind, "spec K + 1", "mixed", device=CudaDevice())
     assert found.not_attended is None

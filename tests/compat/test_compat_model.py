@@ -20,7 +20,7 @@ PLANTED = (
 )
 
 
-@pytest.mark.parametrize("kind", [planted.AllRight, planted.CutAndBounded], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [planted.AllRight, planted.CutAndBounded])
 def test_what_is_as_it_was_given_is_right(kind: type[planted.AllRight]):
     found = checked(kind)
     assert found.passed, found.explain()

@@ -6,8 +6,6 @@ vLLM's variables for data parallelism say which engine this is, and where the en
 the two collectives by which they exchange tokens of experts. Here gloo lends them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Engines of several processes, one for each arm, at once: what they served, or the words in which they failed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

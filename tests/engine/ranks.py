@@ -3,8 +3,6 @@
 python tests/engine/ranks.py --target DIR --draft DIR --out FILE --options '{"tensor_parallel_size": 2}'
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

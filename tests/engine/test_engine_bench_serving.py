@@ -1,7 +1,5 @@
 """`python -m benchmarks serve serve-tiny`, cut short: real servers and vLLM's own client, on vLLM's CPU platform."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two engines that divide experts, with the V1 runner: tokens, agreements of each step, and no start that hangs."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Engines of several ranks: tokens, each rank's decisions and counts, and no start that hangs; `-m gpu` on GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -162,7 +162,7 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("kind", decode_tail.OF_SCORES_ALONE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", decode_tail.OF_SCORES_ALONE)
 def test_a_processor_of_scores_alone_is_one(kind: type):
     processor = kind(*PROCESSORS[kind.__name__])
     scores, other = torch.randn(2, 3, 50)

@@ -1,7 +1,5 @@
 """Interleaved generations of several threads on one device, which share its two streams; see `CudaSlots`."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait

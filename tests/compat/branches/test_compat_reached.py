@@ -94,7 +94,7 @@ def test_a_method_of_the_step_that_no_batch_reached_is_told():
     assert told(found) == told_in(unreached.NoDrafts)
 
 
-@pytest.mark.parametrize("kind", planted.CLEAN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", planted.CLEAN)
 def test_a_builder_of_which_all_ran_is_shown_clean(kind: type[planted.Builder]):
     found = checked(kind)
     assert found.shown_clean

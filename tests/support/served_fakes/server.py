@@ -1,7 +1,5 @@
 """Stands in for `benchmarks.serving.server`: no vLLM, and faults as `faults.json` says (see `served`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
