@@ -7,7 +7,6 @@ On a CPU, which has no CUDA graphs, `graphs` gives linear attention what they re
 wherever vLLM takes a step for decoding.
 """
 
-import copy
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from linear_graphs import captured, noting, writes_as_for_graphs
 
 from benchmarks.options import LOAD_FORMAT, model_options
 from benchmarks.soak.soaks import SOAKS
@@ -37,7 +37,9 @@ PROMPTS = {STEP: True, CHUNK + STEP: True, CHUNK: False, 9: False, CHUNK + STEP 
 def found(way: str, environment: Mapping[str, str]) -> dict[int, list[int]]:
     """The answers to `PROMPTS` by their length. RuntimeError: the process printed none."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    own["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1]), *filter(None, [environment.get("PYTHONPATH")])])
+    own["PYTHONPATH"] = os.pathsep.join(
+        [str(HERE.parents[1]), str(HERE), *filter(None, [environment.get("PYTHONPATH")])]
+    )
     command = [sys.executable, __file__, way]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **own}, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
@@ -65,41 +67,18 @@ def replay(runner: Any, changes: Transaction) -> None:
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 
     dispatcher, build = runner.cudagraph_dispatcher, GDNAttentionMetadataBuilder.build
-    dispatch = dispatcher.dispatch
-    decodes = False
-
-    def dispatched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal decodes
-        decodes = kwargs["uniform_decode"]
-        return dispatch(*args, **kwargs)
+    decodes: list[bool] = []
 
     def built(self: Any, common_prefix_len: int, batch: Any, *args: Any, **kwargs: Any) -> Any:
         made = build(self, common_prefix_len, batch, *args, **kwargs)
-        return captured(self, made, batch.num_reqs) if decodes else made
+        return captured(self, made, batch.num_reqs) if decodes[-1] else made
 
     for group in (group for groups in runner.attn_groups for group in groups):
         builder = group.get_metadata_builder(0)
         if isinstance(builder, GDNAttentionMetadataBuilder):
-            builder.use_full_cuda_graph = True  # so that it writes to its own tensors
-            for tensor in (builder.spec_state_indices_tensor, builder.num_accepted_tokens):
-                tensor.zero_()  # as of a capture
-    changes.set(dispatcher, "dispatch", dispatched)
+            writes_as_for_graphs(builder)
+    changes.set(dispatcher, "dispatch", noting(dispatcher.dispatch, decodes))
     changes.set(GDNAttentionMetadataBuilder, "build", built)
-
-
-def captured(builder: Any, made: Any, requests: int) -> Any:
-    """The metadata with which a graph of this batch size was captured."""
-    starts = torch.arange(requests + 1, dtype=torch.int32) * STEP
-    graph = copy.copy(made)
-    graph.num_prefills = graph.num_prefill_tokens = graph.num_decodes = graph.num_decode_tokens = 0
-    graph.num_spec_decodes, graph.num_spec_decode_tokens = requests, requests * STEP
-    graph.spec_state_indices_tensor = builder.spec_state_indices_tensor[:requests]
-    graph.num_accepted_tokens = builder.num_accepted_tokens[:requests]
-    graph.spec_query_start_loc, graph.spec_sequence_masks = starts, torch.ones(requests, dtype=torch.bool)
-    graph.spec_token_indx = torch.arange(requests * STEP, dtype=torch.int32)
-    graph.non_spec_token_indx = graph.spec_token_indx[:0]
-    graph.non_spec_query_start_loc = graph.non_spec_state_indices_tensor = graph.has_initial_state = None
-    return graph
 
 
 def main() -> None:

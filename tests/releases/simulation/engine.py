@@ -87,11 +87,12 @@ class Engine:
 
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256) if self.shape.prefix_caching else None
+        cache = kv_cache(self.shape)
         self.scheduler = AsyncScheduler(
             vllm_config=self.config,
-            kv_cache_config=kv_cache(self.shape),
+            kv_cache_config=cache,
             structured_output_manager=manager(self.config),
-            block_size=BLOCK,
+            block_size=max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
             log_stats=False,
         )
 
@@ -110,19 +111,22 @@ class Engine:
         if self.shape.long_drafter:
             runner.effective_drafter_max_model_len = 2 * LONGEST
         groups = kv_cache(self.shape)
-        slots = self.shape.blocks * BLOCK
-        runner.model = Target(self.gpu, slots, BLOCK, LAYERS, self._saw)
+        runner.model = self._target()
         runner.kv_cache_config = groups
         backend = SimpleNamespace(forward_includes_kv_cache_update=True, get_name=lambda: "FLASH_ATTN")
         runner.attn_groups = [
             [
                 AttentionGroup(
-                    backend, list(group.layer_names), group.kv_cache_spec, number, metadata_builders=[Builder()]
+                    backend,
+                    list(group.layer_names),
+                    group.kv_cache_spec,
+                    number,
+                    metadata_builders=[self._builder(group.kv_cache_spec)],
                 )
             ]
             for number, group in enumerate(groups.kv_cache_groups)
         ]
-        sizes = {"kernel_block_sizes": [BLOCK] * len(groups.kv_cache_groups)}
+        sizes = {"kernel_block_sizes": [group.kv_cache_spec.block_size for group in groups.kv_cache_groups]}
         known = inspect.signature(runner.may_reinitialize_input_batch).parameters
         runner.may_reinitialize_input_batch(groups, **{name: sizes[name] for name in sizes if name in known})
         self._make_drafter(runner.drafter, backend, groups.kv_cache_groups[0].kv_cache_spec)
@@ -140,11 +144,21 @@ class Engine:
 
         runner._prepare_inputs, runner._update_states = prepare_inputs, update_states
 
+    def _target(self) -> Any:
+        return Target(self.gpu, self.shape.blocks * BLOCK, BLOCK, LAYERS, self._saw)
+
+    def _draft(self) -> Any:
+        return Draft(self.gpu, self.shape.blocks * BLOCK, BLOCK, [DRAFT_LAYER], self._saw)
+
+    def _builder(self, spec: Any) -> Any:
+        """The metadata builder of a KV cache group."""
+        return Builder()
+
     def _make_drafter(self, drafter: Any, backend: Any, spec: Any) -> None:
         """What `load_model` and `initialize_attn_backend` do to it; releases have different ones of these names."""
         from vllm.v1.worker.utils import AttentionGroup
 
-        drafter.model = Draft(self.gpu, self.shape.blocks * BLOCK, BLOCK, [DRAFT_LAYER], self._saw)
+        drafter.model = self._draft()
         builder = Builder()
         builder.kv_cache_spec = spec
         drafter.attn_metadata_builder = builder

@@ -18,30 +18,40 @@ from simulation.wishes import PLAIN, RANKED, VOCABULARY, Wishes
 
 WINDOW = 20
 """Keys that the second KV cache group sees."""
-_PRIME = 1_000_003
+PRIME = 1_000_003
 
 
-def _entries(tokens: Any, positions: Any) -> Any:
+def entries_of(tokens: Any, positions: Any) -> Any:
     return np.where(positions == 0, 0, (tokens * 7919 + positions * 104_729 + 13) % 65_521)
 
 
-def _sums(entries: Any, first: int) -> tuple[int, int]:
+def sums(entries: Any, first: int) -> tuple[int, int]:
     """All keys up to the last and those in the window, each weighed by its place; `first` is the place of the first."""
     weighed = entries * (np.arange(len(entries)) + first + 3)
     return int(weighed.sum()), int(weighed[max(0, len(entries) - WINDOW) :].sum())
 
 
 def _token(full: int, window: int) -> int:
-    return (full * 31 + window * 17) % _PRIME % VOCABULARY
+    return (full * 31 + window * 17) % PRIME % VOCABULARY
 
 
 def greedy(
-    prompt: Sequence[int], count: int, stop: int, longest: int, wishes: Wishes = PLAIN, *, stops: bool = True
+    prompt: Sequence[int],
+    count: int,
+    stop: int,
+    longest: int,
+    wishes: Wishes = PLAIN,
+    *,
+    stops: bool = True,
+    following: Callable[[Any], int] = lambda entries: _token(*sums(entries, 0)),
 ) -> list[int]:
-    """The tokens that follow a prompt: up to `count`, or to `stop` if it `stops`, or to a sequence of `longest`."""
+    """The tokens that follow a prompt: up to `count`, or to `stop` if it `stops`, or to a sequence of `longest`.
+
+    `following`: the next token, by all keys.
+    """
     tokens, outputs = list(prompt), list[int]()
     while len(outputs) < count and len(tokens) < longest:
-        token = _token(*_sums(_entries(np.array(tokens), np.arange(len(tokens))), 0))
+        token = following(entries_of(np.array(tokens), np.arange(len(tokens))))
         if wishes is not PLAIN:
             token = wishes.token(token, prompt, outputs, stop)
         tokens.append(token)
@@ -156,10 +166,10 @@ class Target(_Model):
         return self._forward("target", input_ids, positions, 8, [metadata[layer] for layer in self.layers])
 
     def _kept(self, tokens: Any, places: Any) -> Any:
-        return _entries(tokens, places)
+        return entries_of(tokens, places)
 
     def _next(self, keys: Any) -> int:
-        return _token(_sums(keys[0], 0)[0], _sums(keys[-1], 0)[1])
+        return _token(sums(keys[0], 0)[0], sums(keys[-1], 0)[1])
 
 
 class Draft(_Model):
@@ -178,8 +188,8 @@ class Draft(_Model):
         return hidden, hidden
 
     def _kept(self, tokens: Any, places: Any) -> Any:
-        return _entries(tokens, places + 1)
+        return entries_of(tokens, places + 1)
 
     def _next(self, keys: Any) -> int:
-        full, window = _sums(keys[0], 1)
+        full, window = sums(keys[0], 1)
         return _token(full, window) if full % 97 >= self.wrong else (_token(full, window) + 1) % VOCABULARY

@@ -152,8 +152,8 @@ def _min_tokens(choose: random.Random, prompt: list[int], count: int, drafts: in
     raise RuntimeError("no stop token can wait")
 
 
-def run(runner_class: Any, schedule: Schedule, *, late: bool) -> Engine:
-    engine = Engine(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
+def run(runner_class: Any, schedule: Schedule, *, late: bool, kind: type[Engine] = Engine) -> Engine:
+    engine = kind(runner_class, schedule.shape, random.Random(schedule.seed) if late else None)
     play(schedule, engine)
     return engine
 

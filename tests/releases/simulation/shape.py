@@ -26,7 +26,8 @@ class Shape:
 
     `kept`: tokens that the scheduler keeps of a window beyond those that the model sees; it frees blocks by lengths in
     which drafts in flight count. `long_drafter`: a drafter that never stops for the length, where bounds would stop it
-    early. `axes`: M-RoPE's three axes, which are alike for a text.
+    early. `axes`: M-RoPE's three axes, which are alike for a text. `states`: the second KV cache group is of linear
+    attention, and keeps a state for each draft; see `hybrid`.
     """
 
     drafts: int = 3
@@ -37,6 +38,7 @@ class Shape:
     kept: int = 12
     long_drafter: bool = True
     axes: bool = False
+    states: bool = False
 
 
 def configuration(shape: Shape) -> Any:
@@ -68,12 +70,22 @@ def configuration(shape: Shape) -> Any:
 
 
 def kv_cache(shape: Shape) -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    second: Any = SlidingWindowSpec(**sizes, sliding_window=WINDOW + shape.kept)
+    if shape.states:
+        kinds = {"shapes": ((3, 24), (4, 8, 8)), "dtypes": (torch.bfloat16,) * 2}
+        second = MambaSpec(block_size=LONGEST, num_speculative_blocks=shape.drafts, **kinds)
     groups = [
         KVCacheGroupSpec([LAYERS[0], DRAFT_LAYER], FullAttentionSpec(**sizes)),
-        KVCacheGroupSpec([LAYERS[1]], SlidingWindowSpec(**sizes, sliding_window=WINDOW + shape.kept)),
+        KVCacheGroupSpec([LAYERS[1]], second),
     ]
     return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
