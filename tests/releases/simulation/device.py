@@ -188,8 +188,10 @@ def _dispatch(gpu: Gpu, func: Any, args: Any, kwargs: Any) -> Any:
         view = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         writes = next(leaf.writes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
         return tree_map(lambda leaf: DeviceTensor(leaf, gpu, writes) if isinstance(leaf, torch.Tensor) else leaf, view)
-    needs_shape = func in _SHAPES or (
-        func in _INDEX and any(i is not None and i.dtype is torch.bool and i.ndim for i in args[1])
+    needs_shape = (
+        func in _SHAPES
+        or (func is _ATEN.repeat_interleave.Tensor and kwargs.get("output_size") is None)
+        or (func in _INDEX and any(i is not None and i.dtype is torch.bool and i.ndim for i in args[1]))
     )
     if needs_shape and func is not _ATEN.index_put_.default:
         gpu.wait(func.__name__)

@@ -114,18 +114,24 @@ class HybridDraft(Draft):
         return (seen if sums(keys[0], 1)[0] % 97 >= self.wrong else seen + 1) % VOCABULARY
 
 
+def _hybrids() -> Any:
+    from vllm.config import ModelConfig
+
+    return mock.patch.object(ModelConfig, "is_hybrid", True)
+
+
 class HybridEngine(Engine):
     """The engine of a hybrid; its shape has `states`."""
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
-        from vllm.config import ModelConfig
-
-        with super()._active(), mock.patch.object(ModelConfig, "is_hybrid", True):
+        # The configuration is made for a model that is no hybrid.
+        with super()._active(), _hybrids() if hasattr(self, "config") else contextlib.nullcontext():
             yield
 
     def _make_runner(self, runner_class: Any) -> None:
-        super()._make_runner(runner_class)
+        with _hybrids():
+            super()._make_runner(runner_class)
         runner, decodes = self.runner, list[bool]()
         runner.model.builder, runner.model.decodes = self._linear, decodes
         runner.cudagraph_dispatcher.dispatch = noting(runner.cudagraph_dispatcher.dispatch, decodes)
