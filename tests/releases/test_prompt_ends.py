@@ -37,10 +37,11 @@ def decodes(
     forced: bool | None = None,
     hybrid: bool = True,
     drafts: int = DRAFT_TOKENS,
+    pipeline: int = 1,
 ) -> bool:
     """Whether the runner takes a step for one that decodes; `rows` has the drafts of each, and all have as many tokens.
 
-    `forced` is vLLM's own answer in a dummy run.
+    `forced` is vLLM's own answer in a dummy run. `pipeline`: stages, with sequence parallelism.
     """
     asked: list[bool] = []
 
@@ -48,7 +49,7 @@ def decodes(
         asked.append(given["uniform_decode"])
         return SimpleNamespace(name="NONE"), SimpleNamespace(num_tokens=given["num_tokens"])
 
-    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=1, tensor_parallel_size=1, pipeline_parallel_size=pipeline)
     names = {"_pad_for_sequence_parallelism": lambda self, tokens: tokens}
     runner: Any = object.__new__(type("Runner", (runner_class,), names))
     runner.uniform_decode_query_len, runner.num_spec_tokens = drafts + 1, drafts
@@ -59,7 +60,9 @@ def decodes(
         parallel,
         SimpleNamespace(parallel_config=parallel, observability_config=SimpleNamespace(cudagraph_metrics=False)),
     )
-    runner.compilation_config = SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False), cudagraph_mode=None)
+    runner.compilation_config = SimpleNamespace(
+        pass_config=SimpleNamespace(enable_sp=pipeline > 1), cudagraph_mode=None
+    )
     scheduled = {str(row): [-1] * count for row, count in enumerate(rows) if count}
     note_drafts(runner, SimpleNamespace(scheduled_spec_decode_tokens=scheduled))
     forcing = {} if forced is None else {"force_uniform_decode": forced}
@@ -102,6 +105,7 @@ def test_all_else_is_vllms(mended: Any):
     assert decodes(mended, ENDING, forced=True), "a dummy run"
     assert not decodes(mended, DECODING, forced=False)
     assert decodes(mended, [0, 0], drafts=0), "without speculative decoding"
+    assert decodes(mended, ENDING, pipeline=2), "the worker asks before the step, for the same answer"
 
 
 def test_the_builder_leaves_an_older_step_where_graphs_read(stock: Any, release: str, make_common_metadata: Any):

@@ -14,7 +14,13 @@ import numpy.typing as npt
 import torch
 
 from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch, SpecDecodeMetadata
-from vllm_async_spec.vllm_plugin.upstream_config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm_async_spec.vllm_plugin.upstream_config import (
+    CacheConfig,
+    CompilationConfig,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+)
 
 
 class EngineArgs(Protocol):
@@ -183,6 +189,8 @@ class DispatchingRunner(Protocol):
     """`GPUModelRunner` of the V1 runner, as it chooses a step's CUDA graph."""
 
     model_config: ModelConfig
+    parallel_config: ParallelConfig
+    compilation_config: CompilationConfig
     num_spec_tokens: int
     """Most drafts of a request; 0 without speculative decoding."""
 

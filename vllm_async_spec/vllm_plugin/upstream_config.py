@@ -80,9 +80,17 @@ class CudagraphMode(Protocol):
         """Whether some graphs hold a whole forward."""
 
 
+class PassConfig(Protocol):
+    """Passes of the compiler."""
+
+    enable_sp: bool
+    """Whether ranks of tensor parallelism divide a step's tokens."""
+
+
 class CompilationConfig(Protocol):
     """Compilation and CUDA graphs."""
 
+    pass_config: PassConfig
     cudagraph_mode: CudagraphMode
     max_cudagraph_capture_size: int | None
     """Tokens of the largest graph."""

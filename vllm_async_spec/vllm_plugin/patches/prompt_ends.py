@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from vllm_async_spec.vllm_plugin.upstream_batch import DispatchingRunner
 
 
+def _mends(runner: DispatchingRunner) -> bool:
+    # With pipeline and sequence parallelism the worker asks before the step, and needs the answer that the runner gets.
+    asked_before = runner.parallel_config.pipeline_parallel_size > 1 and runner.compilation_config.pass_config.enable_sp
+    return runner.model_config.is_hybrid and not asked_before
+
+
 def _apply(transaction: Transaction, module: ModuleType) -> None:
     runner_class = module.GPUModelRunner
     update, determine = runner_class._update_states, runner_class._determine_batch_execution_and_padding
@@ -37,7 +43,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     ) -> object:
         # vLLM forces an answer in dummy runs. Without drafts a step of one token each decodes, whatever it is of.
         if force_uniform_decode is None and self.num_spec_tokens and drafting.get(self, num_reqs) < num_reqs:
-            force_uniform_decode = False if self.model_config.is_hybrid else None
+            force_uniform_decode = False if _mends(self) else None
         return determine(self, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode, **more)
 
     transaction.set(runner_class, "_update_states", _update_states)
