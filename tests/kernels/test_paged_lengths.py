@@ -1,15 +1,12 @@
 """The kernels that put exact lengths into FlashInfer's plans, against their references."""
 
-import importlib
-import sys
-from collections.abc import Iterator
+import itertools
 
-import pytest
 import torch
+from interpreted import compare_on_a_gpu_or_interpreted
 from torch.nn.functional import pad
 
 from vllm_async_spec.kernels import (
-    paged_lengths,
     set_chunks,
     set_chunks_reference,
     set_last_page_lens,
@@ -24,28 +21,25 @@ from vllm_async_spec.kernels.triton_kernels import kernels_of
 PAGE = 16
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where the Triton kernels run: without a GPU in Triton's interpreter, which they choose when they are imported."""
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    # Triton's own functions were made when it was imported, before that was set.
-    interpreted = importlib.import_module("triton.runtime.interpreter").InterpretedFunction
-    if not isinstance(triton.language.sum, interpreted):
-        monkeypatch.setattr(triton.language, "sum", interpreted(triton.language.sum.fn))
-    sys.modules.pop("vllm_async_spec.kernels.paged_lengths_triton", None)
-    kernels_of.cache_clear()
-    assert kernels_of(paged_lengths.__name__).work_lens.__class__.__name__ == "InterpretedFunction"
-    yield "cpu"
-    kernels_of.cache_clear()
-    del sys.modules["vllm_async_spec.kernels.paged_lengths_triton"]
+def test_the_kernels_equal_their_references():
+    compare_on_a_gpu_or_interpreted(compare_kernels)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 256, 300])
-def test_last_page_lens_equal_their_reference(batch: int, device: str):
+def compare_kernels(device: str) -> None:
+    if device == "cpu":
+        kernel = kernels_of("vllm_async_spec.kernels.paged_lengths").work_lens
+        assert type(kernel).__name__ == "InterpretedFunction"
+    for batch in (1, 7, 256, 300):
+        compare_last_page_lens(batch, device)
+    for batch, width in ((1, 1), (7, 40), (64, 600)):
+        compare_pages(batch, width, device)
+    for works in (1, 5, 256, 700):
+        compare_work_lens(works, device)
+    for batch, tokens, kept in itertools.product((1, 7, 64), (1, 4, 300), (False, True)):
+        compare_chunks(batch, tokens, kept, device)
+
+
+def compare_last_page_lens(batch: int, device: str) -> None:
     generator = torch.Generator().manual_seed(batch)
     exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
     bound = exact + torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32) * (exact > 0)
@@ -59,8 +53,7 @@ def test_last_page_lens_equal_their_reference(batch: int, device: str):
     assert torch.equal(got.cpu(), expected)
 
 
-@pytest.mark.parametrize(("batch", "width"), [(1, 1), (7, 40), (64, 600)])
-def test_pages_equal_their_reference(batch: int, width: int, device: str):
+def compare_pages(batch: int, width: int, device: str) -> None:
     generator = torch.Generator().manual_seed(batch)
     bound = torch.randint(0, width * PAGE + 1, (batch,), generator=generator, dtype=torch.int32)
     exact = (bound - torch.randint(0, 40, (batch,), generator=generator, dtype=torch.int32)).clamp(min=0)
@@ -78,13 +71,12 @@ def test_pages_equal_their_reference(batch: int, width: int, device: str):
     set_last_page_lens_reference(exact, indptr, PAGE, last)
     assert torch.equal(expected[1], last)
     got = [each.to(device) for each in outputs()]
-    on_device = torch.nn.functional.pad(table, (0, 5)).to(device)[:, :width]
+    on_device = pad(table, (0, 5)).to(device)[:, :width]
     set_pages(exact.to(device), on_device, indptr.to(device), PAGE, *got)
     assert [each.tolist() for each in got] == [each.tolist() for each in expected]
 
 
-@pytest.mark.parametrize("works", [1, 5, 256, 700])
-def test_work_lens_equal_their_reference(works: int, device: str):
+def compare_work_lens(works: int, device: str) -> None:
     generator = torch.Generator().manual_seed(works)
     exact = torch.randint(1, 200, (9,), generator=generator, dtype=torch.int32)
     requests = torch.randint(0, 9, (works + 3,), generator=generator, dtype=torch.int32)
@@ -98,10 +90,7 @@ def test_work_lens_equal_their_reference(works: int, device: str):
     assert torch.equal(got.cpu(), expected)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("tokens", [1, 4, 300])
-@pytest.mark.parametrize("batch", [1, 7, 64])
-def test_chunks_equal_their_reference(batch: int, tokens: int, kept: bool, device: str):
+def compare_chunks(batch: int, tokens: int, kept: bool, device: str) -> None:
     generator = torch.Generator().manual_seed(batch + tokens)
     exact = torch.randint(0, 200, (batch,), generator=generator, dtype=torch.int32)
     query_lens = torch.randint(0, tokens + 1, (batch,), generator=generator)

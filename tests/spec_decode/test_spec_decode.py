@@ -11,6 +11,7 @@ import torch
 from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.kernels import PagedGroup, StepInputs
 from vllm_async_spec.spec_decode import DeviceProgress, PolledEvent, RotatingBuffer
+from vllm_async_spec.streams import refuse_waits
 
 ROWS, PAGE, LONGEST, DRAFTS = 7, 16, 512, 3
 
@@ -261,9 +262,6 @@ def test_correcting_a_step_waits_for_nothing_on_a_late_device():
     torch.cuda._sleep(2_000_000_000)
     late = torch.cuda.Event()
     late.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        batches.correct(names, [batches.assumed[name] for name in names], [0] * len(names))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    computed = [batches.assumed[name] for name in names]
+    refuse_waits(lambda: batches.correct(names, computed, [0] * len(names)))
     assert not late.query()
