@@ -5,6 +5,7 @@ tests/releases compares vLLM's runners with stock's.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -78,47 +79,34 @@ def test_a_batch_that_goes_on_takes_its_tokens_from_the_device(runner_class: Any
     assert tokens == [token for row in range(rows) for token in (50 + row, *drafts[row])]
 
 
-def set_to(name: str, value: Any) -> Callable[[Any], None]:
-    *owners, last = name.split(".")
-
-    def change(runner: Any) -> None:
-        for owner in owners:
-            runner = getattr(runner, owner)
-        setattr(runner, last, value)
-
-    return change
-
-
-def no_change(runner: Any) -> None:
-    """The batch is another."""
-
-
-OTHERS: dict[str, tuple[Callable[[Any], None], list[int], list[int] | None]] = {
-    "a row without drafts": (no_change, [3, 0, 3], None),
-    "a row without drafts beside as many tokens": (no_change, [3, 0, 3], [4, 4, 4]),
-    "fewer drafts than tokens, after a failed load of keys": (no_change, [3, 2, 3], [4, 4, 4]),
-    "fewer drafts for all": (no_change, [2, 2, 2], None),
-    "a prompt's chunk beside drafts": (no_change, [3, 3, 0], [4, 4, 9]),
-    "more tokens than drafts": (no_change, [3, 3], [4, 5]),
-    "rows that changed places": (set_to("prev_positions.np", np.array([1, 0, 2, 3])), [3, 3], None),
-    "a request that was not in the last step": (set_to("prev_positions.np", np.array([0, -1, 2, 3])), [3, 3], None),
-    "a row that moved up": (set_to("prev_positions.np", np.array([0, 2, 3, -1])), [3, 3], None),
-    "no sampled tokens on the device": (set_to("input_batch.prev_sampled_token_ids", None), [3, 3], None),
-    "drafts on the host": (set_to("_draft_token_ids", [[1, 2, 3], [4, 5, 6]]), [3, 3], None),
-    "no drafts": (set_to("_draft_token_ids", None), [3, 3], None),
-    "no drafts were made": (set_to("_draft_token_ids", torch.empty(ROWS, 0, dtype=torch.int64)), [0, 0], None),
-    "prompt embeddings": (set_to("enable_prompt_embeds", True), [3, 3], None),
-    "tokens of another rank": (set_to("parallel_config.pipeline_parallel_size", 2), [3, 3], None),
+OTHERS: dict[str, tuple[dict[str, Any], list[int], list[int] | None]] = {
+    "a row without drafts": ({}, [3, 0, 3], None),
+    "a row without drafts beside as many tokens": ({}, [3, 0, 3], [4, 4, 4]),
+    "fewer drafts than tokens, after a failed load of keys": ({}, [3, 2, 3], [4, 4, 4]),
+    "fewer drafts for all": ({}, [2, 2, 2], None),
+    "a prompt's chunk beside drafts": ({}, [3, 3, 0], [4, 4, 9]),
+    "more tokens than drafts": ({}, [3, 3], [4, 5]),
+    "rows that changed places": ({"prev_positions.np": np.array([1, 0, 2, 3])}, [3, 3], None),
+    "a request that was not in the last step": ({"prev_positions.np": np.array([0, -1, 2, 3])}, [3, 3], None),
+    "a row that moved up": ({"prev_positions.np": np.array([0, 2, 3, -1])}, [3, 3], None),
+    "no sampled tokens on the device": ({"input_batch.prev_sampled_token_ids": None}, [3, 3], None),
+    "drafts on the host": ({"_draft_token_ids": [[1, 2, 3], [4, 5, 6]]}, [3, 3], None),
+    "no drafts": ({"_draft_token_ids": None}, [3, 3], None),
+    "no drafts were made": ({"_draft_token_ids": torch.empty(ROWS, 0, dtype=torch.int64)}, [0, 0], None),
+    "prompt embeddings": ({"enable_prompt_embeds": True}, [3, 3], None),
+    "tokens of another rank": ({"parallel_config.pipeline_parallel_size": 2}, [3, 3], None),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_batches_run_vllms_function(runner_class: Any, name: str):
-    change, counts, lengths = OTHERS[name]
+    changes, counts, lengths = OTHERS[name]
     runner = runner_class()
     prepare(runner, [DRAFTS] * ROWS)
     before = runner.input_ids.gpu.clone()
-    change(runner)
+    for path, value in changes.items():
+        *owners, last = path.split(".")
+        setattr(functools.reduce(getattr, owners, runner), last, value)
     prepare(runner, counts, lengths)
     assert runner.calls == ["tokens"]
     assert torch.equal(runner.input_ids.gpu, before)
@@ -134,10 +122,11 @@ def test_the_number_of_drafts_may_change_from_step_to_step(runner_class: Any):
     assert runner.calls == []
 
 
-def indices(runner: Any, counts: Sequence[int], lengths: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+def indices(
+    calculate: Callable[[Any, Any], Any], counts: Sequence[int], lengths: Sequence[int] | None = None
+) -> tuple[list[int], list[int]]:
     drafts = np.array(counts, dtype=np.int32)
-    ends = np.cumsum(drafts + 1 if lengths is None else lengths, dtype=np.int32)
-    made = runner._calc_spec_decode_metadata(drafts, ends)
+    made = calculate(drafts, np.cumsum(drafts + 1 if lengths is None else lengths, dtype=np.int32))
     return made.logits_indices.tolist(), made.draft_token_ids.tolist()
 
 
@@ -158,12 +147,11 @@ def test_kept_indices_are_those_that_vllm_would_make(runner_class: Any):
     for number, (counts, lengths) in enumerate(step for step in STEPS for _ in range(3)):
         for each in (runner, other):  # the second runner has other tokens, and the batch of the step before
             each.input_ids.gpu = torch.arange(64, dtype=torch.int32) * (7 if each is runner else 11) + number
-        indices(other, *STEPS[number // 3 - 1])
+        indices(other._calc_spec_decode_metadata, *STEPS[number // 3 - 1])
         Runner.__init__(stock)
         stock.input_ids.gpu = runner.input_ids.gpu
-        drafts = np.array(counts, dtype=np.int32)
-        made = plain(stock, drafts, np.cumsum(drafts + 1 if lengths is None else lengths, dtype=np.int32))
-        assert indices(runner, counts, lengths) == (made.logits_indices.tolist(), made.draft_token_ids.tolist())
+        expected = indices(functools.partial(plain, stock), counts, lengths)
+        assert indices(runner._calc_spec_decode_metadata, counts, lengths) == expected
     assert runner.calls == ["indices"] * 6  # the first two of STEPS are alike
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import weakref
@@ -42,7 +43,6 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
         max_num_tokens=512,
         tree_choices=[(0,), (0, 0), (0, 0, 0)],
         draft_attn_groups=[SimpleNamespace(metadata_builders=[FlashAttentionMetadataBuilder()])],
-        kv_cache_gid=0,
         propose=lambda token_indices_to_sample=None, **given: "launched",
     )
     return SimpleNamespace(
@@ -73,18 +73,21 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
 NOTHING = torch.zeros(8, dtype=torch.bool)
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.async_spec")
+    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
+
+
 def no_warm_up() -> None:
     """Of a sampler that needs no memory."""
 
 
 def test_nothing_speaks_against_a_plain_engine():
-    assert draft_graphs.refused(make_runner()) is None
-
-
-def test_a_drafter_that_knows_no_trees_is_captured() -> None:
-    """As from 0.22 on."""
     runner = make_runner()
-    del runner.drafter.tree_choices
+    assert draft_graphs.refused(runner) is None
+    del runner.drafter.tree_choices  # as from 0.22 on
     assert draft_graphs.refused(runner) is None
 
 
@@ -95,52 +98,30 @@ def test_engines_whose_drafters_do_without_each_other_are_captured(monkeypatch: 
     assert draft_graphs.refused(runner) is None
 
 
-def set_to(path: str, value: Any) -> Callable[[Any], None]:
-    *owners, name = path.split(".")
-
-    def change(runner: Any) -> None:
-        for owner in owners:
-            runner = getattr(runner, owner)
-        setattr(runner, name, value)
-
-    return change
-
-
-def another_drafter(runner: Any) -> None:
-    runner.drafter = make_runner(Step3p5MTPProposer).drafter
-
-
-def several_groups(runner: Any) -> None:
-    del runner.drafter.kv_cache_gid
-    runner.kv_cache_config.kv_cache_groups.append(None)
-
-
 GROUPS = [SimpleNamespace(metadata_builders=[FlashAttentionMetadataBuilder(), FlashInferMetadataBuilder()])]
-REFUSED: dict[str, list[Callable[[Any], None]]] = {
-    "scheduling is synchronous": [set_to("use_async_scheduling", False)],
-    "the engine captures no whole forward": [
-        set_to("compilation_config.cudagraph_mode.has_full_cudagraphs", lambda: False)
-    ],
-    "the drafter is to run eagerly": [set_to("speculative_config.enforce_eager", True)],
-    "not all ranks are tensor-parallel": [set_to("parallel_config.world_size", 2)],
-    "the drafter asks the other engines of data parallelism": [set_to("parallel_config.data_parallel_size", 2)],
-    "ranks divide each request's KV cache": [set_to("parallel_config.decode_context_parallel_size", 2)],
-    "experts are rebalanced": [set_to("parallel_config.enable_eplb", True)],
-    "positions are XD-RoPE's": [set_to("uses_xdrope_dim", 3)],
-    "drafts are made in parallel": [set_to("drafter.parallel_drafting", True)],
-    "drafts are a tree": [set_to("drafter.tree_choices", [(0,), (1,), (0, 0)])],
-    "the drafter has another vocabulary": [set_to("drafter.use_heterogeneous_vocab", True)],
-    "drafts are drawn at random": [set_to("drafter._enable_probabilistic_draft_probs", True)],
-    "drafts are made by Step3p5MTPProposer": [another_drafter],
-    "the engine serves LoRA adapters": [set_to("lora_config", object())],
-    "keys go to another engine": [set_to("vllm_config.kv_transfer_config", object())],
-    "scales of the KV cache are computed": [set_to("cache_config.calculate_kv_scales", True)],
-    "attention metadata is built by FlashInferMetadataBuilder": [set_to("drafter.draft_attn_groups", GROUPS)],
-    "the drafter's layers are in one of several groups": [several_groups],
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "scheduling is synchronous": [("use_async_scheduling", False)],
+    "the engine captures no whole forward": [("compilation_config.cudagraph_mode.has_full_cudagraphs", lambda: False)],
+    "the drafter is to run eagerly": [("speculative_config.enforce_eager", True)],
+    "not all ranks are tensor-parallel": [("parallel_config.world_size", 2)],
+    "the drafter asks the other engines of data parallelism": [("parallel_config.data_parallel_size", 2)],
+    "ranks divide each request's KV cache": [("parallel_config.decode_context_parallel_size", 2)],
+    "experts are rebalanced": [("parallel_config.enable_eplb", True)],
+    "positions are XD-RoPE's": [("uses_xdrope_dim", 3)],
+    "drafts are made in parallel": [("drafter.parallel_drafting", True)],
+    "drafts are a tree": [("drafter.tree_choices", [(0,), (1,), (0, 0)])],
+    "the drafter has another vocabulary": [("drafter.use_heterogeneous_vocab", True)],
+    "drafts are drawn at random": [("drafter._enable_probabilistic_draft_probs", True)],
+    "drafts are made by Step3p5MTPProposer": [("drafter", make_runner(Step3p5MTPProposer).drafter)],
+    "the engine serves LoRA adapters": [("lora_config", object())],
+    "keys go to another engine": [("vllm_config.kv_transfer_config", object())],
+    "scales of the KV cache are computed": [("cache_config.calculate_kv_scales", True)],
+    "attention metadata is built by FlashInferMetadataBuilder": [("drafter.draft_attn_groups", GROUPS)],
+    "the drafter's layers are in one of several groups": [("kv_cache_config.kv_cache_groups", [None, None])],
     "graphs are smaller than the tokens of one request": [
-        set_to("compilation_config.max_cudagraph_capture_size", 3),
-        set_to("compilation_config.max_cudagraph_capture_size", None),
-        set_to("drafter.max_num_tokens", 3),
+        ("compilation_config.max_cudagraph_capture_size", 3),
+        ("compilation_config.max_cudagraph_capture_size", None),
+        ("drafter.max_num_tokens", 3),
     ],
 }
 
@@ -149,18 +130,17 @@ REFUSED: dict[str, list[Callable[[Any], None]]] = {
     ("reason", "change"), [(reason, change) for reason, changes in REFUSED.items() for change in changes]
 )
 def test_it_is_left_as_it_is_and_the_operator_is_told_why(
-    reason: str, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+    reason: str, change: tuple[str, Any], caplog: pytest.LogCaptureFixture
 ):
+    path, value = change
+    *owners, name = path.split(".")
     runner = make_runner()
-    change(runner)
+    setattr(functools.reduce(getattr, owners, runner), name, value)
     assert draft_graphs.refused(runner) == reason
     propose = runner.drafter.propose
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner, no_warm_up)
+    draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose is propose
-    assert [record.getMessage() for record in caplog.records] == [
-        f"vllm-async-spec does not capture drafting as CUDA graphs: {reason}"
-    ]
+    assert caplog.messages == [f"vllm-async-spec does not capture drafting as CUDA graphs: {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -173,12 +153,10 @@ def test_whatever_fails_leaves_vllms_own_drafting(
         raise error
 
     monkeypatch.setattr(draft_graphs, "Drafter", fail)
-    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
     runner = make_runner()
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner, no_warm_up)
+    draft_graphs._capture(runner, no_warm_up)
     assert runner.drafter.propose() == "launched"
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert type(error).__name__ in line
     assert "and more" not in line
 
@@ -211,11 +189,9 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
     monkeypatch.setattr(draft_graphs, "Drafter", drafter)
     monkeypatch.setattr(capture_on_ranks, "refuse_waits", check)
     monkeypatch.setattr(capture_on_ranks, "captured", capture)
-    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
     runner = make_runner()
     launched = runner.drafter.propose
-    with caplog.at_level(logging.INFO, "vllm.async_spec"), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         stack.callback(gc.enable)
         if not collects:
             gc.disable()
@@ -238,11 +214,9 @@ def test_the_operator_is_told_of_the_memory_of_the_graphs_alone(
 
     monkeypatch.setattr(draft_graphs, "Drafter", drafter)
     cuda = draft_graphs.torch.cuda
-    monkeypatch.setattr(cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(cuda, "empty_cache", lambda: setattr(mib, "cached", 0))
     monkeypatch.setattr(cuda, "memory_reserved", lambda: (mib.cached + mib.graphs) << 20)
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(make_runner(), no_warm_up)
+    draft_graphs._capture(make_runner(), no_warm_up)
     (line,) = caplog.messages
     assert "of 2 batch sizes up to 8" in line
     assert line.endswith(" s, 20 MiB)")
@@ -273,14 +247,11 @@ def test_graphs_that_leave_no_memory_for_sampling_go(
 
     warmed: list[bool] = []
     monkeypatch.setattr(draft_graphs, "Drafter", Drafter)
-    monkeypatch.setattr(draft_graphs.torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(draft_graphs.torch.cuda, "memory_reserved", lambda: 0)
     runner = make_runner()
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner, warm_up)
+    draft_graphs._capture(runner, warm_up)
     assert runner.drafter.propose() == ("replayed" if fits else "launched")
     assert warmed == ([True] if fits else [True, False])
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert ("warming up sampler" in line) != fits
 
 
@@ -320,16 +291,14 @@ def test_drafting_is_captured_once_at_the_end_of_warm_up_and_the_sampler_warms_u
 def test_a_drafter_of_the_users_that_can_not_be_inspected_is_left_alone(caplog: pytest.LogCaptureFixture):
     runner = make_runner()
     del runner.drafter.propose
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner, no_warm_up)
-    (line,) = [record.getMessage() for record in caplog.records]
+    draft_graphs._capture(runner, no_warm_up)
+    (line,) = caplog.messages
     assert line.startswith("vllm-async-spec does not capture drafting as CUDA graphs: AttributeError")
 
 
 def test_what_drafts_without_a_model_is_not_spoken_of(caplog: pytest.LogCaptureFixture):
     runner = make_runner()
     runner.drafter.propose = lambda sampled_token_ids: None
-    with caplog.at_level(logging.INFO, "vllm.async_spec"):
-        draft_graphs._capture(runner, no_warm_up)
-        draft_graphs._capture(SimpleNamespace(), no_warm_up)
+    draft_graphs._capture(runner, no_warm_up)
+    draft_graphs._capture(SimpleNamespace(), no_warm_up)
     assert not caplog.records
