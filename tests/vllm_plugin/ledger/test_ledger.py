@@ -11,7 +11,7 @@ from ledger_source import SOURCE, spec
 from packaging.specifiers import SpecifierSet
 
 from vllm_async_spec.patching import Transaction
-from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, PatchSpec, State, Target, targets
+from vllm_async_spec.vllm_plugin.ledger import Implementation, Ledger, Outcome, PatchSpec, State, Target, targets
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints
 
 
@@ -36,24 +36,24 @@ def double(transaction: Transaction, module) -> None:
     transaction.set(module.Runner, "step", step)
 
 
-def installed(spec: PatchSpec, apply=double, unneeded=lambda: None) -> Ledger:
-    ledger = Ledger({spec.name: Implementation(apply, unneeded)}, (spec,))
+def installed(spec: PatchSpec, apply=double, unneeded=lambda: None, **given) -> Outcome:
+    ledger = Ledger({spec.name: Implementation(apply, unneeded)}, (spec,), **given)
     ledger.install()
-    return ledger
+    return ledger.outcomes[spec.name]
 
 
 def test_a_patch_waits_for_its_module_and_is_applied_as_it_is_imported(upstream):
-    ledger = installed(spec(upstream))
-    assert ledger.outcomes["double"].state is State.WAITING
+    outcome = installed(spec(upstream))
+    assert outcome.state is State.WAITING
     module = importlib.import_module(upstream)
-    outcome = ledger.outcomes["double"]
     assert (outcome.state, outcome.release) == (State.APPLIED, "1.0")
     assert module.Runner().step(1) == 4
     assert type(module.__spec__.loader).__module__ == "_frozen_importlib_external"
 
 
 def test_installing_twice_is_the_same_as_once(upstream):
-    ledger = installed(spec(upstream))
+    ledger = Ledger({"double": Implementation(double)}, (spec(upstream),))
+    ledger.install()
     ledger.install()
     module = importlib.import_module(upstream)
     ledger.install()
@@ -64,10 +64,8 @@ def test_a_changed_upstream_function_is_refused_and_left_alone(upstream, tmp_pat
     path = tmp_path / f"{upstream}.py"
     path.write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
     refused = []
-    ledger = Ledger({"double": Implementation(double)}, (spec(upstream),), refused.append)
-    ledger.install()
+    outcome = installed(spec(upstream), on_settled=refused.append)
     module = importlib.import_module(upstream)
-    outcome = ledger.outcomes["double"]
     assert outcome.state is State.REFUSED
     assert f"{upstream}:Runner.step matches no release that this patch supports" in outcome.detail
     assert refused == [outcome]
@@ -98,10 +96,9 @@ def test_fingerprints_are_those_of_every_python():
 
 
 def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream):
-    patch = spec(upstream)
     settled = []
     implementation = Implementation(double, unneeded_here=lambda: "there is no such card")
-    ledger = Ledger({patch.name: implementation}, (patch,), settled.append)
+    ledger = Ledger({"double": implementation}, (spec(upstream),), settled.append)
     ledger.install()
     ledger.install()
     (outcome,) = settled
@@ -111,12 +108,9 @@ def test_what_no_process_here_needs_is_settled_before_its_module_exists(upstream
 
 def test_what_is_not_needed_is_left_alone_even_where_it_has_changed(upstream, tmp_path):
     (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", "2 * tokens + 2"))
-    ledger = installed(spec(upstream), unneeded=lambda: "it doubles by itself")
+    outcome = installed(spec(upstream), unneeded=lambda: "it doubles by itself")
     module = importlib.import_module(upstream)
-    assert (ledger.outcomes["double"].state, ledger.outcomes["double"].detail) == (
-        State.NOT_NEEDED,
-        "it doubles by itself",
-    )
+    assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, "it doubles by itself")
     assert module.Runner().step(1) == 4
 
 
@@ -127,9 +121,8 @@ def test_a_patch_that_fails_half_way_leaves_the_original(upstream):
         transaction.set(module.Runner, "name", "replaced")
         raise RuntimeError("upstream moved")
 
-    ledger = installed(spec(upstream), half)
+    outcome = installed(spec(upstream), half)
     module = importlib.import_module(upstream)
-    outcome = ledger.outcomes["double"]
     assert outcome.state is State.REFUSED
     assert outcome.detail == "applying it failed and was undone: RuntimeError: upstream moved"
     assert module.Runner().step(1) == 2
@@ -142,9 +135,9 @@ def test_a_target_that_another_plugin_replaced_is_refused(upstream):
     foreign = {}
     exec(compile("def step(self, tokens=1):\n    return 7\n", "/elsewhere/other_plugin.py", "exec"), foreign)
     module.Runner.step = foreign["step"]
-    ledger = installed(spec(upstream))
-    assert ledger.outcomes["double"].state is State.REFUSED
-    assert "replaced by another plugin (/elsewhere/other_plugin.py:1)" in ledger.outcomes["double"].detail
+    outcome = installed(spec(upstream))
+    assert outcome.state is State.REFUSED
+    assert "replaced by another plugin (/elsewhere/other_plugin.py:1)" in outcome.detail
     assert module.Runner().step(1) == 7
 
 
@@ -152,16 +145,15 @@ def test_names_that_newer_pythons_add_to_a_class_do_not_matter(upstream):
     """Python 3.13 puts __firstlineno__ and __static_attributes__ into a class's own namespace."""
     module = importlib.import_module(upstream)
     module.Runner.__firstlineno__, module.Runner.__static_attributes__ = 4, ()
-    ledger = installed(spec(upstream, "Runner"))
-    assert ledger.outcomes["double"].state is State.APPLIED
+    assert installed(spec(upstream, "Runner")).state is State.APPLIED
     assert module.Runner().step(1) == 4
     assert module.Runner.__firstlineno__ == 4
 
 
 def test_a_target_that_is_gone_is_refused(upstream):
-    ledger = installed(spec(upstream, "Runner.gone", SOURCE + "\n"))
+    outcome = installed(spec(upstream, "Runner.gone", SOURCE + "\n"))
     importlib.import_module(upstream)
-    assert ledger.outcomes["double"].detail == f"this vLLM has no {upstream}:Runner.gone"
+    assert outcome.detail == f"this vLLM has no {upstream}:Runner.gone"
 
 
 @pytest.mark.parametrize(
@@ -179,13 +171,12 @@ def test_a_target_that_is_gone_is_refused(upstream):
 )
 def test_a_patch_is_not_needed_outside_its_releases_and_waits_where_none_is_known(upstream, release, state):
     patch = dataclasses.replace(spec(upstream), ranges=(SpecifierSet(">=0.14,<0.19"),))
-    ledger = Ledger({"double": Implementation(double)}, (patch,), release=release)
-    ledger.install()
-    assert ledger.outcomes["double"].state is state
+    outcome = installed(patch, release=release)
+    assert outcome.state is state
     module = importlib.import_module(upstream)
     assert module.Runner().step(1) == (4 if state is State.WAITING else 2)
     if state is State.NOT_NEEDED:
-        assert ledger.outcomes["double"].detail == f"vLLM {release} is not among its releases"
+        assert outcome.detail == f"vLLM {release} is not among its releases"
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as known", "changed"])
@@ -193,9 +184,8 @@ def test_a_guard_in_another_module_must_be_as_known(upstream, tmp_path, changed)
     known = "def helper():\n    return 1\n"
     (tmp_path / f"{upstream}_guard.py").write_text(known.replace("1", "2") if changed else known)
     guard = Target(f"{upstream}_guard", "helper", {"1.0": fingerprints(known, ["helper"])["helper"]})
-    ledger = installed(dataclasses.replace(spec(upstream), guards=(guard,)))
+    outcome = installed(dataclasses.replace(spec(upstream), guards=(guard,)))
     module = importlib.import_module(upstream)
-    outcome = ledger.outcomes["double"]
     assert module.Runner().step(1) == (2 if changed else 4)
     assert outcome.state is (State.REFUSED if changed else State.APPLIED)
     if changed:
@@ -214,7 +204,8 @@ def test_what_becomes_of_a_waiting_patch_is_foreseen_without_importing_its_modul
     upstream, tmp_path, change, unneeded, foreseen
 ):
     (tmp_path / f"{upstream}.py").write_text(SOURCE.replace("tokens + 1", change))
-    ledger = installed(spec(upstream), unneeded=lambda: unneeded)
+    ledger = Ledger({"double": Implementation(double, lambda: unneeded)}, (spec(upstream),))
+    ledger.install()
     ((name, (state, why)),) = ledger.foresee(ledger.outcomes).items()
     assert upstream not in sys.modules
     assert (name, state) == ("double", foreseen[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ledger_source import SOURCE, spec
 from packaging.specifiers import SpecifierSet
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
 from vllm_async_spec.cli import patches as cli
@@ -88,21 +88,25 @@ def downloads(source: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
     assert load_ledger is not cli.load_ledger
 
 
+def verified(*options: str) -> Result:
+    return CliRunner().invoke(app, ["patches", "verify", *options])
+
+
 def test_pip_downloads_compares_and_keeps_nothing(downloads: list[tuple[str, Path]], tmp_path: Path):
-    done = CliRunner().invoke(app, ["patches", "verify", "--pip", "latest"])
+    done = verified("--pip", "latest")
     assert (done.exit_code, done.output.splitlines()[0]) == (1, "vLLM 2.0; the ledger ends with 1.0.")
     assert len(done.output.splitlines()) <= 12
     ((version, scratch),) = downloads
     assert version == "latest"
     assert not scratch.exists()
-    kept = CliRunner().invoke(app, ["patches", "verify", "--pip", "2.0", "--cache", str(tmp_path), "--json"])
+    kept = verified("--pip", "2.0", "--cache", str(tmp_path), "--json")
     assert (kept.exit_code, downloads[-1]) == (1, ("2.0", tmp_path))
     assert '"release": "2.0"' in kept.output
 
 
 def test_a_release_with_no_change_ends_with_0(downloads: list[tuple[str, Path]], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cli, "load_ledger", lambda: LEDGER[:1])
-    assert CliRunner().invoke(app, ["patches", "verify", "--pip", "2.0"]).exit_code == 0
+    assert verified("--pip", "2.0").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, m
         raise error
 
     monkeypatch.setattr(cli, "fetch_release", fetch)
-    done = CliRunner().invoke(app, ["patches", "verify", "--pip", "9.9"])
+    done = verified("--pip", "9.9")
     assert done.exit_code == 2
     assert done.output.startswith(f"vllm-async-spec: {sentence}")
     assert len(done.output.splitlines()) == 1
@@ -135,6 +139,6 @@ def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, m
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], sentence: str):
-    done = CliRunner().invoke(app, ["patches", "verify", *options])
+    done = verified(*options)
     assert done.exit_code == 1
     assert done.output.startswith(f"vllm-async-spec: {sentence}")

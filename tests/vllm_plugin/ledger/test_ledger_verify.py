@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ledger_source import SOURCE, spec
 from packaging.specifiers import SpecifierSet
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from vllm_async_spec.cli import app
 from vllm_async_spec.cli import patches as cli
@@ -14,41 +14,36 @@ from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, v
 from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
 
 
-def test_verify_compares_source_without_importing_it(tmp_path):
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('never imported')")
-    (package / "a.py").write_text(SOURCE)
-    (package / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
-    specs = [spec("vllm.a"), spec("vllm.b"), spec("vllm.c")]
-    assert [v.match for v in verify(specs, tmp_path)] == [Match.SAME, Match.CHANGED, Match.CHANGED]
-    with pytest.raises(PatchError, match="contains no vllm/"):
-        verify(specs, package)
+def write_vllm(path: Path, release: str | None) -> None:
+    (path / "vllm").mkdir(parents=True)
+    (path / "vllm" / "__init__.py").write_text("raise ImportError('never imported')")
+    (path / "vllm" / "a.py").write_text(SOURCE)
+    (path / "vllm" / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
+    if release is not None:
+        (path / f"vllm-{release}.dist-info").mkdir()
+
+
+COMPARED = [Match.SAME, Match.CHANGED, Match.CHANGED]
 
 
 @pytest.mark.parametrize(
-    ("ranges", "found"),
+    ("release", "ranges", "found"),
     [
-        ([">=1.0"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
-        ([">=1.0,<2.0"], [Match.NOT_NEEDED] * 3),
-        ([">=0.1,<0.2", ">=2.0,<2.1"], [Match.SAME, Match.CHANGED, Match.CHANGED]),
+        (None, [], COMPARED),
+        ("2.0+cu129", [">=1.0"], COMPARED),
+        ("2.0+cu129", [">=1.0,<2.0"], [Match.NOT_NEEDED] * 3),
+        ("2.0+cu129", [">=0.1,<0.2", ">=2.0,<2.1"], COMPARED),
     ],
 )
-def test_on_an_unknown_release_not_needed_is_told_from_changed(tmp_path, ranges, found):
-    write_vllm(tmp_path, "2.0+cu129")
+def test_verify_compares_source_without_importing_it(tmp_path, release, ranges, found):
+    write_vllm(tmp_path, release)
     specs = [
         dataclasses.replace(spec(module), ranges=tuple(map(SpecifierSet, ranges)))
         for module in ("vllm.a", "vllm.b", "vllm.c")
     ]
     assert [v.match for v in verify(specs, tmp_path)] == found
-
-
-def write_vllm(path: Path, release: str) -> None:
-    (path / "vllm").mkdir()
-    (path / "vllm" / "__init__.py").write_text("raise ImportError('never imported')")
-    (path / "vllm" / "a.py").write_text(SOURCE)
-    (path / "vllm" / "b.py").write_text(SOURCE.replace("tokens + 1", "tokens + 2"))
-    (path / f"vllm-{release}.dist-info").mkdir()
+    with pytest.raises(PatchError, match="contains no vllm/"):
+        verify(specs, tmp_path / "vllm")
 
 
 ENTRY = """
@@ -61,18 +56,33 @@ targets = ["vllm.a:Runner.step", "vllm.c:Runner.step"]
 """
 
 
-def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, monkeypatch):
-    ledger, source = tmp_path / "patches", tmp_path / "source"
-    ledger.mkdir(), source.mkdir()
-    (ledger / "double.toml").write_text(ENTRY)
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "patches"
+    folder.mkdir()
+    (folder / "double.toml").write_text(ENTRY)
+    (folder / "fingerprints.lock").write_text("{}")
+    monkeypatch.setattr(cli, "ledger_directory", lambda: folder)
+    monkeypatch.setattr(cli, "load_ledger", lambda directory=folder: load_ledger(directory))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_vllm(tmp_path / "source", "2.0")
+    return tmp_path / "source"
+
+
+def update(source: Path) -> Result:
+    return CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+
+
+def test_update_writes_the_fingerprints_of_one_release_and_the_readme(ledger, source):
     (ledger / "older.toml").write_text(ENTRY.replace(">=1.0", ">=0.8,<1.0"))  # of the same targets
     (ledger / "fingerprints.lock").write_text(
         '{"vllm.a:Runner.step": {"00": "0.7 0.9", "01": "1.0", "02": "2.0"}, "vllm.old:f": {"03": "1.0"}}'
     )
-    write_vllm(source, "2.0")
-    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
-    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
-    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    done = update(source)
     assert done.exit_code == 0, done.output
     assert "read what vLLM changed in the targets of double" in done.output
     lock = read_lock(ledger)
@@ -88,18 +98,14 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
         "fingerprints.lock",
         "older.toml",
     ]
-    again = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    assert "Before you commit" not in update(source).output
     assert read_lock(ledger) == lock
-    assert "Before you commit" not in again.output
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda source, ledger: (source / "vllm-2.0.dist-info").rmdir(),
-            "has no vllm-*.dist-info that names",
-        ),
+        (lambda source, ledger: (source / "vllm-2.0.dist-info").rmdir(), "has no vllm-*.dist-info that names"),
         (lambda source, ledger: (source / "vllm" / "a.py").write_text(""), "vLLM 2.0 has no target of double"),
         (lambda source, ledger: (ledger / "fingerprints.lock").write_text("[]"), "is not a lock file of fingerprints"),
         (
@@ -109,17 +115,10 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(tmp_path, 
         (lambda source, ledger: (ledger / "fingerprints.lock").unlink(), "No such file or directory"),
     ],
 )
-def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(tmp_path, monkeypatch, spoil, message):
-    ledger, source = tmp_path / "patches", tmp_path / "source"
-    ledger.mkdir(), source.mkdir()
-    (ledger / "double.toml").write_text(ENTRY)
-    (ledger / "fingerprints.lock").write_text("{}")
-    write_vllm(source, "2.0")
+def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(ledger, source, spoil, message):
     spoil(source, ledger)
     before = {path.name: path.read_text() for path in ledger.iterdir()}
-    monkeypatch.setattr(cli, "ledger_directory", lambda: ledger)
-    monkeypatch.setattr(cli, "load_ledger", lambda directory=ledger: load_ledger(directory))
-    done = CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
+    done = update(source)
     assert done.exit_code == 1
     assert message in done.output
     assert "Traceback" not in done.output

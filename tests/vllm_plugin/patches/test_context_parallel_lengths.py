@@ -66,20 +66,17 @@ class Runner:
 
 
 def test_a_runner_of_several_ranks_gets_its_buffer_once():
-    class Patched(Runner):
-        pass
-
     with temporarily() as transaction:
-        module: Any = SimpleNamespace(GPUModelRunner=Patched)
+        module: Any = SimpleNamespace(GPUModelRunner=Runner)
         context_parallel_lengths._apply(transaction, module)
-        runner = Patched()
+        runner = Runner()
         assert runner._build_attention_metadata(3) == 3
         made = runner.dcp_local_seq_lens
         assert isinstance(made, LocalLengths)
         runner._build_attention_metadata(3)
         assert runner.dcp_local_seq_lens is made
-        exact = Patched(asynchronous=False)
+        exact = Runner(asynchronous=False)
         exact._build_attention_metadata(3)
         assert not isinstance(exact.dcp_local_seq_lens, LocalLengths)
-        alone = Patched(ranks=1)
+        alone = Runner(ranks=1)
         assert alone._build_attention_metadata(3) == 3

@@ -1,7 +1,7 @@
 """A worker reports its engine once, and no failure of the report ends the worker."""
 
-import types
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +39,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         monkeypatch.setattr(engine_report, "inform", lambda message, *values: lines.append(message % values))
         monkeypatch.setattr(engine_report.logger, "warning", lambda message, *values: lines.append(message % values))
         with temporarily() as transaction:
-            module: Any = types.SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase)
+            module: Any = SimpleNamespace(WorkerWrapperBase=WorkerWrapperBase)
             engine_report._apply(transaction, module)
-            worker = types.SimpleNamespace(rank=rank, model_runner=runner)
+            worker = SimpleNamespace(rank=rank, model_runner=runner)
             assert WorkerWrapperBase(worker).initialize_from_config([7]) == 7
         return publisher, lines
 
@@ -49,13 +49,11 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def runner(*backends: str, decision: Decision | None = None, on: bool = True) -> Any:
-    groups = [
-        types.SimpleNamespace(backend=types.SimpleNamespace(get_name=lambda name=name: name)) for name in backends
-    ]
-    config = types.SimpleNamespace(scheduler_config=types.SimpleNamespace(async_scheduling=on))
+    groups = [SimpleNamespace(backend=SimpleNamespace(get_name=lambda name=name: name)) for name in backends]
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=on))
     if decision is not None:
         note(config, decision)  # type: ignore[arg-type]
-    return types.SimpleNamespace(vllm_config=config, attn_groups=[groups])
+    return SimpleNamespace(vllm_config=config, attn_groups=[groups])
 
 
 def test_the_engines_runner_backends_and_patches_are_published_and_logged(start: Start):
@@ -67,12 +65,12 @@ def test_the_engines_runner_backends_and_patches_are_published_and_logged(start:
     ]
 
 
-def test_another_runner_is_offered_once(start: Start, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_first_rank_reports_and_offers_another_runner(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_report, "alternative", lambda config, plugin: "to try V2, set A")
     _, lines = start(0, runner("FLASH_ATTN"))
     assert lines[1:] == ["vllm-async-spec: to try V2, set A"]
-    _, lines = start(1, runner("FLASH_ATTN"))
-    assert lines == []
+    publisher, lines = start(1, runner("FLASH_ATTN"))
+    assert (publisher.snapshot().engines, lines) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -83,13 +81,8 @@ def test_a_decision_that_does_not_hold_is_not_repeated(start: Start, decision: D
     assert publisher.snapshot().engines == [Engine(False, by, "V1", "FLASH_ATTN")]
 
 
-def test_only_the_first_rank_reports(start: Start):
-    publisher, lines = start(1, runner("FLASH_ATTN"))
-    assert (publisher.snapshot().engines, lines) == ([], [])
-
-
 def test_a_runner_that_nobody_knows_costs_one_line(start: Start):
-    publisher, lines = start(0, types.SimpleNamespace())
+    publisher, lines = start(0, SimpleNamespace())
     assert publisher.snapshot().engines == []
     assert len(lines) == 1
     assert lines[0].startswith("vllm-async-spec: the engine's state is not reported: AttributeError: ")

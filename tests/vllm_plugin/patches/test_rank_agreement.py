@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import types
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,23 +24,24 @@ ALIKE = {"the plugin": "version 1", "refused patches": "none"}
 class XqaBuilder:
     @classmethod
     def get_cudagraph_support(cls, config: object, spec: str) -> Any:
-        return types.SimpleNamespace(name=f"OF_{spec}")
+        return SimpleNamespace(name=f"OF_{spec}")
 
 
 def wrapper(pipeline: int = 1) -> Any:
-    group = types.SimpleNamespace(metadata_builders=[XqaBuilder(), XqaBuilder()], kv_cache_spec="pages")
-    config = types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(pipeline_parallel_size=pipeline),
-        compilation_config=types.SimpleNamespace(cudagraph_mode="FULL"),
+    group = SimpleNamespace(metadata_builders=[XqaBuilder(), XqaBuilder()], kv_cache_spec="pages")
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline),
+        compilation_config=SimpleNamespace(cudagraph_mode="FULL"),
     )
-    runner = types.SimpleNamespace(vllm_config=config, attn_groups=[[group], [group]])
-    return types.SimpleNamespace(worker=types.SimpleNamespace(model_runner=runner))
+    runner = SimpleNamespace(vllm_config=config, attn_groups=[[group], [group]])
+    return SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
 
 
 CURRENT: list[Any] = []
 
 
-def _set_current(config: Any) -> Iterator[None]:
+@contextlib.contextmanager
+def set_current(config: Any) -> Iterator[None]:
     CURRENT.append(config)
     try:
         yield
@@ -50,9 +51,7 @@ def _set_current(config: Any) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = types.ModuleType("vllm.config")
-    config.set_current_vllm_config = contextlib.contextmanager(_set_current)
-    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    monkeypatch.setitem(sys.modules, "vllm.config", SimpleNamespace(set_current_vllm_config=set_current))
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         calls: list[Any] = []
 
         class Executor:
-            parallel_config = types.SimpleNamespace(world_size=ranks)
+            parallel_config = SimpleNamespace(world_size=ranks)
 
             def initialize_from_config(self, configs: list[int]) -> str:
                 self.collective_rpc("initialize_from_config", args=(configs,))
@@ -153,7 +152,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
                 return answers
 
         with temporarily() as transaction:
-            rank_agreement._apply(transaction, types.SimpleNamespace(Executor=Executor))  # type: ignore[arg-type]
+            rank_agreement._apply(transaction, SimpleNamespace(Executor=Executor))  # type: ignore[arg-type]
             executor = Executor()
             try:
                 assert executor.initialize_from_config([7]) == "started"

@@ -200,7 +200,7 @@ def test_inputs_of_another_width_end_the_replays(name: str, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "vllm.async_spec"):
         assert drafting.propose(**given) == "launched"
     assert drafting._drafter.propose is drafting._propose
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith("vllm-async-spec no longer replays drafting as CUDA graphs: the drafter gets hidden states")
 
 
