@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,17 +103,19 @@ class Client:
         return said[0]["status"], json.loads(body)
 
 
-def ran(test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    return asyncio.run(test())
+def sent(app: FastAPI, client: Callable[[], Client], path: str = PATH) -> tuple[Answer, int]:
+    """The answer to a client's request, and how many of its pieces were read."""
 
-
-def asked(app: FastAPI, *pieces: bytes, **headers: str) -> Answer:
-    async def ask() -> Answer:
+    async def send() -> tuple[Answer, int]:
         async with open_door(app):
-            return await Client(*pieces or (b"{}",), **headers).post(app)
+            made = client()
+            return await made.post(app, path), made.read
 
-    answer: Answer = ran(ask)
-    return answer
+    return asyncio.run(send())
+
+
+def asked(app: FastAPI, body: bytes = b"{}", **headers: str) -> Answer:
+    return sent(app, lambda: Client(body, **headers))[0]
 
 
 @pytest.fixture(autouse=True)
@@ -156,14 +158,7 @@ KEYS: dict[str, tuple[Callable[[], FastAPI], dict[str, str], int]] = {
 @pytest.mark.parametrize("path", [PATH, "/v1" + PATH])
 def test_the_route_obeys_the_servers_keys_before_it_reads_the_request(case: str, path: str):
     make, headers, expected = KEYS[case]
-    app = make()
-
-    async def ask() -> tuple[Answer, int]:
-        async with open_door(app):
-            client = Client(b"{}", **headers)
-            return await client.post(app, path), client.read
-
-    (status, said), read = ran(ask)
+    (status, said), read = sent(make(), lambda: Client(b"{}", **headers), path)
     assert status == expected
     if expected == 401:
         assert (said, read) == ({"error": "Unauthorized"}, 0)
@@ -214,35 +209,19 @@ def test_a_bad_request_is_refused_in_one_sentence(body: str):
 
 
 def test_no_more_is_read_than_a_request_may_have():
-    app = server()
-
-    async def ask() -> tuple[Answer, int]:
-        async with open_door(app):
-            client = Client(*[b" " * 1024] * 100)
-            return await client.post(app), client.read
-
-    (status, said), read = ran(ask)
+    (status, said), read = sent(server(), lambda: Client(*[b" " * 1024] * 100))
     assert (status, read) == (413, MOST_BYTES // 1024 + 1)
     assert said["error"].startswith("the request is longer than 4096 bytes; send an object")
 
 
 def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(audit_route, "_BODY_S", 0.05)
-    app = server()
-
-    async def ask() -> Answer:
-        async with open_door(app):
-            return await Client().post(app)
-
-    status, said = ran(ask)
-    assert (status, said["error"]) == (
-        408,
-        "the request did not arrive within 0.05 seconds; send the whole request at once",
-    )
+    why = "the request did not arrive within 0.05 seconds; send the whole request at once"
+    assert sent(server(), Client)[0] == (408, {"error": why})
 
 
 @asynccontextmanager
-async def under_way(app: FastAPI, engine: Engine, reached: Callable[[], bool]) -> AsyncIterator[Any]:
+async def under_way(app: FastAPI, reached: Callable[[], bool]) -> AsyncIterator[Any]:
     client = Client(b"{}")
     task = asyncio.create_task(client.post(app))
     while not reached():
@@ -260,7 +239,7 @@ def test_one_audit_at_a_time():
     app = server(engine)
 
     async def ask() -> None:
-        async with open_door(app), under_way(app, engine, recording(engine)) as (client, task):
+        async with open_door(app), under_way(app, recording(engine)) as (client, task):
             refused = await Client(b"{}").post(app)
             assert refused == (409, {"error": "an audit of this server is under way; wait until it ends"})
             client.gone.set()
@@ -268,14 +247,14 @@ def test_one_audit_at_a_time():
             engine.idle = False
             assert (await Client(b"{}").post(app))[0] == 200
 
-    ran(ask)
+    asyncio.run(ask())
 
 
 def test_an_audit_takes_no_longer_than_all_of_it_may(monkeypatch: pytest.MonkeyPatch, scratch: Path):
     monkeypatch.setattr(audit_route, "most_seconds", lambda seconds: 0.2)
     engine = Engine(idle=True)
-    status, said = asked(server(engine))
-    assert (status, said["error"]) == (504, "the audit took longer than 0.2 seconds in all; request fewer steps")
+    why = "the audit took longer than 0.2 seconds in all; request fewer steps"
+    assert asked(server(engine)) == (504, {"error": why})
     assert engine.asked[-1] == "cancel"
     assert list(scratch.iterdir()) == []
 
@@ -307,7 +286,7 @@ def ended(scratch: Path, end: Callable[[FastAPI, Client], None], child: Any = No
     reached = recording(engine) if child is None else lambda: child() is not None
 
     async def ask() -> Answer:
-        async with open_door(app), under_way(app, engine, reached) as (client, task):
+        async with open_door(app), under_way(app, reached) as (client, task):
             assert len(list(scratch.iterdir())) == 1 if child is None else is_running(child())
             end(app, client)
             answer: Answer = await task
@@ -315,7 +294,7 @@ def ended(scratch: Path, end: Callable[[FastAPI, Client], None], child: Any = No
             assert list(scratch.iterdir()) == []
             return answer
 
-    return ran(ask), engine.asked
+    return asyncio.run(ask()), engine.asked
 
 
 def client_goes(app: FastAPI, client: Client) -> None:
@@ -326,20 +305,22 @@ def server_ends(app: FastAPI, client: Client) -> None:
     app.state.server.should_exit = True
 
 
-def test_recording_ends_with_its_client(scratch: Path):
-    (status, _), requests = ended(scratch, client_goes)
-    assert (status, requests[-1]) == (499, "cancel")
+ENDS = {
+    client_goes: ((499, {"error": "the client disconnected"}), "cancel"),
+    server_ends: ((503, {"error": "the server is shutting down; send the audit request after its restart"}), "arm"),
+}
+"""The answer, and the last that a recording engine is asked: nothing more where it ends with its server."""
 
 
-def test_recording_ends_with_the_server_and_the_engine_is_not_asked(scratch: Path):
-    (status, said), requests = ended(scratch, server_ends)
-    assert (status, said["error"]) == (503, "the server is shutting down; send the audit request after its restart")
-    assert requests[-1] == "arm"
+@pytest.mark.parametrize("end", ENDS)
+def test_recording_ends_with_its_client_and_with_the_server(scratch: Path, end: Any):
+    answer, requests = ended(scratch, end)
+    assert (answer, requests[-1]) == ENDS[end]
 
 
-@pytest.mark.parametrize(("end", "status"), [(client_goes, 499), (server_ends, 503)])
-def test_analysis_ends_with_its_client_and_with_the_server(scratch: Path, slow_analysis: Any, end: Any, status: int):
-    assert ended(scratch, end, slow_analysis)[0][0] == status
+@pytest.mark.parametrize("end", ENDS)
+def test_analysis_ends_with_its_client_and_with_the_server(scratch: Path, slow_analysis: Any, end: Any):
+    assert ended(scratch, end, slow_analysis)[0] == ENDS[end][0]
 
 
 def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path):
@@ -350,22 +331,22 @@ def test_a_server_that_has_stopped_serving_ends_its_audit_first(scratch: Path):
 
     async def ask() -> int:
         async with open_door(app):
-            entered = under_way(app, engine, recording(engine))
+            entered = under_way(app, recording(engine))
             _, task = await entered.__aenter__()
         assert list(scratch.iterdir()) == []
         status: int = (await task)[0]
         assert (await Client(b"{}").post(app))[0] == 503
         return status
 
-    assert ran(ask) == 503
+    assert asyncio.run(ask()) == 503
     assert engine.asked[-1] == "arm"
 
 
 def test_an_engine_that_dies_is_not_waited_for():
     engine = Engine(idle=True)
     engine.errored = True
-    status, said = asked(server(engine))
-    assert (status, said["error"]) == (409, "the engine ended during the audit; the server's log says why")
+    why = "the engine ended during the audit; the server's log says why"
+    assert asked(server(engine)) == (409, {"error": why})
 
 
 @pytest.mark.parametrize("lacks", ["engine", "routes"])
