@@ -33,54 +33,53 @@ def run(code: str, path: Path, mode: str = "auto", **environment: str) -> subpro
     )
 
 
-ENTRY = "patches/min-tokens.toml"
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "not UTF-8": (
-        lambda root: (root / ENTRY).write_bytes(b'summary = "\xff"'),
-        "min-tokens.toml is not a ledger entry: 'utf-8' codec can't decode byte 0xff",
-    ),
-    "not TOML": (lambda root: (root / ENTRY).write_text("summary ="), "min-tokens.toml is not a ledger entry: Invalid"),
-    "incomplete": (
-        lambda root: (root / ENTRY).write_text('summary = "s"\nwhy = "w"\nupstream = "u"\nremove_when = "r"\n'),
-        "min-tokens.toml is not a ledger entry: releases is missing",
-    ),
-    "no targets": (
-        lambda root: (root / ENTRY).write_text(
-            'summary="s"\nwhy="w"\nupstream="u"\nremove_when="r"\nreleases=[">=0.12"]\ntargets=[]\n'
-        ),
-        "min-tokens.toml is not a ledger entry: it has no targets",
-    ),
-    "a directory": (
-        lambda root: ((root / ENTRY).unlink(), (root / ENTRY).mkdir()),
-        "min-tokens.toml is not a ledger entry: [Errno 21] Is a directory",
-    ),
+ENTRY = Path("patches/min-tokens.toml")
+NO_ENTRY = "min-tokens.toml is not a ledger entry"
+PROSE = 'summary = "s"\nwhy = "w"\nupstream = "u"\nremove_when = "r"\n'
+BROKEN: dict[str, tuple[Path, str | bytes | Callable[[Path], object], str]] = {
+    "not UTF-8": (ENTRY, b'summary = "\xff"', f"{NO_ENTRY}: 'utf-8' codec can't decode byte 0xff"),
+    "not TOML": (ENTRY, "summary =", f"{NO_ENTRY}: Invalid"),
+    "incomplete": (ENTRY, PROSE, f"{NO_ENTRY}: releases is missing"),
+    "no targets": (ENTRY, f'{PROSE}releases=[">=0.12"]\ntargets=[]\n', f"{NO_ENTRY}: it has no targets"),
+    "a directory": (ENTRY, lambda path: (path.unlink(), path.mkdir()), f"{NO_ENTRY}: [Errno 21] Is a directory"),
     "no range": (
-        lambda root: (root / ENTRY).write_text((root / ENTRY).read_text().replace(">=", "from ")),
-        "min-tokens.toml is not a ledger entry: Invalid specifier: 'from 0.19'",
+        ENTRY,
+        lambda path: path.write_text(path.read_text().replace(">=", "from ")),
+        f"{NO_ENTRY}: Invalid specifier: 'from 0.19'",
     ),
     "no lock": (
-        lambda root: (root / "patches/fingerprints.lock").write_text("{"),
+        Path("patches/fingerprints.lock"),
+        "{",
         "fingerprints.lock is not a lock file of fingerprints: Expecting property name",
     ),
-    "gone": (lambda root: (root / ENTRY).unlink(), "min-tokens: it has no entry in the ledger"),
-    "no ledger": (lambda root: shutil.rmtree(root / "patches"), "PatchError: there is no patch ledger in"),
+    "gone": (ENTRY, Path.unlink, "min-tokens: it has no entry in the ledger"),
+    "no ledger": (Path("patches"), shutil.rmtree, "PatchError: there is no patch ledger in"),
     "a patch that can't be imported": (
-        lambda root: (root / "vllm_async_spec/vllm_plugin/patches/min_tokens.py").write_text(
-            "raise ImportError('no such')"
-        ),
+        Path("vllm_async_spec/vllm_plugin/patches/min_tokens.py"),
+        "raise ImportError('no such')",
         "vllm-async-spec can't be imported: ImportError: no such",
     ),
     "a core that can't be imported": (
-        lambda root: (root / "vllm_async_spec/sync_policy.py").write_text("import no_such_module"),
+        Path("vllm_async_spec/sync_policy.py"),
+        "import no_such_module",
         "can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
     ),
 }
 
 
+def spoil(installed: Path, broken: str) -> str:
+    """Replace or change the file of this case; the message that is expected then."""
+    path, how, message = BROKEN[broken]
+    if callable(how):
+        how(installed / path)
+    else:
+        (installed / path).write_bytes(how if isinstance(how, bytes) else how.encode())
+    return message
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: Path):
-    spoil, message = BROKEN[broken]
-    spoil(installed)
+    message = spoil(installed, broken)
     done = run(REGISTER, installed)
     assert done.stdout == "served\n", done.stderr
     assert message in done.stderr
@@ -90,8 +89,7 @@ def test_what_is_broken_costs_one_line_and_stops_nobody(broken: str, installed: 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_in_strict_it_is_one_sentence_and_no_start(broken: str, installed: Path):
-    spoil, message = BROKEN[broken]
-    spoil(installed)
+    message = spoil(installed, broken)
     done = run(REGISTER, installed, "strict")
     assert (done.returncode, done.stdout) == (1, "")
     assert message.removeprefix("min-tokens: ") in done.stderr
@@ -104,7 +102,6 @@ def test_the_copy_itself_is_right(installed: Path):
 
 
 UPSTREAM = """
-    import sys, types
     from vllm_async_spec.vllm_plugin import plugin
     from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchSpec, Target
 
@@ -113,8 +110,9 @@ UPSTREAM = """
 
     plugin.IMPLEMENTATIONS.clear()
     plugin.IMPLEMENTATIONS["p"] = Implementation(never)
-    targets = tuple(Target(f"upstream.{name}", "f", {"1.0": "0"}) for name in ("first",))
-    plugin.read_ledger = lambda: ((PatchSpec("p", "s", "w", "u", "r", targets),), {})
+    target = Target("upstream.first", "f", {"1.0": "0"})
+    plugin.read_ledger = lambda: ((PatchSpec("p", "s", "w", "u", "r", (target,)),), {})
+    plugin.load()
 """
 
 
@@ -124,22 +122,17 @@ def upstream(tmp_path: Path) -> Path:
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "first.py").write_text("def f():\n    return 1\n")
-    (package / "second.py").write_text("")
     for name in ("vllm_async_spec", "patches"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
+SWALLOW = "try:\n    import upstream.first\nexcept BaseException:\n    pass\n"
 SWALLOWED = {
-    "except Exception": "try:\n    import upstream.first\nexcept Exception:\n    pass\n",
-    "except BaseException": "try:\n    import upstream.first\nexcept BaseException:\n    pass\nimport upstream.first\n",
-    "until there is an engine": (
-        "try:\n    import upstream.first\nexcept BaseException:\n    pass\n"
-        "import vllm.v1.engine.core\nvllm.v1.engine.core.EngineCore()\n"
-    ),
-    "until the plugin is loaded again": (
-        "try:\n    import upstream.first\nexcept BaseException:\n    pass\nplugin.entry_point()\n"
-    ),
+    "except Exception": SWALLOW.replace("BaseException", "Exception"),
+    "except BaseException": f"{SWALLOW}import upstream.first\n",
+    "until there is an engine": f"{SWALLOW}import vllm.v1.engine.core\nvllm.v1.engine.core.EngineCore()\n",
+    "until the plugin is loaded again": f"{SWALLOW}plugin.entry_point()\n",
 }
 
 
@@ -150,7 +143,7 @@ def test_in_strict_a_refusal_that_is_swallowed_stops_the_start_later(swallowed: 
     for folder in (engine, engine.parent, engine.parent.parent):
         (folder / "__init__.py").write_text("")
     (engine / "core.py").write_text("class EngineCore:\n    def __init__(self):\n        print('started')\n")
-    code = textwrap.dedent(UPSTREAM) + "plugin.load()\n" + SWALLOWED[swallowed] + "print('served')\n"
+    code = textwrap.dedent(UPSTREAM) + SWALLOWED[swallowed] + "print('served')\n"
     done = run(code, upstream, "strict")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("vllm-async-spec: p was refused: upstream.first:f matches no release") == 1

@@ -44,23 +44,20 @@ OUT = "VLLM_PLUGINS leaves the plugin out, so vLLM runs as stock"
 LIKE_EAGLE = "choose a speculative method that vLLM schedules asynchronously, such as eagle"
 ACCEPTS = "vLLM accepts asynchronous scheduling with the method draft_model"
 
-Case = tuple[tuple[str, ...], str | None, tuple[bool | None, str | None, str, str | None]]
+Case = tuple[tuple[str, ...], tuple[bool | None, str | None, str, str | None]]
+DRAFTING = ("LLAMA", "--speculative-config", DRAFTS)
+LEFT_OUT = "left out"
+"""The case that has another plugin in `VLLM_PLUGINS`."""
 CASES: dict[str, dict[str, Case]] = {
     "auto": {
         # The plugin is loaded by the next case, so this one comes first.
-        "left out": (
-            ("LLAMA", "--speculative-config", DRAFTS),
-            "another",
-            (False, "vLLM", f"{OUT}: {PLATFORM}", "add async_spec to VLLM_PLUGINS"),
-        ),
+        LEFT_OUT: (DRAFTING, (False, "vLLM", f"{OUT}: {PLATFORM}", "add async_spec to VLLM_PLUGINS")),
         "draft model": (
-            ("LLAMA", "--speculative-config", DRAFTS),
-            None,
+            DRAFTING,
             (True, "vllm-async-spec", f"{ACCEPTS}, and the plugin keeps vLLM's CPU platform from turning it off", None),
         ),
         "no speculation": (
             ("--max-model-len", "64", "LLAMA", "--port", "18000"),
-            None,
             (
                 False,
                 "vLLM",
@@ -70,23 +67,15 @@ CASES: dict[str, dict[str, Case]] = {
         ),
         "ngram": (
             ("LLAMA", "--speculative-config", NGRAM),
-            None,
             (False, "vLLM", f"{REFUSES} the method ngram: ", LIKE_EAGLE),
         ),
         "padded": (
             ("--model", "LLAMA", "--speculative-config", PADDED),
-            None,
-            (
-                False,
-                "vLLM",
-                f"{REFUSES} disable_padded_drafter_batch: ",
-                "leave out disable_padded_drafter_batch",
-            ),
+            (False, "vLLM", f"{REFUSES} disable_padded_drafter_batch: ", "leave out disable_padded_drafter_batch"),
         ),
         # Without drafts the platform turns asynchronous scheduling off before vLLM could refuse; so drafts look guilty.
         "pipeline": (
-            ("LLAMA", "--speculative-config", DRAFTS, "--pipeline-parallel-size", "2"),
-            None,
+            (*DRAFTING, "--pipeline-parallel-size", "2"),
             (
                 False,
                 "vLLM",
@@ -94,56 +83,38 @@ CASES: dict[str, dict[str, Case]] = {
                 "leave out --pipeline-parallel-size",
             ),
         ),
-        "yes": (
-            ("LLAMA", "--speculative-config", DRAFTS, "--async-scheduling"),
-            None,
-            (True, "user", "--async-scheduling was given", None),
-        ),
+        "yes": ((*DRAFTING, "--async-scheduling"), (True, "user", "--async-scheduling was given", None)),
         "no": (
-            ("LLAMA", "--speculative-config", DRAFTS, "--no-async-scheduling"),
-            None,
+            (*DRAFTING, "--no-async-scheduling"),
             (False, "user", "--no-async-scheduling was given", "leave out --no-async-scheduling"),
         ),
         "no, and nothing to win": (
             ("LLAMA", "--no-async-scheduling"),
-            None,
             (False, "user", "--no-async-scheduling was given", None),
         ),
         "yes, and the platform overrules it": (
             ("LLAMA", "--async-scheduling"),
-            None,
             (False, "vLLM", f"{PLATFORM}, although --async-scheduling was given, and the plugin", "add --spec"),
         ),
         "yes, and vLLM refuses": (
             ("LLAMA", "--speculative-config", NGRAM, "--async-scheduling"),
-            None,
             (None, None, "Currently, async scheduling is only supported with", None),
         ),
-        "unknown": (("LLAMA", "--frobnicate", "3"), None, (None, None, "unrecognized arguments: --frobnicate 3", None)),
-        "wrong value": (("LLAMA", "--max-model-len", "many"), None, (None, None, "argument --max-model-len: ", None)),
-        "no model": (("--max-model-len", "64"), None, (None, None, "they name no model; give the model first", None)),
+        "unknown": (("LLAMA", "--frobnicate", "3"), (None, None, "unrecognized arguments: --frobnicate 3", None)),
+        "wrong value": (("LLAMA", "--max-model-len", "many"), (None, None, "argument --max-model-len: ", None)),
+        "no model": (("--max-model-len", "64"), (None, None, "they name no model; give the model first", None)),
     },
     "off": {
-        "draft model": (
-            ("LLAMA", "--speculative-config", DRAFTS),
-            None,
-            (False, "vLLM", f"{OFF}: {PLATFORM}", "unset VLLM_ASYNC_SPEC"),
-        ),
+        "draft model": (DRAFTING, (False, "vLLM", f"{OFF}: {PLATFORM}", "unset VLLM_ASYNC_SPEC")),
         "ngram": (
             ("LLAMA", "--speculative-config", NGRAM),
-            None,
             (False, "vLLM", f"{OFF}: {PLATFORM}", f"unset VLLM_ASYNC_SPEC and {LIKE_EAGLE}"),
         ),
         "no speculation": (
             ("LLAMA",),
-            None,
             (False, "vLLM", f"{OFF}: {PLATFORM}", "unset VLLM_ASYNC_SPEC and add --speculative-config"),
         ),
-        "no": (
-            ("LLAMA", "--no-async-scheduling"),
-            None,
-            (False, "user", "--no-async-scheduling was given", None),
-        ),
+        "no": (("LLAMA", "--no-async-scheduling"), (False, "user", "--no-async-scheduling was given", None)),
     },
 }
 
@@ -158,8 +129,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
     for mode, cases in CASES.items():
         environment = os.environ | {"VLLM_ASYNC_SPEC": mode, "HF_HUB_OFFLINE": "1"}
         asked = {
-            name: ([each.replace("LLAMA", llama) for each in arguments], plugins)
-            for name, (arguments, plugins, _) in cases.items()
+            name: ([each.replace("LLAMA", llama) for each in arguments], "another" if name == LEFT_OUT else None)
+            for name, (arguments, _) in cases.items()
         }
         process = subprocess.Popen(
             [sys.executable, "-c", ASK],
@@ -180,7 +151,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str]
 
 @pytest.mark.parametrize(("mode", "name"), [(mode, name) for mode, cases in CASES.items() for name in cases])
 def test_each_case_has_its_own_true_reason_and_remedy(answers: Mapping[tuple[str, str], list[Any]], mode, name):
-    on, by, reason, remedy = CASES[mode][name][2]
+    on, by, reason, remedy = CASES[mode][name][1]
     found = answers[mode, name]
     assert found[:2] == [on, by], found
     assert found[2].startswith(reason), found
