@@ -53,35 +53,35 @@ def refusing_v2() -> Any:
 
 def test_the_setting_has_three_values():
     assert Settings.read({}).runner is Runner.AUTO
-    assert (Settings.read({RUNNER: "v2"}).runner, Settings.read({RUNNER: "v2"}).runner_from) == (
-        Runner.V2,
-        "environment",
-    )
+    chosen = Settings.read({RUNNER: "v2"})
+    assert (chosen.runner, chosen.runner_from) == (Runner.V2, "environment")
     with pytest.raises(SettingError, match="VLLM_ASYNC_SPEC_RUNNER is 'V3'; it must be one of auto, v1, v2"):
         Settings.read({RUNNER: "V3"})
 
 
-@pytest.mark.parametrize(("choice", "value"), [("auto", None), ("v1", "0"), ("v2", "1")])
-def test_vllms_variable_is_set_to_what_was_asked_for(monkeypatch, choice, value):
+@pytest.fixture
+def both_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_choice, "_exists", lambda choice: True)
-    made, environment = plugin(VLLM_ASYNC_SPEC_RUNNER=choice), dict[str, str]()
-    assert take(made, environment) is None
-    assert (environment.get(VARIABLE), made.chose_runner) == (value, value is not None)
 
 
-def test_a_choice_that_the_user_made_twice_stands(monkeypatch):
-    monkeypatch.setattr(runner_choice, "_exists", lambda choice: True)
-    made, environment = plugin(VLLM_ASYNC_SPEC_RUNNER="v2"), {VARIABLE: "1"}
-    assert take(made, environment) is None
-    assert (environment, made.chose_runner) == ({VARIABLE: "1"}, False)
+DIFFER = "VLLM_ASYNC_SPEC_RUNNER is 'v2', but VLLM_USE_V2_MODEL_RUNNER is '0'; unset one of the two"
 
 
-def test_two_choices_that_differ_are_named(monkeypatch):
-    monkeypatch.setattr(runner_choice, "_exists", lambda choice: True)
-    environment = {VARIABLE: "0"}
-    sentence = "VLLM_ASYNC_SPEC_RUNNER is 'v2', but VLLM_USE_V2_MODEL_RUNNER is '0'; unset one of the two"
-    assert take(plugin(VLLM_ASYNC_SPEC_RUNNER="v2"), environment) == sentence
-    assert environment == {VARIABLE: "0"}
+@pytest.mark.usefixtures("both_exist")
+@pytest.mark.parametrize(
+    ("choice", "before", "after", "chose", "said"),
+    [
+        ("auto", {}, {}, False, None),
+        ("v1", {}, {VARIABLE: "0"}, True, None),
+        ("v2", {}, {VARIABLE: "1"}, True, None),
+        ("v2", {VARIABLE: "1"}, {VARIABLE: "1"}, False, None),
+        ("v2", {VARIABLE: "0"}, {VARIABLE: "0"}, False, DIFFER),
+    ],
+)
+def test_vllms_variable_is_set_to_what_was_asked_for_unless_the_user_has_set_it(choice, before, after, chose, said):
+    made, environment = plugin(VLLM_ASYNC_SPEC_RUNNER=choice), dict(before)
+    assert take(made, environment) == said
+    assert (environment, made.chose_runner) == (after, chose)
 
 
 @pytest.mark.parametrize(("choice", "there"), [("v2", "gpu_model_runner.py"), ("v1", "gpu/model_runner.py")])
@@ -140,7 +140,7 @@ def test_an_inquiry_logs_nothing_and_leaves_the_environment(asked, lines):
     assert (VARIABLE in os.environ, asked.chose_runner) == (False, False)
 
 
-def test_the_users_own_variable_is_not_undone(monkeypatch, asked):
+def test_the_users_own_variable_is_not_undone(asked):
     asked.chose_runner = False
     with pytest.raises(ValueError, match="does not yet support"):
         created(refusing_v2)
@@ -155,6 +155,7 @@ def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...]
     )
 
 
+@pytest.mark.usefixtures("both_exist")
 @pytest.mark.parametrize(
     ("found", "reason", "offered"),
     [
@@ -166,7 +167,6 @@ def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...]
 )
 def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(monkeypatch, found, reason, offered):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(runner_choice, "_exists", lambda choice: True)
     triton = SimpleNamespace(HAS_TRITON=True)
     monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.triton_utils": triton}.__getitem__)
     assert why(found, plugin()) == reason
@@ -180,20 +180,17 @@ def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(monkeyp
     assert (why(found, plugin()), alternative(found, plugin())) == ("VLLM_USE_V2_MODEL_RUNNER is 0", None)
 
 
+@pytest.mark.usefixtures("both_exist")
 def test_the_release_that_has_only_a_message_is_asked_too(monkeypatch):
     def validate() -> None:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER does not yet support: hybrid/mamba models")
 
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(runner_choice, "_exists", lambda choice: True)
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)
     monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.envs": envs}.__getitem__)
     old: Any = SimpleNamespace(_validate_v2_model_runner=validate)
-    assert (runner_of(old), why(old, plugin()), alternative(old, plugin())) == (
-        "V1",
-        "vLLM's default in this release",
-        None,
-    )
+    assert (runner_of(old), why(old, plugin())) == ("V1", "vLLM's default in this release")
+    assert alternative(old, plugin()) is None
     assert runner_choice._unsupported(old) == ["hybrid/mamba models"]
     old._validate_v2_model_runner = lambda: None
     assert alternative(old, plugin()) is not None
@@ -237,10 +234,9 @@ def test_off_takes_no_runner(tmp_path):
 
 def test_a_choice_that_cant_be_taken_is_one_line_of_the_log_and_ends_a_strict_start(tmp_path):
     pytest.importorskip("vllm", reason="its runners are looked for")
-    sentence = "VLLM_ASYNC_SPEC_RUNNER is 'v2', but VLLM_USE_V2_MODEL_RUNNER is '0'; unset one of the two"
     environment = {"VLLM_ASYNC_SPEC_RUNNER": "v2", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     done = in_two_processes(tmp_path, **environment)
-    assert done.stderr.count(f"vLLM chooses the runner: {sentence}") == 1
+    assert done.stderr.count(f"vLLM chooses the runner: {DIFFER}") == 1
     done = in_two_processes(tmp_path, **environment, VLLM_ASYNC_SPEC="strict")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"vllm-async-spec: {sentence}, or set VLLM_ASYNC_SPEC=auto to leave the runner to vLLM\n"
+    assert done.stderr == f"vllm-async-spec: {DIFFER}, or set VLLM_ASYNC_SPEC=auto to leave the runner to vLLM\n"

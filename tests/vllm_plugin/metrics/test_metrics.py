@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from vllm_async_spec import __version__
 from vllm_async_spec.sync_policy import CallSite, ReadKind, SiteReport, SyncPolicy, SyncReport
 from vllm_async_spec.vllm_plugin.ledger import Outcome, PatchSpec, State, count_states
 from vllm_async_spec.vllm_plugin.log import logger
@@ -70,8 +71,11 @@ def directory():
 """
 
 
+Serve = Callable[..., list[object]]
+
+
 @pytest.fixture
-def serve(tmp_path: Path) -> Callable[..., list[object]]:
+def serve(tmp_path: Path) -> Serve:
     (tmp_path / "temporary").mkdir()
 
     def run(lines: str, **variables: str) -> list[object]:
@@ -85,7 +89,7 @@ def serve(tmp_path: Path) -> Callable[..., list[object]]:
     return run
 
 
-def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: Callable[..., list[object]]):
+def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: Serve):
     lines = """
         load()
         count(1)  # a child that is forked must not count this again
@@ -107,9 +111,7 @@ def test_counts_of_forked_and_spawned_processes_add_up_and_outlive_them(serve: C
     assert cause.endswith(" count")
 
 
-def test_a_process_publishes_by_itself_once_it_counts_and_its_server_cleans_up(
-    serve: Callable[..., list[object]], tmp_path: Path
-):
+def test_a_process_publishes_by_itself_once_it_counts_and_its_server_cleans_up(serve: Serve, tmp_path: Path):
     lines = """
         load()
         print(json.dumps(threads()))
@@ -141,9 +143,7 @@ def test_a_process_publishes_by_itself_once_it_counts_and_its_server_cleans_up(
     assert list(tmp_path.glob("temporary/*/run-*")) == []
 
 
-def test_servers_keep_apart_and_what_a_killed_one_left_is_removed_by_the_next(
-    serve: Callable[..., list[object]], tmp_path: Path
-):
+def test_servers_keep_apart_and_what_a_killed_one_left_is_removed_by_the_next(serve: Serve, tmp_path: Path):
     lines = """
         load()
         count(1)
@@ -159,7 +159,7 @@ def test_servers_keep_apart_and_what_a_killed_one_left_is_removed_by_the_next(
     assert list(tmp_path.glob("temporary/*/run-*")) == []
 
 
-def test_without_a_directory_this_process_is_all_there_is(serve: Callable[..., list[object]]):
+def test_without_a_directory_this_process_is_all_there_is(serve: Serve):
     lines = """
         import tempfile
         tempfile.tempdir = "/proc/nowhere"
@@ -238,7 +238,7 @@ def test_names_and_labels_are_those_of_the_documentation():
         'vllm:async_spec_patches{state="waiting"}': 0,
         'vllm:async_spec_async_scheduling{backend="FLASH_ATTN",decided_by="vLLM",runner="V2"}': 1,
         'vllm:async_spec_refused_patch{patch="three",reason="its module has not been imported"}': 1,
-        f'vllm:async_spec_info{{mode="strict",sync="allow",version="{_version()}"}}': 1,
+        f'vllm:async_spec_info{{mode="strict",sync="allow",version="{__version__}"}}': 1,
     }
     documented = re.findall(
         r"^\| `(vllm:\w+)` \|", (Path(__file__).parents[3] / "docs/metrics.md").read_text(), re.MULTILINE
@@ -312,7 +312,7 @@ def test_engines_with_the_same_labels_are_one_sample():
     assert samples['vllm:async_spec_async_scheduling{backend="FLASHINFER",decided_by="vLLM",runner="V1"}'] == 0
 
 
-def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Callable[..., list[object]]):
+def test_a_worker_tells_the_serving_process_what_its_engine_runs_with(serve: Serve):
     lines = """
         load()
         publisher.report(engine=Engine(True, "user"))
@@ -328,9 +328,3 @@ def test_a_cause_names_its_file_as_python_imports_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "path", ["", "/venv", "/venv/site-packages", "/venv/site-packages/vl"])
     (cause, _), *_ = snapshot(site(7, file="/venv/site-packages/vllm/v1/attention/backend.py")).waits
     assert cause == "seq_lens at vllm/v1/attention/backend.py:7 run"
-
-
-def _version() -> str:
-    from vllm_async_spec import __version__
-
-    return __version__

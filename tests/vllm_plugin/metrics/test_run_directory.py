@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,20 +98,19 @@ def test_a_foreign_parent_is_not_used_and_not_changed(world: World, spoil: str):
     assert "move that path away" in world.warnings[0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda parent, home: written(parent),
-        lambda parent, home: parent.mkdir(),
-        lambda parent, home: written(parent / "run-mine" / SNAPSHOT),
-        lambda parent, home: parent.symlink_to(home),
-        lambda parent, home: parent.symlink_to(home / "nowhere"),
-        lambda parent, home: os.mkfifo(parent),
-    ],
-    ids=["file", "empty", "directory", "link", "link to nothing", "pipe"],
-)
-def test_what_has_the_parents_name_already_is_left_alone(world: World, make: Spoil):
-    make(world.parent, world.home)
+KINDS: dict[str, Spoil] = {
+    "file": lambda path, home: path.open("x").close(),
+    "directory": lambda path, home: path.mkdir(),
+    "link": lambda path, home: path.symlink_to(home),
+    "dangling": lambda path, home: path.symlink_to(home / "nowhere"),
+    "hard link": lambda path, home: path.hardlink_to(home / ".bashrc"),
+    "full": lambda path, home: shutil.copytree(home / "src", path),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pipe"])
+def test_what_has_the_parents_name_already_is_left_alone(world: World, kind: str):
+    (KINDS | {"pipe": lambda path, home: os.mkfifo(path)})[kind](world.parent, world.home)
     before = world.listing()
     server = world.server()
     assert server.directory.parent == world.temporary
@@ -253,14 +251,6 @@ def test_a_directory_that_cannot_be_marked_or_kept_private_is_not_left_behind(
 NAMES = st.sampled_from(
     ["run-12345678", "run-", "notes", SNAPSHOT, "9-0123abcd.tmp", private_directory.MARKER, "vllm-async-spec-main"]
 )
-KINDS: dict[str, Callable[[Path, Path], object]] = {
-    "file": lambda path, home: path.open("x").close(),
-    "directory": lambda path, home: path.mkdir(),
-    "link": lambda path, home: path.symlink_to(home),
-    "dangling": lambda path, home: path.symlink_to(home / "nowhere"),
-    "hard link": lambda path, home: path.hardlink_to(home / ".bashrc"),
-    "full": lambda path, home: shutil.copytree(home / "src", path),
-}
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), NAMES, st.sampled_from(sorted(KINDS))), max_size=12))
@@ -330,11 +320,7 @@ def test_status_leaves_a_checkout_and_the_folder_of_an_audit_alone(world: World)
         before = listing(world.temporary)
         environment = os.environ | {"TMPDIR": str(world.temporary), "HOME": str(world.home)}
         done = subprocess.run(
-            [*COMMAND, "status"],
-            capture_output=True,
-            text=True,
-            env=environment,
-            cwd=world.root / "work",
+            [*COMMAND, "status"], capture_output=True, text=True, env=environment, cwd=world.root / "work"
         )
         assert done.returncode in (0, 1), done.stderr
         after = listing(world.temporary)
