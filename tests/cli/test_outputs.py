@@ -59,8 +59,8 @@ def test_what_can_not_be_written_is_kept_elsewhere(lost: str, tmp_path: Path, mo
     why = "No such file or directory" if "gone" in lost else "No space left on device"
     assert said.startswith(f"--json is {str(path)!r}, which can't be written ({why}); ")
     if "too" in lost:
-        assert said.endswith("the temporary directory can't keep this output either (No such file or directory), so "
-                             "this output is lost")  # fmt: skip
+        both = "the temporary directory can't keep this output either (No such file or directory)"
+        assert said.endswith(f"{both}, so this output is lost")
         return
     kept = Path(said.rpartition(" is kept in ")[2])
     assert kept.read_text() == "{}"
@@ -85,42 +85,30 @@ def test_no_part_of_a_new_file_is_left(existed: bool, tmp_path: Path, monkeypatc
     assert path.exists() == existed
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["audit", "--model", "m", option] for option in ("--json", "--html", "--trace", "--log")),
-        *(["compat", option] for option in ("--json", "--markdown", "--junit", "--html", "--badge")),
-        ["demo", "--cache"],
-    ],
-    ids=" ".join,
-)
-def test_every_option_is_checked_before_work_starts(arguments: list[str]):
-    path = str(READ_ONLY / "deeper") if arguments[-1] == "--cache" else "/tmp"
-    done = CliRunner().invoke(app, [*arguments, path])
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"vllm-async-spec: {arguments[-1]} is {path!r}, ")
-    assert done.stderr.count("\n") == 1
+PROGRAMS = {"vllm-async-spec": app, "benchmarks": benchmarks.app}
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "command",
     [
-        ["run", "overhead-tiny", "--out"],
-        ["run", "overhead-tiny", "--cache"],
-        ["soak", "tiny", "--out"],
-        ["features", "--out"],
-        ["trace", "static", "--out"],
-        ["held", "--json"],
-        ["generation", "--json"],
+        *(f"vllm-async-spec audit --model m {option}" for option in ("--json", "--html", "--trace", "--log")),
+        *(f"vllm-async-spec compat {option}" for option in ("--json", "--markdown", "--junit", "--html", "--badge")),
+        "vllm-async-spec demo --cache",
+        "benchmarks run overhead-tiny --out",
+        "benchmarks run overhead-tiny --cache",
+        "benchmarks soak tiny --out",
+        "benchmarks features --out",
+        "benchmarks trace static --out",
+        "benchmarks held --json",
+        "benchmarks generation --json",
     ],
-    ids=" ".join,
 )
-def test_every_option_of_the_benchmarks_is_checked_before_work_starts(arguments: list[str]):
-    folder = arguments[0] in ("run", "soak", "features")
-    path = str(READ_ONLY / "deeper") if folder else "/tmp"
-    done = CliRunner().invoke(benchmarks.app, [*arguments, path])
+def test_every_option_is_checked_before_work_starts(command: str):
+    program, *arguments = command.split()
+    path = str(READ_ONLY / "deeper") if arguments[0] in ("demo", "run", "soak", "features") else "/tmp"
+    done = CliRunner().invoke(PROGRAMS[program], [*arguments, path])
     assert done.exit_code == 1
-    assert done.stderr.startswith(f"benchmarks: {arguments[-1]} is {path!r}, ")
+    assert done.stderr.startswith(f"{program}: {arguments[-1]} is {path!r}, ")
     assert done.stderr.count("\n") == 1
 
 
