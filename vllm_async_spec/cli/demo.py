@@ -51,8 +51,11 @@ def demo(
     with shown_progress(Console(stderr=True)) as progress:
         try:
             models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
-        except (OSError, ImportError) as error:
-            fail(_why_no_models(error))
+        except OSError as error:
+            fail(str(error))
+        except ImportError as error:
+            why = "install vLLM, which includes this module, as the documentation's page on installing says"
+            fail(f"{error}; {why}")
         except KeyboardInterrupt as interrupt:
             fail(f"interrupted; the same command goes on from the last checkpoint in {folder}", exit_code(interrupt))
         try:
@@ -73,9 +76,3 @@ def demo(
     for failure in found.failures:
         typer.echo(f"vllm-async-spec: {failure}", err=True)
     raise typer.Exit(1 if found.failures else 0)
-
-
-def _why_no_models(error: OSError | ImportError) -> str:
-    if isinstance(error, OSError):
-        return str(error)
-    return f"{error}; install vLLM, which includes this module, as the documentation's page on installing says"

