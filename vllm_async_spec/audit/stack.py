@@ -6,7 +6,6 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
 from types import CodeType, FrameType
 
 from vllm_async_spec.audit.report import Frame
@@ -27,7 +26,7 @@ _LIBRARY = tuple(
     os.path.realpath(path) + os.sep for path in {sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]}
 )
 _SITE = tuple(os.sep + name + os.sep for name in ("site-packages", "dist-packages"))
-_TORCH = tuple(os.sep + os.path.join(*parts) + os.sep for parts in (("site-packages", "torch"),))
+_TORCH = os.path.join(os.sep, "site-packages", "torch", "")
 
 
 def take(depth: int = _DEPTH) -> RawStack:
@@ -47,18 +46,15 @@ def plain(stack: RawStack) -> Stack:
 
 def readable(stack: Stack, depth: int = 8) -> tuple[Frame, ...]:
     """Up to `depth` frames outside PyTorch, Python's library and this tool; the first is the line that waited."""
-    frames = [Frame(short_path(file), line, function, _source(file, line)) for file, line, function in _theirs(stack)]
-    return tuple(frames[:depth])
-
-
-def _theirs(stack: Stack) -> Iterable[tuple[str, int, str]]:
-    return [entry for entry in stack if not _is_machinery(entry[0])]
+    theirs = [entry for entry in stack if not _is_machinery(entry[0])]
+    return tuple(
+        Frame(short_path(file), line, function, linecache.getline(file, line).strip())
+        for file, line, function in theirs[:depth]
+    )
 
 
 def _is_machinery(file: str) -> bool:
-    if file.startswith(_OURS) or file.startswith("<"):
-        return True
-    if any(part in file for part in _TORCH):
+    if file.startswith((*_OURS, "<")) or _TORCH in file:
         return True
     return file.startswith(_LIBRARY) and not any(part in file for part in _SITE)
 
@@ -73,7 +69,3 @@ def short_path(file: str) -> str:
         if name in parts[:-1]:
             return os.sep.join(parts[parts.index(name) :])
     return os.sep.join(parts[-2:])
-
-
-def _source(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip()

@@ -48,19 +48,16 @@ def _host_lanes(recorded: Recorded, start: int, end: int) -> list[Lane]:
         a, b = max(wait.start, start), min(wait.end, end)
         if b > a:
             site = asking(readable(wait.stack))
-            item = _item(a, b, start, "wait", wait.kind.value, str(site) if site else "")
-            critical = wait.place is Place.CRITICAL
-            items.setdefault(wait.thread, []).append(
-                Item(item.start_us, item.us, item.kind, item.label, item.where, critical)
-            )
+            item = _item(a, b, start, "wait", wait.kind.value, str(site) if site else "", wait.place is Place.CRITICAL)
+            items.setdefault(wait.thread, []).append(item)
     return [
         Lane(recorded.name_of(thread), False, tuple(sorted(mine, key=lambda item: (item.start_us, -item.us))))
         for thread, mine in items.items()
     ]
 
 
-def _item(a: int, b: int, start: int, kind: str, label: str, where: str = "") -> Item:
-    return Item((a - start) / 1e3, (b - a) / 1e3, kind, label, where)
+def _item(a: int, b: int, start: int, kind: str, label: str, where: str = "", critical: bool = False) -> Item:
+    return Item((a - start) / 1e3, (b - a) / 1e3, kind, label, where, critical)
 
 
 def _device_lanes(trace: DeviceTrace, start: int, end: int) -> list[Lane]:

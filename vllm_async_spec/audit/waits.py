@@ -13,7 +13,7 @@ import numpy as np
 
 from vllm_async_spec.audit.device_trace import DeviceTrace, Runtime, cupti_thread
 from vllm_async_spec.audit.report import Place, WaitKind
-from vllm_async_spec.audit.stack import Stack
+from vllm_async_spec.audit.stack import Stack, readable
 
 INSTANT_NS = 25_000
 """A shorter event wait or non-blocking copy delays nothing: the event had already happened, or the driver buffered the
@@ -109,14 +109,8 @@ def _kind(group: list[Runtime], stack: Stack) -> WaitKind | None:
         return WaitKind.COPY_TO_DEVICE
     # PyTorch copies a value for a Python object alone, through a pinned word of its own.
     alone = copy.copy == "DtoH Pinned" and copy.bytes <= 8
-    return WaitKind.READ if alone or _reads(stack) else WaitKind.COPY_TO_HOST
-
-
-def _reads(stack: Stack) -> bool:
-    from vllm_async_spec.audit.stack import readable
-
-    frames = readable(stack, depth=1)
-    return bool(frames) and _READ.search(frames[0].source) is not None
+    reads = alone or any(_READ.search(frame.source) for frame in readable(stack, depth=1))
+    return WaitKind.READ if reads else WaitKind.COPY_TO_HOST
 
 
 def _place(kind: WaitKind, group: list[Runtime], launches: bool, busy_until: _BusyUntil) -> Place:
