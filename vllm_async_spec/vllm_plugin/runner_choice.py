@@ -85,8 +85,8 @@ def created(create: Callable[[], VllmConfig]) -> VllmConfig:
             config = create()
         except Exception:
             config = None
-        if config is None or plugin.settings.mode is Mode.STRICT:
-            _restore(wanted)
+        if wanted is not None and (config is None or plugin.settings.mode is Mode.STRICT):
+            os.environ[VARIABLE] = wanted
         if config is None:
             raise
         choice = plugin.settings.runner.value
@@ -106,11 +106,6 @@ def settle_inquiry(plugin: Plugin) -> None:
     if plugin.chose_runner and plugin.runner_refused is not None:
         os.environ.pop(VARIABLE, None)
         plugin.chose_runner = False
-
-
-def _restore(wanted: str | None) -> None:
-    if wanted is not None:
-        os.environ[VARIABLE] = wanted
 
 
 def runner_of(config: VllmConfig) -> str:

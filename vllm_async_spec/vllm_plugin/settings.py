@@ -71,25 +71,27 @@ class Settings:
         Raises:
             SettingError: a variable has an unknown value.
         """
-        mode, sync, audit = environment.get(MODE), environment.get(SYNC), environment.get(AUDIT)
-        runner = environment.get(RUNNER)
+
+        def origin(name: str) -> str:
+            return "environment" if name in environment else "default"
+
         return cls(
-            mode=_choice(MODE, mode, Mode.AUTO),
-            mode_from="default" if mode is None else "environment",
-            sync=_choice(SYNC, sync, SyncPolicy.ALLOW),
-            sync_from="default" if sync is None else "environment",
-            audit=_choice(AUDIT, audit, Audit.OFF),
-            audit_from="default" if audit is None else "environment",
-            runner=_choice(RUNNER, runner, Runner.AUTO),
-            runner_from="default" if runner is None else "environment",
+            mode=_choice(environment, MODE, Mode.AUTO),
+            mode_from=origin(MODE),
+            sync=_choice(environment, SYNC, SyncPolicy.ALLOW),
+            sync_from=origin(SYNC),
+            audit=_choice(environment, AUDIT, Audit.OFF),
+            audit_from=origin(AUDIT),
+            runner=_choice(environment, RUNNER, Runner.AUTO),
+            runner_from=origin(RUNNER),
         )
 
 
-def _choice(name: str, value: str | None, default: _ChoiceT) -> _ChoiceT:
-    if value is None:
+def _choice(environment: Mapping[str, str], name: str, default: _ChoiceT) -> _ChoiceT:
+    if name not in environment:
         return default
     try:
-        return type(default)(value)
+        return type(default)(environment[name])
     except ValueError:
         known = ", ".join(member.value for member in type(default))
-        raise SettingError(f"{name} is {value!r}; it must be one of {known}") from None
+        raise SettingError(f"{name} is {environment[name]!r}; it must be one of {known}") from None

@@ -63,15 +63,12 @@ class Agent:
 
     def _answer(self, role: str, request: str) -> str:
         try:
-            return json.dumps({"role": role, **self._process(), **self._do(role, **json.loads(request))})
+            process = {"pid": os.getpid(), "started_by": type(multiprocessing.current_process()).__name__}
+            return json.dumps({"role": role, **process, **self._do(role, **json.loads(request))})
         except UnderWay as error:
             return json.dumps({"role": role, "error": str(error)})
         except Exception as error:
             return json.dumps({"role": role, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
-
-    @staticmethod
-    def _process() -> dict[str, object]:
-        return {"pid": os.getpid(), "started_by": type(multiprocessing.current_process()).__name__}
 
     def _do(self, role: str, do: str, **options: Any) -> dict[str, object]:
         recorder = self._recorder
@@ -94,7 +91,7 @@ class Agent:
                 return {}
             if do == "cancel" and recorder.order.folder != options["folder"]:
                 return {}  # another audit's recording
-            self._deafen()
+            self._changes.roll_back()
             if do == "cancel":
                 recorder.cancel()
                 return {}
@@ -116,11 +113,8 @@ class Agent:
                 recorder.on_step()
             return execute_model(runner, scheduler_output, *args, **kwargs)
 
-        self._deafen()
-        self._changes.set(owner, "execute_model", heard)
-
-    def _deafen(self) -> None:
         self._changes.roll_back()
+        self._changes.set(owner, "execute_model", heard)
 
     def _watch_all(self, watch: Watch, cpu: CpuWaits | None) -> None:
         if self._core is not None:

@@ -16,7 +16,7 @@ from vllm_async_spec.vllm_plugin.settings import Mode
 from vllm_async_spec.vllm_plugin.state import active_plugin
 
 if TYPE_CHECKING:
-    from vllm_async_spec.vllm_plugin.upstream import AttentionGroup, ModelRunner
+    from vllm_async_spec.vllm_plugin.upstream import ModelRunner
     from vllm_async_spec.vllm_plugin.upstream_config import SpeculativeConfig, VllmConfig
 
 
@@ -26,7 +26,7 @@ def worker_facts(runner: ModelRunner) -> dict[str, object]:
 
     config = runner.vllm_config
     groups = [group for row in runner.attn_groups for group in row]
-    builders = [type(builder).__name__ for group in groups for builder in _builders(group)]
+    builders = [builder for group in groups for builder in getattr(group, "metadata_builders", None) or []]
     cuda = torch.cuda.is_available()
     return {
         "vllm": vllm.__version__,
@@ -37,7 +37,7 @@ def worker_facts(runner: ModelRunner) -> dict[str, object]:
         "model": config.model_config.model,
         "runner": runner_kind(runner),
         "backends": backend_names(runner),
-        "builders": list(dict.fromkeys(builders)),
+        "builders": list(dict.fromkeys(type(builder).__name__ for builder in builders)),
         "async_scheduling": is_on(config),
         **_decided_by(config),
         "speculation": _speculation(config.speculative_config),
@@ -51,11 +51,6 @@ def _decided_by(config: VllmConfig) -> dict[str, object]:
     """Who decided about asynchronous scheduling; nothing where the plugin did not see the configuration made."""
     decision = noted(config)
     return {} if decision is None else {"decided_by": f"decided by {decision.by}"}
-
-
-def _builders(group: AttentionGroup) -> list[object]:
-    """The metadata builders of an attention group, one per micro-batch."""
-    return list(getattr(group, "metadata_builders", None) or [])
 
 
 def _speculation(config: SpeculativeConfig | None) -> str:

@@ -15,7 +15,7 @@ def fingerprints(source: str, qualnames: Iterable[str]) -> dict[str, str]:
     skipped. Names that the module does not define are left out.
     """
     tree = ast.parse(source)
-    nodes = {qualname: _definition_of(tree, qualname) for qualname in qualnames}
+    nodes = {qualname: _definition(tree, qualname) for qualname in qualnames}
     return {
         qualname: hashlib.sha256(_canonical(node).encode()).hexdigest()[:16]
         for qualname, node in nodes.items()
@@ -32,18 +32,13 @@ def module_file(root: Path, module: str) -> Path | None:
     return None
 
 
-def _definition_of(tree: ast.AST, qualname: str) -> ast.AST | None:
+def _definition(tree: ast.Module, qualname: str) -> ast.AST | None:
     node: ast.AST | None = tree
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for name in qualname.split("."):
-        node = _definition(node, name)
+        children = (child for child in getattr(node, "body", []) if isinstance(child, kinds))
+        node = next((child for child in children if child.name == name), None)
     return node
-
-
-def _definition(node: ast.AST | None, name: str) -> ast.AST | None:
-    for child in getattr(node, "body", []):
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and child.name == name:
-            return child
-    return None
 
 
 def _canonical(node: object) -> str:

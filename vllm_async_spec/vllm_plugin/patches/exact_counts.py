@@ -54,13 +54,10 @@ def _backend(runner: RunnerBase) -> str | None:
             if name not in DEVICE_LENGTHS or not (plain or cut):
                 return f"attention backend {name}" + ("" if plain else f" with {type(group.kv_cache_spec).__name__}")
             # Another plugin may register its backend under vLLM's name.
-            if other := next((b for b in map(type, group.metadata_builders) if not _is_known(b)), None):
-                return f"attention backend {name} with {other.__module__}.{other.__qualname__}"
+            for builder in map(type, group.metadata_builders):
+                if builder.__module__.partition(".")[0] not in ("vllm", "vllm_async_spec"):
+                    return f"attention backend {name} with {builder.__module__}.{builder.__qualname__}"
     return None
-
-
-def _is_known(builder: type) -> bool:
-    return builder.__module__.partition(".")[0] in ("vllm", "vllm_async_spec")
 
 
 def needed_by(input_batch: InputBatch) -> str | None:
