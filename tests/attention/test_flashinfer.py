@@ -93,10 +93,17 @@ class Case:
             starts = self.query_start.pin_memory()
             wrapper.plan(starts, indptr, indices, last, head_dim_qk=HEAD_SIZE, causal=True, **names, **options)
 
-    def run(self, wrapper: Any) -> torch.Tensor:
-        out = wrapper.run(self.query, (self.keys, self.values))
+    def run(self, wrapper: Any, **given: Any) -> torch.Tensor:
+        out = wrapper.run(self.query, (self.keys, self.values), **given)
         assert isinstance(out, torch.Tensor)
         return out
+
+    def captured(self, wrapper: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A graph of one run, and what it writes to: the result of a run before it."""
+        out, graph = self.run(wrapper), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(wrapper, out=out)
+        return graph, out
 
 
 def make_wrapper(kind: str, room: int = 128 << 20, **graph: Any) -> Any:
@@ -245,10 +252,7 @@ def test_a_captured_graph_runs_later_plans(kind: str, requests: int):
     case.plan(wrapper, case.bound)
     if planned > requests:
         assert wrapper._plan_info[3] == 16, "every piece of work has room for one request"
-    out = case.run(wrapper)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(case.query, (case.keys, case.values), out=out)
+    graph, out = case.captured(wrapper)
     choose = random.Random(requests)
     for live in (requests, requests, max(1, requests - 1), requests):
         exact = [tokens + choose.choice([0, 3, 12, 13, 60, 1000, 4900]) for _ in range(live)]
@@ -276,11 +280,8 @@ def test_a_kept_plan_serves_a_graph_while_requests_grow_and_move(kind: str, requ
     if kept:
         keep_plan(wrapper, requests)
     write_exact_lengths(wrapper, case.seq_lens, PAGE)
-    out = case.run(wrapper)
+    graph, out = case.captured(wrapper)
     assert close(out, case.oracle())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        wrapper.run(case.query, (case.keys, case.values), out=out)
     right = []
     for step in (1, 60, 350, 699, 5):
         later = case.later(case.query_lens, [length + step for length in exact], case.bound)

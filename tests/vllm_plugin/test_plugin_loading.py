@@ -24,13 +24,16 @@ def test_settings_name_bad_values():
         Settings.read({"VLLM_ASYNC_SPEC_SYNC": ""})
 
 
-LOAD = "from vllm_async_spec.vllm_plugin.plugin import load; import json; p = load(); "
-
-
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=os.environ | environment
     )
+
+
+def printed(code: str, **environment: str) -> str:
+    done = in_a_process(code, **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_off_touches_nothing():
@@ -41,8 +44,7 @@ def test_off_touches_nothing():
         assert load().ledger is None
         assert (sys.meta_path, os.environ) == bare
     """
-    done = in_a_process(code, VLLM_ASYNC_SPEC="off")
-    assert done.returncode == 0, done.stderr
+    assert printed(code, VLLM_ASYNC_SPEC="off") == ""
 
 
 def test_the_release_decides_also_where_vllm_is_imported_later():
@@ -58,34 +60,29 @@ def test_the_release_decides_also_where_vllm_is_imported_later():
         print(*sorted(before))
     """
     pytest.importorskip("vllm", reason="its version is read")
-    done = in_a_process(code)
-    assert done.returncode == 0, done.stderr
-    assert "metadata-optional-host-lengths" in done.stdout.split()  # which 0.12 alone needs
+    assert "metadata-optional-host-lengths" in printed(code).split()  # which 0.12 alone needs
+
+
+AUDIT = ["audit-engine-core", "audit-route", "audit-worker"]
 
 
 @pytest.mark.parametrize("mode", ["auto", "off"])
-def test_without_an_audit_nothing_of_it_is_there(mode):
-    code = (
-        LOAD
-        + """
-import sys, torch
-print(json.dumps([
-    [name for name in sys.modules if name.startswith(("vllm_async_spec.audit", "vllm_async_spec.vllm_plugin.audit"))],
-    [name for name in (p.ledger.outcomes if p.ledger else ()) if name.startswith("audit-")],
-    torch.Event.__module__,
-]))"""
-    )
-    assert json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode).stdout) == [[], [], "torch"]
-    there = json.loads(in_a_process(code, VLLM_ASYNC_SPEC=mode, VLLM_ASYNC_SPEC_AUDIT="1").stdout)
-    assert "vllm_async_spec.vllm_plugin.audit_agent.agent" in there[0]
-    assert there[1] == ["audit-engine-core", "audit-route", "audit-worker"]
-    assert there[2] == "vllm_async_spec.audit." + ("cpu_waits" if torch.version.cuda is None else "cuda_waits")
-
-
-def test_off_with_an_audit_patches_nothing_but_the_audit():
-    code = LOAD + "print(json.dumps(list(p.ledger.outcomes)))"
-    found = json.loads(in_a_process(code, VLLM_ASYNC_SPEC="off", VLLM_ASYNC_SPEC_AUDIT="1").stdout)
-    assert found == ["audit-engine-core", "audit-route", "audit-worker"]
+def test_without_an_audit_nothing_of_it_is_there_and_with_one_off_patches_nothing_else(mode):
+    code = """
+        import json, sys, torch
+        from vllm_async_spec.vllm_plugin.plugin import load
+        ledger = load().ledger
+        ours = ("vllm_async_spec.audit", "vllm_async_spec.vllm_plugin.audit")
+        modules = [name for name in sys.modules if name.startswith(ours)]
+        print(json.dumps([modules, list(ledger.outcomes) if ledger else [], torch.Event.__module__]))
+    """
+    modules, patches, event = json.loads(printed(code, VLLM_ASYNC_SPEC=mode))
+    assert (modules, set(patches).intersection(AUDIT), event) == ([], set(), "torch")
+    modules, with_audit, event = json.loads(printed(code, VLLM_ASYNC_SPEC=mode, VLLM_ASYNC_SPEC_AUDIT="1"))
+    assert "vllm_async_spec.vllm_plugin.audit_agent.agent" in modules
+    assert with_audit == sorted([*patches, *AUDIT])
+    assert (patches == []) == (mode == "off")
+    assert event == "vllm_async_spec.audit." + ("cpu_waits" if torch.version.cuda is None else "cuda_waits")
 
 
 def test_loading_twice_is_the_same_as_once_and_a_forked_child_is_loaded():
@@ -100,8 +97,7 @@ def test_loading_twice_is_the_same_as_once_and_a_forked_child_is_loaded():
             os._exit(0 if active_plugin() is first else 1)
         assert os.wait()[1] == 0
     """
-    done = in_a_process(code)
-    assert done.returncode == 0, done.stderr
+    printed(code)
 
 
 def test_a_bad_setting_stops_vllms_command_line_with_one_sentence():
