@@ -145,10 +145,6 @@ class InterruptAfter:
         return self._batch(*args)
 
 
-def models_in(folder: Path) -> list[str]:
-    return sorted(path.name.split("-")[0] for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def test_interrupted_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     training = replace(BRIEF, steps=9)
     expected = prepare(tmp_path / "at once", training)
@@ -158,7 +154,7 @@ def test_interrupted_training_goes_on_and_ends_with_the_same_weights(tmp_path: P
             patch.setattr(demo, "_batch", InterruptAfter(left))
             with pytest.raises(KeyboardInterrupt):
                 prepare(tmp_path / "resumed", training)
-    assert models_in(tmp_path / "resumed") == ["target"]
+    assert [path.name.split("-")[0] for path in (tmp_path / "resumed").glob("[!.]*")] == ["target"]
     with monkeypatch.context() as patch:
         patch.setattr(demo, "_batch", InterruptAfter(1))
         found = prepare(tmp_path / "resumed", training)
@@ -173,10 +169,9 @@ def test_interrupted_training_or_saving_leaves_no_model(tmp_path: Path, monkeypa
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(demo, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path)
+    monkeypatch.setattr(demo, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,14 +22,14 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(code: str, path: Path, mode: str = "auto", **environment: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, path: Path, mode: str = "auto") -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         cwd=path,
-        env=variables | {"PYTHONPATH": str(path), "VLLM_ASYNC_SPEC": mode, **environment},
+        env=variables | {"PYTHONPATH": str(path), "VLLM_ASYNC_SPEC": mode},
     )
 
 

@@ -53,39 +53,39 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-def status(url: str, *more: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "--url", url, *more])
+def status(address: str, page: str, *more: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["status", "--url", f"{address}/{page}", *more])
 
 
 def test_a_server_tells_who_decided_and_counts_as_the_log_does(address: str):
-    done = status(f"{address}/healthy", "--json")
+    done = status(address, "healthy", "--json")
     found = json.loads(done.stdout)
     assert done.exit_code == 0, done.stderr
     assert (found["async_scheduling"], found["decided_by"]) == (True, "vllm-async-spec")
     assert (found["runner"], found["backend"]) == ("V1", "FLASH_ATTN, FLASHINFER")
     assert found["patches"] == {"applied": 1, "not needed": 1, "refused": 0, "waiting": 0}
-    words = status(f"{address}/healthy").stdout
+    words = status(address, "healthy").stdout
     assert "asynchronous scheduling is on, decided by vllm-async-spec; runner V1, attention FLASH_ATTN" in words
     assert "1 applied, 1 not needed" in words
 
 
 def test_a_refused_patch_is_a_problem_also_where_it_is_not_counted(address: str):
-    done = status(f"{address}/refused")
+    done = status(address, "refused")
     assert done.exit_code == 1
     assert "audit-route: changed" in done.stdout
     assert "asynchronous scheduling is off, decided by vLLM; runner V2, attention FLASH_ATTN" in done.stdout
 
 
 def test_a_server_that_does_not_tell_is_not_guessed_at(address: str):
-    done = status(f"{address}/old", "--json")
+    done = status(address, "old", "--json")
     assert json.loads(done.stdout)["async_scheduling"] is None
-    assert "unknown" in status(f"{address}/old").stdout
+    assert "unknown" in status(address, "old").stdout
 
 
 def test_a_server_without_the_plugin_and_arguments_that_it_has_itself_get_one_sentence(address: str):
-    done = status(f"{address}/none")
+    done = status(address, "none")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "has no metrics of vllm-async-spec" in done.stderr
-    done = status(f"{address}/healthy", "--max-model-len", "8")
+    done = status(address, "healthy", "--max-model-len", "8")
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "leave out --max-model-len" in done.stderr

@@ -63,10 +63,7 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole engine is recorded instead")
-
-
-@needs_no_gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole engine is recorded instead")
 @pytest.mark.parametrize("apart", [False, True], ids=["one process", "two processes"])
 def test_phases_of_core_and_worker_are_recorded_once_and_everything_is_put_back(apart, folder):
     before = vars(Runner)["execute_model"], vars(Scheduler)["schedule"]

@@ -23,6 +23,7 @@ TOKENS = DRAFTS + 1
 SHAPE = DraftShape(ROWS, TOKENS, HIDDEN, PAGES, torch.float32)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCABULARY = 997
+Run = Callable[[], torch.Tensor]
 
 
 class Drafter:
@@ -92,17 +93,17 @@ def directly(drafter: Drafter, given: Mapping[str, torch.Tensor]) -> torch.Tenso
     return drafter({**given, "seq_lens": given["seq_lens"].clone(), "query_start_loc": starts}, rows)
 
 
-def run_again(runs: Sequence[Callable[[], torch.Tensor]]) -> list[Callable[[], torch.Tensor]]:
+def run_again(runs: Sequence[Run]) -> list[Run]:
     """What replays are, where there are no graphs: each writes to the same place each time."""
 
-    def replay(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def replay(run: Run) -> Run:
         kept = run().clone()
         return lambda: kept.copy_(run())
 
     return [replay(run) for run in runs]
 
 
-def capture_all(runs: Sequence[Callable[[], torch.Tensor]]) -> list[Callable[[], torch.Tensor]]:
+def capture_all(runs: Sequence[Run]) -> list[Run]:
     pool = torch.cuda.graph_pool_handle()
     return [captured(run, pool) for run in runs]
 
@@ -169,7 +170,7 @@ def test_each_size_is_captured_once_the_largest_first_after_it_has_run():
         events.append(f"run {rows}")
         return torch.zeros(rows, DRAFTS, dtype=torch.int64)
 
-    def capture(runs: Sequence[Callable[[], torch.Tensor]]) -> Sequence[Callable[[], torch.Tensor]]:
+    def capture(runs: Sequence[Run]) -> Sequence[Run]:
         events.append(f"capture {len(runs)}")
         return runs
 

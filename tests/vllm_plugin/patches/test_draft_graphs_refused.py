@@ -70,9 +70,6 @@ def make_runner(proposer: type[SimpleNamespace] = EagleProposer) -> Any:
     )
 
 
-NOTHING = torch.zeros(8, dtype=torch.bool)
-
-
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.async_spec")
@@ -170,7 +167,7 @@ def test_a_drafter_that_waits_is_found_before_a_capture_and_no_garbage_is_collec
 
     def propose() -> torch.Tensor:
         events.append(gc.isenabled())
-        return NOTHING
+        return torch.zeros(8)
 
     def drafter(runner: Any, capture: Any) -> SimpleNamespace:
         return SimpleNamespace(propose=capture([propose])[0], sizes=[1], has_rest=True)

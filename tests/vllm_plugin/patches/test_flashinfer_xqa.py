@@ -131,9 +131,12 @@ def test_where_xqa_comes_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert flashinfer_xqa.xqa_source() is None
 
 
+Shapes = list[tuple[Any, ...]]
+
+
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ...]]:
-    built: list[tuple[Any, ...]] = []
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shapes:
+    built: Shapes = []
 
     class Spec:
         def __init__(self, *shape: Any) -> None:
@@ -156,7 +159,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any,
     return built
 
 
-def test_kernels_are_compiled_once(compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture):
+def test_kernels_are_compiled_once(compiler: Shapes, caplog: pytest.LogCaptureFixture):
     flashinfer_xqa.compile_xqa([(1,), (4,), (4, True), (1,)])
     assert sorted(compiler) == [(1,), (4,), (4, True)]
     assert "compiled XQA kernel 3 of 3" in caplog.text
@@ -166,7 +169,7 @@ def test_kernels_are_compiled_once(compiler: list[tuple[Any, ...]], caplog: pyte
 
 
 def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
-    compiler: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: Shapes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     folder = tmp_path / "server"
     folder.mkdir()
@@ -181,9 +184,7 @@ def test_a_rank_says_that_it_waits_for_the_kernels_of_another(
     assert said == [compiling, waiting, compiling]
 
 
-def test_kernels_are_loaded_on_the_device_of_their_rank(
-    compiler: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-):
+def test_kernels_are_loaded_on_the_device_of_their_rank(compiler: Shapes, monkeypatch: pytest.MonkeyPatch):
     """A start of two ranks hung: the second rank's kernels had been prepared for the first GPU."""
     current, loaded_on = threading.local(), []
     current.device = 1
@@ -199,6 +200,6 @@ def test_kernels_are_loaded_on_the_device_of_their_rank(
     assert loaded_on == [1, 1]
 
 
-def test_a_compiler_that_fails_says_so(compiler: list[tuple[Any, ...]]):
+def test_a_compiler_that_fails_says_so(compiler: Shapes):
     with pytest.raises(RuntimeError, match="ninja: build stopped"):
         flashinfer_xqa.compile_xqa([("bad",)])
