@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from vllm_async_spec.audit.engine import SKIP, AuditError, Ran, audit_llm, draft_counts
@@ -46,7 +47,7 @@ def _audit(setup: dict[str, Any], stage: Any) -> Report:
         longest=config.model_config.max_model_len,
     )
     stage("warming up")
-    run = _Runner(llm, work)
+    run = _running(llm, work)
     run()
     stage("recording")
     return audit_llm(
@@ -99,35 +100,30 @@ def _engine_arguments(given: list[str], batch: int) -> dict[str, Any]:
     }
 
 
-class _Runner:
-    """Gives the engine its work."""
+def _running(llm: Any, work: Work) -> Callable[[], Ran]:
+    """A function that gives the engine its work, once with each call."""
+    import vllm
 
-    def __init__(self, llm: Any, work: Work) -> None:
-        import vllm
+    prompts = [
+        request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
+        for request in work.requests
+    ]
+    sampling = [
+        vllm.SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+        for request in work.requests
+    ]
 
-        self._llm = llm
-        self._prompts = [
-            request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": list(request.prompt)}
-            for request in work.requests
-        ]
-        self._sampling = [
-            vllm.SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
-            for request in work.requests
-        ]
-
-    def __call__(self) -> Ran:
-        """Run the load once."""
-        drafts, accepted = draft_counts(self._llm)
+    def run() -> Ran:
+        drafts, accepted = draft_counts(llm)
         start = time.perf_counter()
-        outputs = self._llm.generate(self._prompts, self._sampling, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
-        more_drafts, more_accepted = draft_counts(self._llm)
+        more_drafts, more_accepted = draft_counts(llm)
         drafts = more_drafts - drafts
-        return Ran(
-            sum(len(output.outputs[0].token_ids) for output in outputs),
-            seconds,
-            1 + (more_accepted - accepted) / drafts if drafts else None,
-        )
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return Ran(tokens, seconds, 1 + (more_accepted - accepted) / drafts if drafts else None)
+
+    return run
 
 
 if __name__ == "__main__":

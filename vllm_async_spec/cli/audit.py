@@ -53,6 +53,8 @@ def audit(
 
     Exit code 0: the audit was made; 1: the audit failed, or a file could not be written.
     """
+    import torch
+
     from vllm_async_spec.audit.chrome_trace import NO_TIMES, chrome_trace
     from vllm_async_spec.audit.engine import AuditError
     from vllm_async_spec.audit.html import render_html
@@ -71,7 +73,7 @@ def audit(
     if model is not None and source is not None and source.name == "COMMANDLINE":
         fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
     if model is not None:
-        if trace_file is not None and not _has_gpu():
+        if trace_file is not None and not torch.cuda.is_available():
             fail(NO_TIMES)
         try:
             check_file("--log", log)
@@ -109,9 +111,3 @@ def audit(
     if trace_file is not None and trace is None:
         fail(NO_TIMES)
     raise typer.Exit(1 if failed else 0)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

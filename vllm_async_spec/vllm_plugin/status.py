@@ -114,7 +114,8 @@ def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str]
     vllm = _import_vllm(progress)
     from vllm_async_spec.vllm_plugin.plugin import load
 
-    loaded = _is_allowed(os.environ.get("VLLM_PLUGINS"))
+    named = os.environ.get("VLLM_PLUGINS")
+    loaded = named is None or "async_spec" in named.split(",")
     # Asked before the plugin is loaded, where vLLM would not load the plugin.
     engine = None if loaded else _engine(arguments, _LEFT_OUT, progress)
     plugin = load(report=False)
@@ -177,11 +178,6 @@ def _import_targets(ledger: Ledger) -> None:
         for module in outcome.modules:
             with contextlib.suppress(Exception):  # a module of another release, or with missing dependencies
                 importlib.import_module(module)
-
-
-def _is_allowed(allowed: str | None) -> bool:
-    """Whether `VLLM_PLUGINS`, if set, includes this plugin."""
-    return allowed is None or "async_spec" in allowed.split(",")
 
 
 def _entries() -> tuple[tuple[PatchSpec, ...], dict[str, str]]:

@@ -84,6 +84,8 @@ def watch_engine_core(watch: Watch, core: EngineCore) -> None:
 
 def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> None:
     """Watch a V1 or V2 runner and the functions that it calls in a step; without a device `cpu` follows its tensors."""
+    from vllm.v1.outputs import AsyncModelRunnerOutput
+
     for name, phase in RUNNER.items():
         watch.watch(type(runner), name, phase, around=cpu.following if cpu and name in STEP else None)
     for part, functions in PARTS.items():
@@ -97,7 +99,7 @@ def watch_runner(watch: Watch, runner: ModelRunner, cpu: CpuWaits | None) -> Non
     for builder in builder_classes():
         for name, phase in BUILDER.items():
             watch.watch(builder, name, phase, around=functools.partial(_given, cpu) if cpu else None)
-    for output in _output_classes():
+    for output in _below(AsyncModelRunnerOutput):
         watch.watch(output, "get_output", Phase.OUTPUT, around=cpu.following if cpu else None)
     if cpu is not None:
         _follow(cpu, runner)
@@ -110,12 +112,6 @@ def builder_classes() -> list[type]:
     except ImportError:  # up to 0.13
         from vllm.v1.attention.backends.utils import AttentionMetadataBuilder
     return _below(AttentionMetadataBuilder)
-
-
-def _output_classes() -> list[type]:
-    from vllm.v1.outputs import AsyncModelRunnerOutput
-
-    return _below(AsyncModelRunnerOutput)
 
 
 def _below(base: type) -> list[type]:
