@@ -3,17 +3,23 @@
 Without --vllm-source an `import vllm` would find the installed one, so the files are skipped before their import.
 """
 
+import importlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_flashinfer
 import pytest
+from undone import ALL, undone
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.compat.lacking import lacking
+from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.compat.vllm_source import VllmSource, VllmSourceError, load_vllm
+from vllm_async_spec.vllm_plugin.ledger import Ledger, load_ledger
 
 HANDLE = pytest.StashKey[VllmSource]()
 LACKING: set[str] = set()
@@ -90,3 +96,28 @@ def make_common_metadata() -> Callable[..., Any]:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The config.json of a Llama of two small layers; no weights, no tokenizer."""
     return builders.write_llama(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def device(loaded: VllmSource) -> Iterator[SimulatedDevice]:
+    """Told of each kernel that did not run."""
+    simulated = SimulatedDevice()
+    loaded.on_kernel = simulated.kernel_did_not_run
+    yield simulated
+    loaded.on_kernel = None
+
+
+@pytest.fixture(scope="module")
+def ledger(release: str) -> Iterator[Ledger]:
+    """The ledger, settled; everything is put back after this module."""
+    fake_flashinfer.install()
+    ledger = Ledger(ALL, load_ledger(), release=release)
+    for outcome in ledger.outcomes.values():
+        for module in outcome.modules:
+            try:
+                importlib.import_module(module)
+            except ModuleNotFoundError:
+                assert module not in sys.modules
+    with undone():
+        ledger.install()
+        yield ledger

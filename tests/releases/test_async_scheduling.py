@@ -7,14 +7,11 @@ import types
 import typing
 
 import pytest
-from applied import ledger
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.ledger import State
 from vllm_async_spec.vllm_plugin.patches import async_scheduling
 from vllm_async_spec.vllm_plugin.scheduling import Stock, copied, explain, noted
-
-__all__ = ["ledger"]  # a fixture
 
 
 @pytest.mark.parametrize("choice", [None, True, False])

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,15 +12,13 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import REGISTRY
 from starlette.testclient import TestClient
-from undone import undone
+from undone import applied
 
 from vllm_async_spec.compat.builders import is_absent
-from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.audit_agent import route as audit_route
 from vllm_async_spec.vllm_plugin.audit_agent.route import PATH, open_door
-from vllm_async_spec.vllm_plugin.ledger import Ledger, State, load_ledger
+from vllm_async_spec.vllm_plugin.ledger import find_patch
 
-NAME = "audit-route"
 GUARDS = (
     "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.openai.server_utils",
@@ -29,7 +27,7 @@ GUARDS = (
 )
 
 
-def first(names: tuple[str, ...], attribute: str) -> Any:
+def first(names: Sequence[str], attribute: str) -> Any:
     for name in names:
         try:
             return getattr(importlib.import_module(name), attribute)
@@ -99,26 +97,14 @@ def test_what_the_release_keeps_of_its_options_guards_it_again(
 
 
 @pytest.fixture
-def launcher() -> Iterator[ModuleType]:
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module of `serve_http`, which is patched."""
-    specs = tuple(spec for spec in load_ledger() if spec.name == NAME)
-    (name,) = [target.module for target in specs[0].targets if _exists(target.module)]
-    module = importlib.import_module(name)
-    ledger = Ledger({NAME: audit_agent.IMPLEMENTATIONS[NAME]}, specs)
-    with undone() as patch:
-        # `python -m vllm.entrypoints.openai.api_server` has taken the function before the plugin is loaded.
-        patch.setattr(sys.modules["__main__"], "serve_http", module.serve_http, raising=False)
-        ledger.install()
-        assert ledger.outcomes[NAME].state is State.APPLIED, ledger.outcomes[NAME].detail
+    names = [target.module for target in find_patch("audit-route").targets]
+    module = sys.modules[first(names, "serve_http").__module__]
+    # `python -m vllm.entrypoints.openai.api_server` has taken the function before the plugin is loaded.
+    monkeypatch.setattr(sys.modules["__main__"], "serve_http", module.serve_http, raising=False)
+    with applied("audit-route"):
         yield module
-
-
-def _exists(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 STARTED: dict[str, Callable[[ModuleType], Any]] = {

@@ -15,16 +15,13 @@ from typing import Any
 
 import fake_flashinfer
 import pytest
-from undone import undone
+from undone import ALL, undone
 
-from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import Ledger, Outcome, PatchSpec, State, Target, applying, load_ledger
 from vllm_async_spec.vllm_plugin.ledger.fingerprint import fingerprints, module_file
 from vllm_async_spec.vllm_plugin.ledger.targets import defines, resolve
-from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
 
 SPECS = load_ledger()
-ALL = IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS
 TARGETS = [pytest.param(spec, target, id=f"{spec.name}-{target}") for spec in SPECS for target in spec.targets]
 NEEDS = [pytest.param(spec, need, id=f"{spec.name}-{need}") for spec in SPECS for need in spec.needs]
 

@@ -21,7 +21,6 @@ from vllm_async_spec.compat.backends import backend_subject
 from vllm_async_spec.compat.builder_inputs import AbsentError
 from vllm_async_spec.compat.cases import CASES, Host
 from vllm_async_spec.compat.check import check
-from vllm_async_spec.compat.simulated_device import SimulatedDevice
 from vllm_async_spec.vllm_plugin.patches.exact_counts import DEVICE_LENGTHS, always_needed, needed_by
 
 __all__ = ["runner", "runner_class", "upstream"]  # fixtures
@@ -121,19 +120,11 @@ def test_the_names_that_decide_are_those_of_this_release(upstream):
 BATCHES = ("spec K + 1", "non-uniform spec", "mixed", "page boundary", "draft step 2", "draft step 3")
 
 
-@pytest.fixture(scope="module")
-def simulated(loaded):
-    device = SimulatedDevice()
-    loaded.on_kernel = device.kernel_did_not_run
-    yield device
-    loaded.on_kernel = None
-
-
 @pytest.mark.parametrize("name", [*sorted(DEVICE_LENGTHS), "FLASHINFER"])
-def test_a_backend_that_is_named_builds_the_same_from_a_bound_and_drafts_without_a_wait(upstream, simulated, name):
+def test_a_backend_that_is_named_builds_the_same_from_a_bound_and_drafts_without_a_wait(upstream, device, name):
     """Told a bound in place of exact lengths, and nothing in draft steps. FlashInfer's fails."""
     try:
-        result = check(backend_subject(name, simulated), simulated, cases=[c for c in CASES if c.name in BATCHES])
+        result = check(backend_subject(name, device), device, cases=[c for c in CASES if c.name in BATCHES])
     except AbsentError as error:
         pytest.skip(str(error))
     if result.failure is not None:

@@ -1,15 +1,12 @@
 """The ledger on a real vLLM release."""
 
 import pytest
-from applied import ledger
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.ledger import Match, State, ledger_directory, load_ledger, verify
 from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
 from vllm_async_spec.vllm_plugin.ledger.verify import updated_lock
 from vllm_async_spec.vllm_plugin.patches import linear_attention
-
-__all__ = ["ledger"]  # a fixture
 
 
 @pytest.mark.parametrize("spec", load_ledger(), ids=lambda spec: spec.name)

@@ -5,13 +5,10 @@ import inspect
 
 import pytest
 import torch
-from applied import ledger
 
 from vllm_async_spec import HostSyncError, reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import FlashAttentionAdapter, HostNeed
 from vllm_async_spec.compat import builders
-
-__all__ = ["ledger"]  # a fixture
 
 QUERY, SEQ = [1, 4, 7], [33, 100, 7]
 COMPUTED = [32, 96, 0]

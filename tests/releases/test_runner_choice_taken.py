@@ -5,15 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from applied import ledger
 from packaging.version import Version
 
 from vllm_async_spec.vllm_plugin import runner_choice
 from vllm_async_spec.vllm_plugin.runner_choice import VARIABLE, alternative, runner_of, take, why
 from vllm_async_spec.vllm_plugin.settings import RUNNER, Settings
 from vllm_async_spec.vllm_plugin.state import Plugin
-
-__all__ = ["ledger"]  # a fixture
 
 CHECKS = Version("0.20")
 """From here on a configuration says what V2 does not support."""

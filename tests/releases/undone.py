@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from vllm_async_spec.patching import Transaction
+from vllm_async_spec.vllm_plugin.audit_agent import agent as audit_agent
 from vllm_async_spec.vllm_plugin.ledger import Ledger, State, find_patch, load_ledger
 from vllm_async_spec.vllm_plugin.patches.implementations import IMPLEMENTATIONS
+
+ALL = IMPLEMENTATIONS | audit_agent.IMPLEMENTATIONS
 
 
 @contextlib.contextmanager
@@ -33,9 +36,8 @@ def module_of(release: str, patch: str, module: str = "vllm.v1.worker.gpu_model_
 def ledger_of(patches: Iterable[str]) -> Ledger:
     """A ledger of these patches, and of those of the metadata, which they may need."""
     names = {*patches, *(name for name in IMPLEMENTATIONS if name.startswith("metadata"))}
-    chosen = {name: IMPLEMENTATIONS[name] for name in names}
-    specs = tuple(spec for spec in load_ledger() if spec.name in names)
-    return Ledger(chosen, specs, release=importlib.import_module("vllm").__version__)
+    specs = [spec for spec in load_ledger() if spec.name in names]
+    return Ledger({name: ALL[name] for name in names}, specs, release=importlib.import_module("vllm").__version__)
 
 
 @contextlib.contextmanager
