@@ -1,6 +1,7 @@
 """What vLLM's FlashInfer backend needs of flashinfer-python, holding plans as it does; attention is not there."""
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -87,15 +88,19 @@ class Wrapper:
         size = torch.tensor([page_size])
         arrays = [torch.cat([requests, unused]), torch.cat([chunks, unused]), merge, output, size]
         self._used = len(requests)
+        first, *others = self._write(arrays)
+        works, tokens = len(requests) + len(unused), int(query_lens.sum())
+        plan = [works, tokens, 0, tile, first, 0, *others, 0, 0, 0]
+        self._plan_info = [*plan, int(self.is_cuda_graph_enabled), int(split)]
+
+    def _write(self, arrays: Sequence[torch.Tensor]) -> list[int]:
+        """Put arrays into the plan's buffer; returns their offsets in bytes."""
         offsets, data, end = [], self._int_workspace_buffer.view(torch.int32), 0
         for values in arrays:
             offsets.append(end * 4)
             data[end : end + len(values)] = values
             end += -(-len(values) // 4) * 4
-        at = dict(zip(("requests", "chunks", "merge", "output", "size"), offsets, strict=True))
-        works, tokens = len(requests) + len(unused), int(query_lens.sum())
-        plan = [works, tokens, 0, tile, at["requests"], 0, at["chunks"], at["merge"], at["output"], at["size"], 0, 0, 0]
-        self._plan_info = [*plan, int(self.is_cuda_graph_enabled), int(split)]
+        return offsets
 
     def split_is_right(self, page_size: int) -> bool:
         """Whether work and merge have the chunks that the kernel counts by the lengths that it reads."""
@@ -123,14 +128,10 @@ class Wrapper:
         per_processor = torch.full((PROCESSORS,), len(requests) // PROCESSORS)
         per_processor[-1] += len(requests) % PROCESSORS
         work_indptr = torch.nn.functional.pad(per_processor.cumsum(0), (1, 0)).int()
-        offsets, data, end = [], self._int_workspace_buffer.view(torch.int32), 0
-        data.fill_(-7)
+        self._int_workspace_buffer.view(torch.int32).fill_(-7)
         empty = torch.zeros_like(requests)
-        for values in (empty, empty, empty, empty, lengths[requests.long()], empty, work_indptr, requests):
-            offsets.append(end * 4)
-            data[end : end + len(values)] = values
-            end += -(-len(values) // 4) * 4
-        self._plan_info = [*offsets, 0]
+        arrays = (empty, empty, empty, empty, lengths[requests.long()], empty, work_indptr, requests)
+        self._plan_info = [*self._write(arrays), 0]
 
     def lengths(self, page_size: int) -> list[int]:
         if self._backend == "fa3":
@@ -140,7 +141,7 @@ class Wrapper:
             padding = data[plan[4] + count : plan[5]]
             assert (padding == -7).all(), "written behind the last piece of work"
             return [found[request] for request in sorted(found)]
-        pages = self._paged_kv_indptr_buf[1:] - self._paged_kv_indptr_buf[:-1]
+        pages = self._paged_kv_indptr_buf.diff()
         last = self._paged_kv_last_page_len_buf[: len(pages)]
         return torch.where(pages == 0, 0, (pages - 1) * page_size + last).tolist()
 

@@ -5,11 +5,9 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_built import BATCHES, DRAFTS, PAGE, builder, built_on_device, kind, metadata, module, setting, wrappers
+from flashinfer_built import BATCHES, DRAFTS, PAGE, built_on_device, metadata, wrappers
 
 from vllm_async_spec.compat import builders
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def test_two_plans_in_flight_share_no_buffer(builder: Any):

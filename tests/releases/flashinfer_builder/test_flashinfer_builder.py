@@ -12,22 +12,18 @@ from flashinfer_built import (
     DRAFTS,
     PAGE,
     assert_before_empty,
-    builder,
     built_on_device,
-    kind,
+    built_without_a_wait,
+    lengths,
     metadata,
-    module,
     pages_planned,
-    setting,
     wrappers,
 )
 
 from benchmarks import plan_time
-from vllm_async_spec import reset_sync_report, sync_policy, sync_report
+from vllm_async_spec import reset_sync_report, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.vllm_plugin.patches import flashinfer_builder
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 @pytest.mark.parametrize("slack", [0, 1, DRAFTS, 17])
@@ -35,20 +31,16 @@ __all__ = ["builder", "kind", "module", "setting"]  # fixtures
 def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(builder: Any, batch: str, slack: int):
     query, exact = BATCHES[batch]
     given = metadata(query, exact, slack)
-    reset_sync_report()
-    with sync_policy("error"):
-        built = builder.build(0, given)
-    report = sync_report()
-    assert (report.count, report.fallbacks) == (0, {})
+    built = built_without_a_wait(builder, given)
     first = built_on_device(built)
     bounds = given.seq_lens_cpu_upper_bound.tolist()[first:]
     if any(each.is_cuda_graph_enabled for each in wrappers(built)) and built.prefill is not None:
         # Such a plan is for later steps too, as far as the block table goes.
         bounds = [bound and given.block_table_tensor.shape[1] * PAGE for bound in bounds]
-    assert_before_empty(map(pages_planned, wrappers(built)), [-(-bound // PAGE) for bound in bounds])
-    assert_before_empty((each.lengths(PAGE) for each in wrappers(built)), exact[first:])
+    assert_before_empty(pages_planned(built), [-(-bound // PAGE) for bound in bounds])
+    assert_before_empty(lengths(built), exact[first:])
     assert all(each.split_is_right(PAGE) for each in wrappers(built))
-    if built_on_device(built):
+    if first:
         assert type(built.decode.seq_lens) is torch.Tensor
         assert built.decode.seq_lens.tolist() == exact[: built.num_decodes]
 
@@ -58,7 +50,7 @@ def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, mo
     given = metadata(*BATCHES["mixed"], DRAFTS)
     built = builder.build(0, given)
     bound = given.seq_lens_cpu_upper_bound.tolist()
-    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == bound[built_on_device(built) :]
+    assert lengths(built) == bound[built_on_device(built) :]
 
 
 @pytest.mark.parametrize("batch", ["drafts", "mixed", "padded"])
@@ -92,17 +84,14 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
 
 @pytest.mark.parametrize("batch", ["one token each", "mixed", "padded"])
 def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: str):
-    reset_sync_report()
     query, exact = BATCHES[batch]
     given = dataclasses.replace(metadata(query, exact, 0), max_seq_len=max(exact) + 2)
     given.seq_lens_cpu_upper_bound = None
-    with sync_policy("error"):
-        built = builder.build(0, given)
-    assert (sync_report().count, sync_report().fallbacks) == (0, {})
+    built = built_without_a_wait(builder, given)
     first = built_on_device(built)
-    assert_before_empty((each.lengths(PAGE) for each in wrappers(built)), exact[first:])
+    assert_before_empty(lengths(built), exact[first:])
     pages = -(-(max(exact) + 2) // PAGE)
-    assert_before_empty(map(pages_planned, wrappers(built)), [pages] * (len(exact) - first))
+    assert_before_empty(pages_planned(built), [pages] * (len(exact) - first))
 
 
 def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeypatch: pytest.MonkeyPatch):
@@ -111,9 +100,7 @@ def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeyp
     given = metadata(*BATCHES["mixed"], DRAFTS)
     built = builder.build(0, given)
     assert sync_report().fallbacks == {"NVFP4 KV cache": 1}
-    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == given.seq_lens.tolist()[
-        built_on_device(built) :
-    ]
+    assert lengths(built) == given.seq_lens.tolist()[built_on_device(built) :]
 
 
 @pytest.mark.parametrize(

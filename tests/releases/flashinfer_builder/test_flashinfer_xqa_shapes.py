@@ -10,12 +10,10 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
-from flashinfer_built import BATCHES, DRAFTS, builder, kind, metadata, module, setting
+from flashinfer_built import BATCHES, DRAFTS, change_new_builders, metadata
 
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.patches import flashinfer_xqa, flashinfer_xqa_shapes
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def test_the_machine_decodes_with_xqa_and_no_server_is_asked(
@@ -73,20 +71,14 @@ def test_every_xqa_kernel_that_a_batch_may_ask_for_is_compiled_at_the_start(buil
 )
 def test_what_xqa_does_not_take_is_left_to_wrappers_with_the_reason(
     builder: Any,
+    module: Any,
     setting: tuple[Any, ...],
     changes: dict[str, Any],
     message: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    upstream = type(builder).__bases__[-1]
-    made = upstream.__init__
-
-    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        vars(self).update(changes)
-
-    monkeypatch.setattr(upstream, "__init__", changed)
+    change_new_builders(module, monkeypatch, lambda made: vars(made).update(changes))
     fake_flashinfer.compiled.clear()
     if message is None or not flashinfer_xqa_shapes.decodes_with_xqa(builder):
         type(builder)(*setting)

@@ -6,24 +6,10 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_built import (
-    DRAFTS,
-    LONGEST,
-    PAGE,
-    assert_before_empty,
-    builder,
-    kind,
-    made_on,
-    metadata,
-    module,
-    setting,
-    wrappers,
-)
+from flashinfer_built import DRAFTS, LONGEST, PAGE, assert_before_empty, made_on, metadata, wrappers
 
 from vllm_async_spec.compat.builder_inputs import HOPPER
 from vllm_async_spec.vllm_plugin.patches import flashinfer_graphs
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def drafts(exact: list[int], padding: int = 0, slack: int = DRAFTS, tokens: int = 1 + DRAFTS) -> Any:
@@ -44,7 +30,7 @@ def test_a_plan_serves_until_a_request_outgrows_it(builder: Any):
         given = drafts(exact)
         built = builder.build(0, given)
         (wrapper,) = wrappers(built)
-        assert_before_empty([wrapper.lengths(PAGE)], exact)
+        assert_before_empty(wrapper.lengths(PAGE), exact)
         assert wrapper.split_is_right(PAGE)
         if counts and len(wrapper.plans) == counts[-1]:
             table = given.block_table_tensor.tolist()
@@ -94,7 +80,7 @@ def test_a_plan_serves_no_other_batch(builder: Any, other: str):
         before = [len(each.plans) for each in builder._planners[0]._by_size.values()]
         (wrapper,) = wrappers(builder.build(0, given))
         assert sum(len(each.plans) for each in builder._planners[0]._by_size.values()) == 1 + sum(before)
-        assert_before_empty([wrapper.lengths(PAGE)], given.seq_lens.tolist())
+        assert_before_empty(wrapper.lengths(PAGE), given.seq_lens.tolist())
         assert wrapper.split_is_right(PAGE)
 
 

@@ -5,12 +5,10 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_built import DRAFTS, builder, built_on_device, kind, made_on, metadata, module, setting, wrappers
+from flashinfer_built import DRAFTS, built_on_device, change_new_builders, made_on, metadata, wrappers
 
 from vllm_async_spec.compat.builder_inputs import HOPPER
 from vllm_async_spec.vllm_plugin.patches import flashinfer_builder, flashinfer_xqa_shapes
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def kernel(builder: Any, query: list[int]) -> str:
@@ -34,14 +32,7 @@ def test_xqa_keeps_drafts_whose_rows_take_the_widest_pieces_of_work(
     told: list[str] = []
     monkeypatch.setattr(flashinfer_builder, "inform", told.append)
     flashinfer_builder._say.cache_clear()
-    upstream = module.FlashInferBackend.get_builder_cls().__bases__[-1]
-    made = upstream.__init__
-
-    def with_groups(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        self.num_qo_heads = group * self.num_kv_heads
-
-    monkeypatch.setattr(upstream, "__init__", with_groups)
+    change_new_builders(module, monkeypatch, lambda made: setattr(made, "num_qo_heads", group * made.num_kv_heads))
     for _ in range(2):  # a drafter has a builder too
         builder = made_on(HOPPER, module, setting)
     if builder.reorder_batch_threshold == 1:
@@ -74,16 +65,9 @@ def test_xqa_decodes_single_tokens_and_flashinfer_chooses_for_prompts(builder: A
 def test_with_other_gpus_and_caches_nothing_is_chosen_by_the_plugin(
     module: Any, setting: tuple[Any, ...], kind: str, changed: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    ours = module.FlashInferBackend.get_builder_cls()
     if isinstance(changed, torch.dtype):
-        made = ours.__bases__[-1].__init__
-
-        def with_cache(self: Any, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs)
-            self.kv_cache_dtype = changed
-
-        monkeypatch.setattr(ours.__bases__[-1], "__init__", with_cache)
-        builder = ours(*setting)
+        change_new_builders(module, monkeypatch, lambda made: setattr(made, "kv_cache_dtype", changed))
+        builder = module.FlashInferBackend.get_builder_cls()(*setting)
     else:
         kind = "fa2"
         monkeypatch.setattr(fake_flashinfer.Wrapper, "backend", kind)

@@ -7,32 +7,20 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_built import (
-    BATCHES,
-    DRAFTS,
-    builder,
-    give_workspace,
-    kind,
-    made_on,
-    metadata,
-    module,
-    room,
-    setting,
-    warmed,
-    wrappers,
-)
+from flashinfer_built import BATCHES, DRAFTS, give_workspace, made_on, metadata, room, warmed, wrappers
 
 from vllm_async_spec.vllm_plugin.patches import flashinfer_mixed
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
-
 
 MIXED = [[4, 9], [4, 4, 9, 40], [1, 1, 9], [1, 4, 2, 40], [4] * 7 + [30]]
 
 
+def with_context(query: list[int]) -> Any:
+    return metadata(query, [40 + tokens for tokens in query], DRAFTS)
+
+
 @pytest.mark.parametrize("query", MIXED)
 def test_drafts_and_short_prompts_are_planned_together(builder: Any, query: list[int]):
-    built = builder.build(0, metadata(query, [40 + tokens for tokens in query], DRAFTS))
+    built = builder.build(0, with_context(query))
     assert (built.num_decodes, built.num_prefills, built.num_prefill_tokens) == (0, len(query), sum(query))
     (wrapper,) = wrappers(built)
     assert (wrapper._backend, wrapper.is_cuda_graph_enabled) == ("fa2", False)
@@ -52,7 +40,7 @@ def test_flash_attention_2_is_loaded_before_the_first_request(
     builder = module.FlashInferBackend.get_builder_cls()(*setting)
     loaded = list(fake_flashinfer.loaded)
     for query in ([4, 4], *MIXED):
-        (*_, wrapper) = wrappers(warmed(builder).build(0, metadata(query, [40 + each for each in query], DRAFTS)))
+        (*_, wrapper) = wrappers(warmed(builder).build(0, with_context(query)))
         assert [wrapper.module] == loaded
 
 
@@ -74,7 +62,7 @@ def test_where_queries_have_one_dtype_it_is_loaded_for_that(builder: Any, monkey
 def test_so_they_are_on_hopper_only(
     module: Any, setting: tuple[Any, ...], query: list[int], kind: str, capability: tuple[int, int]
 ):
-    built = made_on(capability, module, setting).build(0, metadata(query, [40 + tokens for tokens in query], DRAFTS))
+    built = made_on(capability, module, setting).build(0, with_context(query))
     assert built.prefill.wrapper._backend == kind
 
 

@@ -4,12 +4,9 @@ import importlib
 from typing import Any
 
 import pytest
-from flashinfer_built import BATCHES, DRAFTS, PAGE, made_on, metadata, module, setting, wrappers
+from flashinfer_built import BATCHES, DRAFTS, PAGE, built_without_a_wait, lengths, made_on, metadata, wrappers
 
-from vllm_async_spec import reset_sync_report, sync_policy, sync_report
 from vllm_async_spec.attention import flashinfer as adapter
-
-__all__ = ["module", "setting"]  # fixtures
 
 BELOW_SM90 = [(7, 5), (8, 0), (8, 9)]
 
@@ -60,13 +57,10 @@ def test_decode_wrappers_are_planned_from_the_bound_and_mask_by_the_devices_leng
     decoding: Any, batch: str, slack: int
 ):
     query, exact = BATCHES[batch]
-    reset_sync_report()
-    with sync_policy("error"):
-        built = decoding.build(0, metadata(query, exact, slack))
-    assert (sync_report().count, sync_report().fallbacks) == (0, {})
+    built = built_without_a_wait(decoding, metadata(query, exact, slack))
     assert built.num_decodes > 0
     assert built.decode.wrapper._q_len_per_req == 1 + DRAFTS
-    assert [length for each in wrappers(built) for length in each.lengths(PAGE)] == exact
+    assert lengths(built) == exact
     assert all(each.split_is_right(PAGE) for each in wrappers(built))
 
 

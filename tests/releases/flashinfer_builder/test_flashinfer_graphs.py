@@ -7,24 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_built import (
-    BATCHES,
-    DRAFTS,
-    builder,
-    give_workspace,
-    kind,
-    made_on,
-    metadata,
-    module,
-    room,
-    setting,
-    wrappers,
-)
+from flashinfer_built import BATCHES, DRAFTS, give_workspace, made_on, metadata, room, wrappers
 
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat.builder_inputs import HOPPER
-
-__all__ = ["builder", "kind", "module", "setting"]  # fixtures
 
 
 def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any):
