@@ -1,14 +1,13 @@
 """A release's asynchronous scheduler with two batches in flight; tokens are the numbers of their places."""
 
-import inspect
 import random
 from collections import deque
 from collections.abc import Collection
 from typing import Any
 
-from simulation.grammar import manager
+from simulation.engine import made_of, make_scheduler
 from simulation.model import WINDOW
-from simulation.shape import BLOCK, Shape, configuration, kv_cache, one_process
+from simulation.shape import BLOCK, Shape, configuration, one_process
 
 PROMPTS = (3, 20, 41, 50)
 TOKENS = 40
@@ -19,23 +18,12 @@ class Scheduled:
 
     def __init__(self, seed: int) -> None:
         from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import init_none_hash
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.request import Request
 
         self._random = random.Random(seed)
         shape = Shape(rows=len(PROMPTS), tokens=64, kept=0)
-        init_none_hash(sha256)
         with one_process():
-            config = configuration(shape)
-            self.scheduler: Any = AsyncScheduler(
-                vllm_config=config,
-                kv_cache_config=kv_cache(shape),
-                structured_output_manager=manager(config),
-                block_size=BLOCK,
-                log_stats=False,
-            )
+            self.scheduler = make_scheduler(configuration(shape), shape)
         self.tokens: dict[str, list[int]] = {}
         self.missing: list[int] = []
         self._computed: dict[str, int] = {}
@@ -45,7 +33,7 @@ class Scheduled:
             name = f"of {length}"
             wanted = {"request_id": name, "prompt_token_ids": list(range(length)), "sampling_params": params}
             self.tokens[name] = []
-            self.scheduler.add_request(_made(Request, wanted | {"pooling_params": None, "eos_token_id": None}))
+            self.scheduler.add_request(made_of(Request, wanted | {"pooling_params": None, "eos_token_id": None}))
 
     def serve(self, reset_at: Collection[int] = ()) -> None:
         """To the end; after these steps the prefix cache is reset, with all that runs preempted."""
@@ -96,7 +84,7 @@ class Scheduled:
             "prompt_logprobs_dict": {},
             "pooler_output": [],
         }
-        for made in self.scheduler.update_from_output(scheduled, _made(ModelRunnerOutput, output)).values():
+        for made in self.scheduler.update_from_output(scheduled, made_of(ModelRunnerOutput, output)).values():
             for each in made.outputs:
                 self.tokens[each.request_id] += each.new_token_ids
 
@@ -107,8 +95,3 @@ class Scheduled:
             for name, tokens in self.tokens.items()
             if tokens != [int(name.split()[1]) + number for number in range(TOKENS)]
         ]
-
-
-def _made(kind: Any, wanted: dict[str, Any]) -> Any:
-    known = inspect.signature(kind).parameters
-    return kind(**{name: value for name, value in wanted.items() if name in known})

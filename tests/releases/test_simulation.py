@@ -25,17 +25,13 @@ from simulation.planted_features import MISTAKES as MISTAKES_IN_FEATURES
 from simulation.planted_features import featured
 from simulation.schedule import Schedule, random_schedule, run, wishful_schedule, with_drains
 from simulation.shape import Shape
-from simulation.trial import longest_beside, reference, wrong
+from simulation.trial import EARLY, LOADS, WISHFUL, longest_beside, reference, wrong
 from simulation.wishes import Wishes
 from undone import applied, module_of
 
 from vllm_async_spec.sync_policy import reset_sync_report, sync_report
 
-LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
 RUNNER = os.environ.get("SIMULATION_RUNNER")
-WISHFUL = (0, 4)
-"""Seeds of the loads with wishes; they hold every reason."""
-EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +145,15 @@ def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: A
 @pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
 def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str):
+    what, shows = MISTAKES_IN_EXACT[mistake]
     for seed in (0, 8):
         schedule = wishful_schedule(seed, wishes)
         reset_sync_report()
         engine = run(exact(subject, mistake), schedule, late=True)
         found = [*mistakes(engine, schedule), *wrongly_counted(engine, schedule)]
-        if any(MISTAKES_IN_EXACT[mistake].shows in each for each in found):
+        if any(shows in each for each in found):
             return
-    pytest.fail(f"2 loads do not show that {MISTAKES_IN_EXACT[mistake].what}")
+    pytest.fail(f"2 loads do not show that {what}")
 
 
 def test_the_plugins_runner_waits_for_nothing_but_prepared_inputs_and_outputs(subject: Any, stock: Any):

@@ -25,6 +25,28 @@ from simulation.shape import BLOCK, DRAFT_LAYER, LAYERS, LONGEST, Shape, configu
 from simulation.wishes import PLAIN, Wishes
 
 
+def make_scheduler(config: Any, shape: Shape) -> Any:
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    init_none_hash(sha256)
+    cache = kv_cache(shape)
+    return AsyncScheduler(
+        vllm_config=config,
+        kv_cache_config=cache,
+        structured_output_manager=manager(config),
+        block_size=max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
+        log_stats=False,
+    )
+
+
+def made_of(kind: Any, wanted: dict[str, Any]) -> Any:
+    """An object of those arguments that the release's class knows."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in wanted.items() if name in known})
+
+
 @dataclass(slots=True)
 class Step:
     """What was seen of one step.
@@ -49,6 +71,9 @@ class Engine:
     """The engine core's loop over one scheduler and one runner; `late` delays its device."""
 
     def __init__(self, runner_class: Any, shape: Shape, late: random.Random | None = None) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
         self.gpu = Gpu(late)
         self.shape = shape
         self.steps: list[Step] = []
@@ -59,7 +84,8 @@ class Engine:
         self.queue: deque[tuple[Any, Any]] = deque()
         with self._active():
             self.config = configuration(shape)
-            self._make_scheduler()
+            self.scheduler = make_scheduler(self.config, shape)
+            self.hasher = get_request_block_hasher(BLOCK, sha256) if shape.prefix_caching else None
             self._make_runner(runner_class)
 
     @contextlib.contextmanager
@@ -79,22 +105,6 @@ class Engine:
             masking(self.gpu),
         ):
             yield
-
-    def _make_scheduler(self) -> None:
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256) if self.shape.prefix_caching else None
-        cache = kv_cache(self.shape)
-        self.scheduler = AsyncScheduler(
-            vllm_config=self.config,
-            kv_cache_config=cache,
-            structured_output_manager=manager(self.config),
-            block_size=max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups),
-            log_stats=False,
-        )
 
     def _make_runner(self, runner_class: Any) -> None:
         from vllm.config import set_current_vllm_config
@@ -214,9 +224,8 @@ class Engine:
             "eos_token_id": None,
             "block_hasher": self.hasher,
         }
-        known = inspect.signature(Request).parameters
         self.outputs[name] = []
-        request = Request(**{key: value for key, value in wanted.items() if key in known})
+        request = made_of(Request, wanted)
         if wishes.grammar:
             request.structured_output_request.grammar = Grammar(wishes)
         self.scheduler.add_request(request)

@@ -95,6 +95,9 @@ class Builder:
 
 
 class _Model:
+    early = 0
+    """Positions by which it sees each token early."""
+
     def __init__(self, gpu: Gpu, slots: int, block_size: int, layers: Sequence[str], saw: Callable[[Seen], None]):
         self.gpu, self.block_size, self.layers, self.saw = gpu, block_size, layers, saw
         self.cache = [np.full(slots, 1) for _ in layers]
@@ -128,7 +131,7 @@ class _Model:
             at = slots[:count]
             # A slot that is none of the cache's is not written; on a GPU it would be anybody's memory.
             inside = (at >= 0) & (at < len(cache))
-            cache[at[inside]] = self._kept(tokens[:count], places[:count])[inside]
+            cache[at[inside]] = entries_of(tokens[:count], places[:count] + self.early)[inside]
         starts = groups[0][0]
         for row in range(len(starts) - 1):
             first, end = int(starts[row]), int(starts[row + 1])
@@ -143,9 +146,6 @@ class _Model:
         places = np.arange(min(max(length, 0), len(table) * self.block_size))
         slots = table[places // self.block_size] * self.block_size + places % self.block_size
         return cache[np.clip(slots, 0, len(cache) - 1)]
-
-    def _kept(self, tokens: Any, places: Any) -> Any:
-        raise NotImplementedError
 
     def _next(self, keys: Any) -> int:
         raise NotImplementedError
@@ -165,9 +165,6 @@ class Target(_Model):
         metadata = get_forward_context().attn_metadata
         return self._forward("target", input_ids, positions, 8, [metadata[layer] for layer in self.layers])
 
-    def _kept(self, tokens: Any, places: Any) -> Any:
-        return entries_of(tokens, places)
-
     def _next(self, keys: Any) -> int:
         return _token(sums(keys[0], 0)[0], sums(keys[-1], 0)[1])
 
@@ -175,6 +172,7 @@ class Target(_Model):
 class Draft(_Model):
     """The draft head: right, unless a coin that depends on all it sees says otherwise."""
 
+    early = 1
     wrong = 30
     """Of 97."""
 
@@ -186,9 +184,6 @@ class Draft(_Model):
         given = get_forward_context().attn_metadata[self.layers[0]]
         hidden = self._forward(f"draft {given.draft_index}", input_ids, positions, hidden_states.shape[1], [given])
         return hidden, hidden
-
-    def _kept(self, tokens: Any, places: Any) -> Any:
-        return entries_of(tokens, places + 1)
 
     def _next(self, keys: Any) -> int:
         full, window = sums(keys[0], 1)

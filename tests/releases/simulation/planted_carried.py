@@ -1,29 +1,20 @@
-"""Stock's runner that carries positions on the device (0.19 and later), and what it becomes with a mistake in it."""
+"""Mistakes in stock's runner that carries positions on the device (0.19 and later): classes to derive before it."""
 
 import contextlib
 from typing import Any
 
-MISTAKES = {
-    "no correction": "positions and lengths stay those of a host that takes all drafts for accepted",
-    "stale drafts": "the drafts that are verified are those of the step before",
-    "stale counts": "the counts of accepted drafts are those of the step before",
-    "no fence": "a pinned buffer is filled again while the device may have yet to copy it",
-    "long drafts": "draft steps count rejected tokens in the lengths that attention reads",
-}
-
-
-def carried(stock: Any, mistake: str) -> Any:
-    """The class that is made of a release's `GPUModelRunner`, with one of `MISTAKES`."""
-    return type("Faulty", (_FAULTY[mistake], stock), {})
-
 
 class _NoCorrection:
+    """positions and lengths stay those of a host that takes all drafts for accepted"""
+
     def _copy_valid_sampled_token_count(self: Any, next_token_ids: Any, counts: Any) -> None:
         super()._copy_valid_sampled_token_count(next_token_ids, counts)  # type: ignore[misc]
         self.valid_sampled_token_count_gpu = None
 
 
 class _StaleDrafts:
+    """the drafts that are verified are those of the step before"""
+
     _before: Any = None
 
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,6 +24,8 @@ class _StaleDrafts:
 
 
 class _StaleCounts:
+    """the counts of accepted drafts are those of the step before"""
+
     _before: Any = None
 
     def _copy_valid_sampled_token_count(self: Any, next_token_ids: Any, counts: Any) -> None:
@@ -43,18 +36,22 @@ class _StaleCounts:
 
 
 class _NoFence:
+    """a pinned buffer is filled again while the device may have yet to copy it"""
+
     def synchronize_input_prep(self: Any) -> Any:
         return contextlib.nullcontext()
 
 
 class _LongDrafts:
+    """draft steps count rejected tokens in the lengths that attention reads"""
+
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         propose = self.drafter.propose
         self.drafter.propose = lambda **given: propose(**given | {"num_rejected_tokens_gpu": None})
 
 
-_FAULTY: dict[str, type] = {
+MISTAKES: dict[str, type] = {
     "no correction": _NoCorrection,
     "stale drafts": _StaleDrafts,
     "stale counts": _StaleCounts,

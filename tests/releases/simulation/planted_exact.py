@@ -1,21 +1,14 @@
 """What becomes of the plugin's runner with a mistake in how it goes exact, and back."""
 
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    what: str
-    shows: str
-
-
 MISTAKES = {
-    "outputs not cut": Mistake("outputs keep the placeholders of drafts that were rejected", "output_token_ids"),
-    "never exact": Mistake("no step waits, whatever the batch has asked for", "has the tokens"),
-    "optimistic numbers": Mistake("a step waits, and then takes all drafts for accepted", "num_computed_tokens"),
-    "never back": Mistake("once a step has waited, all do", "fallbacks"),
+    "outputs not cut": ("outputs keep the placeholders of drafts that were rejected", "output_token_ids"),
+    "never exact": ("no step waits, whatever the batch has asked for", "has the tokens"),
+    "optimistic numbers": ("a step waits, and then takes all drafts for accepted", "num_computed_tokens"),
+    "never back": ("once a step has waited, all do", "fallbacks"),
 }
+"""By name: what is done wrong, and the word in a report that shows it."""
 
 
 def exact(plugins: Any, mistake: str) -> Any:

@@ -1,9 +1,12 @@
 """One load put to a class of runners, and what is wrong then; and one request that reaches the longest sequence."""
 
+import os
 import random
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
+
+import pytest
 
 from simulation.engine import Engine
 from simulation.judge import differences, mistakes
@@ -11,6 +14,11 @@ from simulation.model import greedy
 from simulation.schedule import Schedule, run
 from simulation.shape import LONGEST, Shape
 from simulation.wishes import Wishes
+
+LOADS = int(os.environ.get("SIMULATION_LOADS", "3"))
+WISHFUL = (0, 4)
+"""Seeds of the loads with wishes; they hold every reason to wait."""
+EARLY = pytest.mark.parametrize("drained", [False, True], ids=["two batches in flight", "outputs that come early"])
 
 _references: dict[Schedule, Engine] = {}
 
