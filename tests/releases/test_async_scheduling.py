@@ -14,11 +14,52 @@ from vllm_async_spec.vllm_plugin.patches import async_scheduling
 from vllm_async_spec.vllm_plugin.scheduling import Stock, copied, explain, noted
 
 
+@pytest.fixture
+def make_args(ledger, tiny_model_dir, tmp_path):
+    def make(method, choice=None, drafts=None, **given):
+        from vllm.config import SpeculativeConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.executor.abstract import Executor
+
+        if method == "draft_model" and not hasattr(SpeculativeConfig, "uses_draft_model"):
+            pytest.skip("this release has no draft models in its V1 engine")
+        if given.get("distributed_executor_backend") == "third party":
+            given["distributed_executor_backend"] = type("ThirdParty", (Executor,), {})
+        asked = _drafts(method, tmp_path) | (drafts or {}) if method else None
+        chosen = {} if choice is None else {"async_scheduling": choice}
+        args = EngineArgs(model=str(tiny_model_dir), max_model_len=256, speculative_config=asked, **chosen, **given)
+        if method == "medusa":
+            try:
+                copied(args).create_engine_config()
+            except NotImplementedError as error:
+                pytest.skip(f"this release has no medusa: {error}")
+        return args
+
+    return make
+
+
+def _drafts(method, folder):
+    drafts = {"method": method, "num_speculative_tokens": 3}
+    if method == "ngram":
+        drafts["prompt_lookup_max"] = 3
+    else:
+        architecture = "EagleLlamaForCausalLM" if method == "eagle" else "LlamaForCausalLM"
+        drafts["model"] = str(builders.write_llama(folder / method, num_layers=1, architecture=architecture))
+    return drafts
+
+
+@pytest.fixture
+def v1_runner(monkeypatch):
+    """From 0.33 on the V2 runner takes what V1 refuses."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
 @pytest.mark.parametrize("choice", [None, True, False])
 @pytest.mark.parametrize("method", [None, "eagle", "draft_model"])
-def test_asynchronous_scheduling_is_on_unless_the_user_chose(ledger, method, choice, tiny_model_dir, tmp_path):
-    args = _engine_args(method, choice, tiny_model_dir, tmp_path)
+def test_asynchronous_scheduling_is_on_unless_the_user_chose(ledger, method, choice, make_args):
+    args = make_args(method, choice)
     config, decision = explain(args)
+    assert (config.speculative_config and config.speculative_config.method) == method
     enabled = config.scheduler_config.async_scheduling
     assert decision.enabled == enabled
     if choice is not None:
@@ -33,10 +74,9 @@ def test_asynchronous_scheduling_is_on_unless_the_user_chose(ledger, method, cho
         assert enabled == (type(args).async_scheduling is not False)
 
 
-def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(ledger, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # from 0.33 on the V2 runner can
-    args = _engine_args("ngram", None, tiny_model_dir, tmp_path)
-    config, decision = explain(args)
+@pytest.mark.usefixtures("v1_runner")
+def test_a_method_that_async_scheduling_cannot_run_gives_vllms_reason(make_args):
+    config, decision = explain(make_args("ngram"))
     assert config.scheduler_config.async_scheduling is False
     assert (decision.enabled, decision.by) == (False, "vLLM")
     assert decision.why.startswith("vLLM refuses asynchronous scheduling with the method ngram: ")
@@ -68,7 +108,6 @@ CAUSES = {
     "the method medusa": ("medusa", {}, _ANOTHER),
 }
 V1_REFUSES = ("disable_padded_drafter_batch", "the method ngram")
-"""From 0.33 on the V2 runner takes these."""
 _SPECULATIVE = "vllm.config.speculative"
 V1_TAKES_PIPELINES = ("0.18.1", "0.22.1", "0.24.0", "0.26.0", "0.28.0")
 ON_BY_DEFAULT = {"pipeline parallelism": (*V1_TAKES_PIPELINES, "0.32.0", "0.33.0"), "pooling models": ("0.18.1",)}
@@ -76,15 +115,13 @@ ON_BY_DEFAULT = {"pipeline parallelism": (*V1_TAKES_PIPELINES, "0.32.0", "0.33.0
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
-    ledger, release, cause, tiny_model_dir, tmp_path, monkeypatch
-):
+def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(release, cause, make_args, tmp_path, request):
     method, given, remedy = CAUSES[cause]
     if method == "medusa" and "medusa" not in typing.get_args(importlib.import_module(_SPECULATIVE).SpeculativeMethod):
         pytest.skip(f"vLLM {release} has no medusa")
     if cause in V1_REFUSES:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    args = _engine_args(method, None, tiny_model_dir, tmp_path, **given)
+        request.getfixturevalue("v1_runner")
+    args = make_args(method, **given)
     config, decision = explain(args)
     assert decision.enabled is bool(config.scheduler_config.async_scheduling)
     if release in ON_BY_DEFAULT.get(cause, ()):
@@ -99,41 +136,36 @@ def test_the_reason_names_the_argument_that_decides_and_its_remedy_helps(
     assert _follow(args, decision.remedy, tmp_path).enabled
 
 
-def test_pipeline_parallelism_is_the_reason_in_the_v1_runner(ledger, release, tiny_model_dir, monkeypatch):
+@pytest.mark.usefixtures("v1_runner")
+def test_pipeline_parallelism_is_the_reason_in_the_v1_runner(release, make_args):
     """V1 leaves it off from about 0.30 on, and 0.12 refuses it; between, V1 takes it."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    args = _engine_args(None, None, tiny_model_dir, None, pipeline_parallel_size=2, distributed_executor_backend="mp")
-    decision = explain(args)[1]
+    decision = explain(make_args(None, pipeline_parallel_size=2, distributed_executor_backend="mp"))[1]
     if not decision.enabled:
         assert "pipeline parallelism" in decision.why
         assert "--pipeline-parallel-size" in decision.remedy or decision.remedy == "give --async-scheduling"
     assert decision.enabled is (release in V1_TAKES_PIPELINES)
 
 
+@pytest.mark.usefixtures("v1_runner")
 @pytest.mark.parametrize("method", ["eagle", "ngram"])
-def test_the_users_no_has_a_remedy_only_where_leaving_it_out_helps(
-    ledger, method, tiny_model_dir, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # from 0.33 on the V2 runner takes ngram
-    decision = explain(_engine_args(method, False, tiny_model_dir, tmp_path))[1]
+def test_the_users_no_has_a_remedy_only_where_leaving_it_out_helps(method, make_args):
+    decision = explain(make_args(method, False))[1]
     assert (decision.enabled, decision.by, decision.why) == (False, "user", "--no-async-scheduling was given")
     assert decision.remedy == ("leave out --no-async-scheduling" if method == "eagle" else None)
 
 
-def test_the_plugin_that_is_off_is_named_before_vllms_own_rule(ledger, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # from 0.33 on the V2 runner takes ngram
+@pytest.mark.usefixtures("v1_runner")
+def test_the_plugin_that_is_off_is_named_before_vllms_own_rule(make_args):
     stock = Stock("VLLM_ASYNC_SPEC is off, so vLLM runs as stock", "unset VLLM_ASYNC_SPEC")
-    decision = explain(_engine_args("ngram", None, tiny_model_dir, tmp_path), stock=stock)[1]
+    decision = explain(make_args("ngram"), stock=stock)[1]
     assert decision.why.startswith(f"{stock.why}: vLLM refuses asynchronous scheduling with the method ngram: ")
 
 
 @pytest.mark.parametrize("method", [None, "eagle", "ngram"])
-def test_a_server_says_once_who_decided_and_tells_its_other_processes(
-    ledger, method, tiny_model_dir, tmp_path, monkeypatch
-):
+def test_a_server_says_once_who_decided_and_tells_its_other_processes(method, make_args, monkeypatch):
     lines = []
     monkeypatch.setattr(async_scheduling, "inform", lambda message, *values: lines.append(message % values))
-    args = _engine_args(method, None, tiny_model_dir, tmp_path)
+    args = make_args(method)
     expected = explain(args)[1]
     assert lines == []
     config = args.create_engine_config()
@@ -202,33 +234,3 @@ def test_the_first_engine_arguments_of_a_process_tell_unset_from_no(ledger, rele
         other.setattr(EngineArgs, "__post_init__", post_init)
         stock(made, model="m")
     assert made.async_scheduling is False, "anybody else's False is taken for his own"
-
-
-def _engine_args(method, choice, model, tmp_path, drafts=None, **given):
-    from vllm.config import SpeculativeConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.executor.abstract import Executor
-
-    if method == "draft_model" and not hasattr(SpeculativeConfig, "uses_draft_model"):
-        pytest.skip("this release has no draft models in its V1 engine")
-    if given.get("distributed_executor_backend") == "third party":
-        given["distributed_executor_backend"] = type("ThirdParty", (Executor,), {})
-    asked = _drafts(method, tmp_path) | (drafts or {}) if method else None
-    chosen = {} if choice is None else {"async_scheduling": choice}
-    args = EngineArgs(model=str(model), max_model_len=256, speculative_config=asked, **chosen, **given)
-    if method == "medusa":
-        try:
-            copied(args).create_engine_config()
-        except NotImplementedError as error:
-            pytest.skip(f"this release has no medusa: {error}")
-    return args
-
-
-def _drafts(method, folder):
-    drafts = {"method": method, "num_speculative_tokens": 3}
-    if method == "ngram":
-        drafts["prompt_lookup_max"] = 3
-    else:
-        architecture = "EagleLlamaForCausalLM" if method == "eagle" else "LlamaForCausalLM"
-        drafts["model"] = str(builders.write_llama(folder / method, num_layers=1, architecture=architecture))
-    return drafts

@@ -74,18 +74,20 @@ def test_who_always_needs_exact_counts(change, reason):
     assert always_needed(SimpleNamespace(**(settings() | change))) == reason
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "prefill_context_parallel_size", "use_ubatching"])
-def test_who_always_needs_exact_counts_by_parallelism(name):
+@pytest.mark.parametrize(
+    ("name", "lacks", "reason"),
+    [
+        ("pipeline_parallel_size", None, "pipeline parallelism"),
+        ("pipeline_parallel_size", "drafter", "pipeline parallelism"),
+        ("prefill_context_parallel_size", None, "context parallelism"),
+        ("use_ubatching", None, "micro-batches"),
+    ],
+)
+def test_who_always_needs_exact_counts_by_parallelism(name, lacks, reason):
     given = settings()
     setattr(given["parallel_config"], name, 2)
-    assert always_needed(SimpleNamespace(**given)) in ("pipeline parallelism", "context parallelism", "micro-batches")
-
-
-def test_a_rank_of_a_pipeline_without_a_drafter_needs_exact_counts():
-    given = settings()
-    given["parallel_config"].pipeline_parallel_size = 2
-    del given["drafter"]
-    assert always_needed(SimpleNamespace(**given)) == "pipeline parallelism"
+    given.pop(lacks, None)
+    assert always_needed(SimpleNamespace(**given)) == reason
 
 
 @pytest.mark.parametrize(

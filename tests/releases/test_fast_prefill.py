@@ -42,6 +42,10 @@ def utils() -> Any:
     return importlib.import_module("vllm.v1.attention.backends.utils")
 
 
+def cut(given: Any) -> Any:
+    return utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+
+
 def runner(query: list[int]) -> Any:
     module = importlib.import_module("vllm.v1.worker.gpu_model_runner")
     made = object.__new__(module.GPUModelRunner)
@@ -92,7 +96,7 @@ def test_it_is_stocks_without_a_read_or_a_race(stock: Any, batch: str, padding: 
     probe = on_device(given, "logits_indices_padded")
     reset_sync_report()
     with sync_policy("error"), probe as reads:
-        made = utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+        made = cut(given)
     assert (sync_report().count, sync_report().fallbacks, dict(reads.now)) == (0, {}, {})
     assert probe.step_of(made.query_start_loc) == 0
     assert probe.step_of(made.query_start_loc_cpu) is None, "it came from the device"
@@ -139,12 +143,12 @@ def test_counts_that_nobody_noted_are_fetched_by_one_counted_wait(stock: Any):
     for strange in (noted[:], noted.clone()):
         given.logits_indices_padded = strange
         reset_sync_report()
-        made = utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+        made = cut(given)
         assert (sync_report().count, sync_report().fallbacks) == (1, {"KV-sharing fast prefill": 1})
         assert made.query_start_loc_cpu.tolist() == made.query_start_loc.tolist() == [0, 4, 5, 8, 9]
         assert made.max_query_len == 4
         with sync_policy("error"), pytest.raises(HostSyncError, match="a blocking host read of query_start_loc at"):
-            utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+            cut(given)
 
 
 def test_counts_of_another_batch_are_not_used(stock: Any):
@@ -152,14 +156,14 @@ def test_counts_of_another_batch_are_not_used(stock: Any):
     other = metadata(*BATCHES["prefills"])
     given.logits_indices_padded.tokens_per_request = other.logits_indices_padded.tokens_per_request
     reset_sync_report()
-    made = utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+    made = cut(given)
     assert sync_report().fallbacks == {"KV-sharing fast prefill": 1}
     assert made.query_start_loc_cpu.tolist() == [0, 4, 5, 8, 9]
 
 
 def test_a_batch_of_one_token_each_stays_as_it_is(stock: Any):
     given = builders.common_metadata([1, 1], [33, 17])
-    assert utils().make_kv_sharing_fast_prefill_common_attn_metadata(given) is given
+    assert cut(given) is given
 
 
 def test_the_v2_runner_notes_the_counts(stock: Any, release: str):
@@ -179,6 +183,6 @@ def test_the_v2_runner_notes_the_counts(stock: Any, release: str):
     prepared = helper.prepare(indices, len(query), ends, True, batch)
     given.logits_indices_padded = prepared.logits_indices_padded
     with sync_policy("error"):
-        made = utils().make_kv_sharing_fast_prefill_common_attn_metadata(given)
+        made = cut(given)
     assert made.query_start_loc_cpu.tolist() == made.query_start_loc.tolist() == [0, 4, 5, 8, 9]
     assert helper.prepare(indices, len(query), ends, False, batch) is None

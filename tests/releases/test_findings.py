@@ -51,20 +51,14 @@ def test_draft_slots_take_no_account_of_context_parallelism(release: str):
         slots(40, 70)
 
 
-def proposer() -> Any:
-    """The release's drafter, with nothing but what its preparation touches."""
-    cls: Any = importlib.import_module("vllm.v1.spec_decode.eagle").EagleProposer
-    made = object.__new__(cls)
-    made.device = torch.device("cpu")
-    return made
-
-
 def test_draft_steps_keep_rejected_tokens_in_their_lengths(release: str, loaded: VllmSource):
-    made = proposer()
-    step = type(made).propose
+    proposer: Any = importlib.import_module("vllm.v1.spec_decode.eagle").EagleProposer
+    step = proposer.propose
     if release not in KEEPS_REJECTED:
         assert "num_rejected_tokens_gpu" in inspect.signature(step).parameters
         return
+    made = object.__new__(proposer)
+    made.device = torch.device("cpu")
     told: list[str] = []
     loaded.on_kernel = lambda name, arguments, results: told.append(name)
     try:

@@ -53,36 +53,6 @@ def test_imports(name):
     assert callable(getattr(importlib.import_module(module), attribute))
 
 
-def test_the_cli_takes_async_scheduling():
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:
-        from vllm.utils import FlexibleArgumentParser
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    given = {flag: parser.parse_args([flag]) for flag in ("--async-scheduling", "--no-async-scheduling")}
-    assert [args.async_scheduling for args in given.values()] == [True, False]
-    assert not EngineArgs(model="nowhere").async_scheduling
-
-
-@pytest.mark.parametrize("method", [None, "eagle", "draft_model"])
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_configuration_knows_async_scheduling(asked, method, tiny_model_dir, tmp_path):
-    from vllm.config import SpeculativeConfig
-
-    if method == "draft_model" and not hasattr(SpeculativeConfig, "uses_draft_model"):
-        pytest.skip("this release has no draft models in its V1 engine")
-    drafts = None
-    if method is not None:
-        architecture = "EagleLlamaForCausalLM" if method == "eagle" else "LlamaForCausalLM"
-        draft = builders.write_llama(tmp_path, num_layers=1, architecture=architecture)
-        drafts = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
-    config = builders.engine_config(tiny_model_dir, async_scheduling=asked, speculative_config=drafts)
-    assert config.scheduler_config.async_scheduling is asked
-    assert (config.speculative_config and config.speculative_config.method) == method
-
-
 @pytest.mark.parametrize("batch", [DECODE, SPEC, MIXED], ids=["decode", "spec", "mixed"])
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
 def test_common_metadata(batch, host, make_common_metadata):

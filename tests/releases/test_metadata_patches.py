@@ -1,7 +1,6 @@
 """The metadata patches on a real vLLM release: its metadata behaves as ours does."""
 
 import dataclasses
-import inspect
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def test_unknown_lengths_are_copied_at_the_callers_line(metadata):
     assert metadata.num_computed_tokens.tolist() == COMPUTED
     assert metadata.seq_len_upper_bound == metadata.max_seq_len
     with sync_policy("error"), pytest.raises(HostSyncError):
-        builders.common_metadata(QUERY, SEQ, **_no_host(metadata)).seq_lens_cpu  # noqa: B018
+        builders.common_metadata(QUERY, SEQ).seq_lens_cpu  # noqa: B018
 
 
 def test_unpadded_replace_and_micro_batches_never_sync(metadata):
@@ -76,11 +75,3 @@ def test_flash_attention_needs_device_lengths_only(ledger, loaded, query, seq):
     assert torch.equal(arguments.block_table, built.block_table)
     assert (arguments.max_seqlen_q, arguments.max_seqlen_k) == (built.max_query_len, built.max_seq_len)
     assert arguments.causal == built.causal
-
-
-def _release_fields():
-    return inspect.signature(inspect.unwrap(builders.common_metadata_class().__init__)).parameters
-
-
-def _no_host(metadata):
-    return {name: None for name in ("seq_lens_cpu", "num_computed_tokens_cpu") if name in _release_fields()}

@@ -22,10 +22,6 @@ def _names(function: Any) -> tuple[str, ...]:
     return tuple(inspect.unwrap(function).__code__.co_names)
 
 
-def _constants(function: Any) -> tuple[Any, ...]:
-    return tuple(inspect.unwrap(function).__code__.co_consts)
-
-
 def _locals(function: Any) -> tuple[str, ...]:
     return tuple(inspect.unwrap(function).__code__.co_varnames)
 
@@ -71,7 +67,8 @@ def _requires_host_lengths(cls: Any) -> bool:
 
 
 def _fast_prefill_copies(function: Any) -> bool:
-    return "cpu" in _constants(_of(_UTILS, "make_kv_sharing_fast_prefill_common_attn_metadata"))
+    made = inspect.unwrap(_of(_UTILS, "make_kv_sharing_fast_prefill_common_attn_metadata"))
+    return "cpu" in made.__code__.co_consts
 
 
 def _cuts_on_the_host(function: Any) -> bool:

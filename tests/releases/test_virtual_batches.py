@@ -33,9 +33,13 @@ Attention = list[list[int]]
 """For each query token the KV slots that it sees."""
 
 
+def patched_function() -> Any:
+    return importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
+
+
 @pytest.fixture(scope="module")
 def stock(release: str) -> Iterator[Any]:
-    own = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
+    own = patched_function()
     layer_module()
     with applied(*virtual_batches.IMPLEMENTATIONS):
         yield own
@@ -85,15 +89,25 @@ def random_batch(seed: int) -> tuple[list[int], list[int]]:
     return query + padding, [max(pair) for pair in zip(query, ends, strict=True)] + padding
 
 
-def check(builder: Any, stock: Any, query: list[int], exact: list[int]) -> None:
+ALL_BATCHES = BATCHES | {f"random {seed}": random_batch(seed) for seed in range(40)}
+
+
+def virtual(cut: Any, given: Any) -> Any:
+    """The common metadata of what a release's function cuts; later releases return more beside it."""
+    made = cut(CHUNK, given, PAGE)
+    return made[0] if isinstance(made, tuple) else made
+
+
+@pytest.mark.parametrize("batch", ALL_BATCHES)
+def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str):
+    query, exact = ALL_BATCHES[batch]
     given = metadata(query, exact)
     reset_sync_report()
     with sync_policy("error"), on_device(given) as reads:
         built = builder.build(0, given)
     assert (sync_report().count, sync_report().fallbacks, dict(reads.now)) == (0, {}, {})
     assert attended(built.query_start_loc, built.seq_lens, built.block_table) == expected(given)
-    made = stock(CHUNK, builders.common_metadata(query, exact, block_size=PAGE, host=True), PAGE)
-    cut = made[0] if isinstance(made, tuple) else made
+    cut = virtual(stock, builders.common_metadata(query, exact, block_size=PAGE, host=True))
     assert attended(cut.query_start_loc, cut.seq_lens, cut.block_table_tensor) == expected(given)
     assert built.max_query_len >= int(cut.max_query_len)
     assert built.max_query_len <= CHUNK
@@ -111,16 +125,6 @@ def check(builder: Any, stock: Any, query: list[int], exact: list[int]) -> None:
         moved = [[slot + 1000 * PAGE for slot in slots] for slots in expected(given)]
         assert attended(again.query_start_loc, again.seq_lens, again.block_table) == moved
         assert torch.equal(again.slot_mapping, given.slot_mapping + 1)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_kernels_attend_to_the_chunk_of_each_token_and_nothing_is_read(builder: Any, stock: Any, batch: str):
-    check(builder, stock, *BATCHES[batch])
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_so_do_they_for_random_batches(builder: Any, stock: Any, seed: int):
-    check(builder, stock, *random_batch(seed))
 
 
 def test_one_token_each_needs_one_row_each(builder: Any):
@@ -183,27 +187,25 @@ def test_a_backend_that_plans_on_the_host_gets_what_vllm_cuts_and_is_counted(sto
 
 
 def test_host_views_of_virtual_batches_are_exact_lazy_and_counted(stock: Any):
-    cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
+    cut = patched_function()
     given = metadata(*BATCHES["drafts around a chunk's end"])
     given.cut_on_device = True
     reset_sync_report()
-    made = cut(CHUNK, given, PAGE)
-    virtual = made[0] if isinstance(made, tuple) else made
+    made = virtual(cut, given)
     assert sync_report().count == 0
     for _ in range(2):
-        assert torch.equal(virtual.query_start_loc_cpu, virtual.query_start_loc)
+        assert torch.equal(made.query_start_loc_cpu, made.query_start_loc)
     assert sync_report().count == 1
     if hasattr(given, "seq_lens_cpu_upper_bound"):
-        assert torch.equal(virtual.seq_lens_cpu_upper_bound, virtual.seq_lens)
-    assert torch.equal(virtual.seq_lens_cpu, virtual.seq_lens)
-    made = cut(CHUNK, given, PAGE)
-    virtual = made[0] if isinstance(made, tuple) else made
+        assert torch.equal(made.seq_lens_cpu_upper_bound, made.seq_lens)
+    assert torch.equal(made.seq_lens_cpu, made.seq_lens)
+    made = virtual(cut, given)
     with sync_policy("error"), pytest.raises(HostSyncError, match="a blocking host read of query_start_loc at"):
-        virtual.query_start_loc_cpu  # noqa: B018
+        made.query_start_loc_cpu  # noqa: B018
 
 
 def test_a_chunk_that_is_not_whole_blocks_is_refused(stock: Any):
-    cut = importlib.import_module("vllm.v1.attention.backends.utils").make_local_attention_virtual_batches
+    cut = patched_function()
     given = metadata(*BATCHES["drafts"])
     given.cut_on_device = True
     with pytest.raises(ValueError, match="the attention chunk is 24 tokens and a KV cache block 16"):
