@@ -70,15 +70,15 @@ def _compat(what: str, machine: str = "") -> str:
     from vllm_async_spec.compat.archive import read_archive
 
     runs = {run.name: run for run in read_archive(COMPAT)}
-    stems = {stem for stem in runs if (stem.count("-") > 1) is (machine != "cpu")}
-    if machine != "cpu":
-        stems = {stem for stem in stems if stem.endswith(f"-{machine}")}
+    if machine == "cpu":
+        stems = {stem for stem in runs if stem.count("-") < 2}
+    else:
+        stems = {stem for stem in runs if stem.endswith(f"-{machine}")}
         stems |= {f"{release}-{way}-{machine}" for release in _ON_GPU for way in ("stock", "plugin")}
     heads = sorted(stems, key=lambda stem: (_order(stem.partition("-")[0]), "-plugin" in stem))
     found = {stem: {row.backend: row for row in runs[stem].rows} if stem in runs else {} for stem in heads}
-    names = _ranked(runs.values())
     rows = ["| backend | " + " | ".join(head.replace("-", " ") for head in heads) + " |", "|---" * len(heads) + "|---|"]
-    for name in names:
+    for name in _ranked(runs.values()):
         cells = []
         for stem in heads:
             row = found[stem].get(name)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from simulation.engine import Engine
 from simulation.judge import differences, mistakes
-from simulation.schedule import random_schedule, run
+from simulation.schedule import Schedule, random_schedule, run
 from undone import applied, module_of
 
 from vllm_async_spec.vllm_plugin.ledger import find_patch
@@ -71,6 +71,11 @@ def replaying(runner_class: Any) -> Any:
     return Replaying
 
 
+def both(subject: Any, stock: Any, schedule: Schedule) -> tuple[Engine, Engine]:
+    """A late run of the subject, and stock's of a device that is not late."""
+    return run(subject, schedule, late=True), run(stock, schedule, late=False)
+
+
 def same_drafts(one: Engine, other: Engine) -> bool:
     pairs = zip(one.steps, other.steps, strict=True)
     return all(np.array_equal(step.drafts, beside.drafts) for step, beside in pairs)
@@ -96,7 +101,7 @@ def test_rows_that_are_nobody_s_change_no_draft(stock: Any, subject: Any, seed: 
     """Each batch is filled up to the largest."""
     monkeypatch.setattr(replayed_drafter, "batch_sizes", lambda most: [most])
     schedule = random_schedule(seed)
-    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    engine, reference = both(subject, stock, schedule)
     assert engine.runner.replayed > 3
     assert engine.outputs == reference.outputs
     assert same_drafts(engine, reference)
@@ -127,7 +132,7 @@ def test_inputs_that_are_not_the_batch_s_are_found(
 
     monkeypatch.setattr(replayed_drafter.DraftInputs, "fill", faulty)
     schedule = random_schedule(SEEDS[0])
-    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    engine, reference = both(subject, stock, schedule)
     assert not same_drafts(engine, reference)
 
 
@@ -178,7 +183,7 @@ def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, mo
 
     monkeypatch.setattr(subject, "_replay", replay)
     schedule = random_schedule(SEEDS[0])
-    engine, reference = run(subject, schedule, late=True), run(stock, schedule, late=False)
+    engine, reference = both(subject, stock, schedule)
     assert len(failed) > 10
     assert list(islice(mistakes(engine, schedule), 3)) == []
     assert engine.outputs == reference.outputs

@@ -68,6 +68,12 @@ def _on_the_cpu(make: Any) -> Any:
     return made
 
 
+@pytest.fixture
+def takes_the_bound(patched: State) -> None:
+    if patched is not State.APPLIED:
+        pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
+
+
 @pytest.fixture(params=BACKENDS)
 def builder(patched: State, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     try:
@@ -158,9 +164,8 @@ def test_drafts_on_the_prefill_path_have_exact_contexts(builder: Any, patched: S
         assert sync_report().fallbacks == {"MLA drafts on the prefill path": 2}
 
 
-def test_stock_cuts_their_contexts_by_the_bound(builder: Any, patched: State):
-    if patched is not State.APPLIED:
-        pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
+@pytest.mark.usefixtures("takes_the_bound")
+def test_stock_cuts_their_contexts_by_the_bound(builder: Any):
     if builder.query_len_support.name == "VARLEN":
         pytest.skip("its decode kernel takes drafts of different numbers")
     built = stock_build(builder, metadata(*DRAFTS_BEHIND))
@@ -190,10 +195,9 @@ def test_so_have_those_of_sparse_mla(patched: State, release: str):
     assert (sync_report().count, sync_report().fallbacks) == (1, {"MLA drafts on the prefill path": 1})
 
 
+@pytest.mark.usefixtures("takes_the_bound")
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_prefills_read_nothing(builder: Any, patched: State, drafts: int):
-    if patched is not State.APPLIED:
-        pytest.skip("this vLLM fetches exact lengths, by a wait, whenever a request is on the prefill path")
+def test_prefills_read_nothing(builder: Any, drafts: int):
     first = 1 if builder.query_len_support.name == "SINGLE_ONLY" else 1 + drafts
     query, exact = [first, first, 600, 700], [20, 37, 640, 700]
     given = metadata(query, exact, [2, 1, 0, 0])

@@ -62,6 +62,16 @@ class Completions(BaseHTTPRequestHandler):
         pass
 
 
+def written(folder: Path, load: ServeLoad, seconds: float, port: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """The requests of a load in the tiny plan, and the client's arguments for them."""
+    path = folder / f"{load.name}.jsonl"
+    count = write_requests(path, load, 0, serve_tiny(), VOCABULARY, seconds=seconds)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == count
+    tokenizer = write_tokenizer(folder, VOCABULARY)
+    return rows, client_arguments(port=port, tokenizer=tokenizer, dataset=path, requests=count)
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
     asked: list[dict[str, Any]] = []
@@ -74,18 +84,14 @@ def server() -> Iterator[tuple[int, list[dict[str, Any]]]]:
 
 def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
-    plan, tokenizer = serve_tiny(), write_tokenizer(tmp_path, VOCABULARY)
     loads = [ServeLoad("rate", rate=50.0), ServeLoad("closed", concurrency=4, each_second=1.0, prefixes=2)]
     client = Client()
     for load in loads:
         asked.clear()
-        path = tmp_path / f"{load.name}.jsonl"
-        count = write_requests(path, load, 0, plan, VOCABULARY, seconds=0.2)
-        arguments = client_arguments(port=port, tokenizer=tokenizer, dataset=path, requests=count)
-        found = client.measure(arguments + load_arguments(load, plan, 0))
+        wanted, arguments = written(tmp_path, load, 0.2, port)
+        found = client.measure(arguments + load_arguments(load, serve_tiny(), 0))
         assert "error" not in found, found
-        assert (found["completed"], found["failed"]) == (count, 0)
-        wanted = [json.loads(line) for line in path.read_text().splitlines()]
+        assert (found["completed"], found["failed"]) == (len(wanted), 0)
         assert sorted(body["prompt"] for body in asked) == sorted(row["prompt"] for row in wanted)
         assert found["output_tokens"] == sum(row["output_tokens"] for row in wanted)
         assert all(body["ignore_eos"] and body["temperature"] == 0 for body in asked)
@@ -98,10 +104,7 @@ def test_the_client_measures_each_kind_of_load(tmp_path: Path, server: tuple[int
 
 def test_seeded_requests_are_drawn(tmp_path: Path, server: tuple[int, list[dict[str, Any]]]):
     port, asked = server
-    path = tmp_path / "requests.jsonl"
-    count = write_requests(path, ServeLoad("few"), 0, serve_tiny(), VOCABULARY, seconds=1)
-    tokenizer = write_tokenizer(tmp_path, VOCABULARY)
-    arguments = client_arguments(port=port, tokenizer=tokenizer, dataset=path, requests=count)
+    _, arguments = written(tmp_path, ServeLoad("few"), 1, port)
     assert "error" not in Client().measure(arguments + sample_arguments(4, seeded=True))
     assert {(body["temperature"], body["seed"]) for body in asked} == {(1.0, 7)}
 

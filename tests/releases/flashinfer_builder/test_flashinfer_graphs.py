@@ -93,8 +93,6 @@ def test_a_plan_for_a_graph_has_room_for_keys_that_are_split(
     """Else FlashInfer fails: 512 requests of an 8b with three drafts need more than vLLM's workspace."""
     builder = made_on(capability, module, setting)
     sizes = (8, 3, 4)  # the largest first, as graphs are captured
-    if not builder._planners:
-        pytest.skip("XQA takes all drafts on this GPU")
     group = builder.num_qo_heads // builder.num_kv_heads
     needed = {requests: room(builder, adapter.planned_requests(requests, 4, group), 4 * requests) for requests in sizes}
     given = give_workspace(builder, needed[3])

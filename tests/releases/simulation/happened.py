@@ -26,16 +26,8 @@ EVERYTHING = frozenset(
 
 
 def happened(engine: Engine) -> set[str]:
-    ends = set(engine.finished.values())
-    seen = {
-        f"a request {words}"
-        for words, end in (
-            ("was aborted", "abort"),
-            ("ended at its length", "length"),
-            ("ended at its stop token", "stop"),
-        )
-        if end in ends
-    }
+    ends = {"abort": "was aborted", "length": "ended at its length", "stop": "ended at its stop token"}
+    seen = {f"a request {ends[end]}" for end in engine.finished.values() if end in ends}
     if engine.resets:
         seen.add("the prefix cache was reset")
     for before, step in pairwise(engine.steps):
