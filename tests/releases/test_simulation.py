@@ -1,15 +1,13 @@
 """vLLM's scheduler and runner under random loads, on a device that runs late.
 
 A run is judged by what must hold of any run and, where stock vLLM is right, by stock's run on a punctual device.
-`SIMULATION_LOADS=100` makes it a hundred loads. `SIMULATION_RUNNER=module:function` tests what the function makes of
-vLLM's class.
+`SIMULATION_LOADS=100` makes it a hundred loads.
 """
 
 import dataclasses
 import importlib
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -31,9 +29,6 @@ from undone import applied, module_of
 
 from vllm_async_spec.sync_policy import reset_sync_report, sync_report
 
-RUNNER = os.environ.get("SIMULATION_RUNNER")
-PLANTED = pytest.mark.skipif(RUNNER is not None, reason="these mistakes are made in the plugin's runner")
-
 
 @pytest.fixture(scope="module")
 def stock(release: str) -> Any:
@@ -42,11 +37,6 @@ def stock(release: str) -> Any:
 
 @pytest.fixture(scope="module")
 def subject(stock: Any) -> Iterator[Any]:
-    if RUNNER is not None:
-        module, _, function = RUNNER.partition(":")
-        make: Callable[[Any], Any] = getattr(importlib.import_module(module), function)
-        yield make(stock)
-        return
     with applied("optimistic-runner"):
         yield importlib.import_module(stock.__module__).GPUModelRunner
 
@@ -69,7 +59,7 @@ def wrongly_counted(engine: Engine, schedule: Schedule) -> list[str]:
 
 def wrong_or_miscounted(subject: Any, stock: Any, schedule: Schedule) -> list[str]:
     reset_sync_report()
-    return wrong(subject, stock, schedule, **({} if RUNNER else {"also": wrongly_counted}))
+    return wrong(subject, stock, schedule, also=wrongly_counted)
 
 
 @EARLY
@@ -135,7 +125,6 @@ def test_the_loads_defer_steps_to_a_grammar(stock: Any):
     assert 10 < engine.deferred < len(engine.steps)
 
 
-@PLANTED
 @pytest.mark.parametrize("mistake", MISTAKES_IN_FEATURES)
 def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: Any, mistake: str):
     wish, what = MISTAKES_IN_FEATURES[mistake]
@@ -143,7 +132,6 @@ def test_a_mistake_in_what_needs_no_exact_counts_is_found(subject: Any, stock: A
         pytest.fail(f"{len(WISHFUL)} loads do not show that {what}")
 
 
-@PLANTED
 @pytest.mark.parametrize("mistake", MISTAKES_IN_EXACT)
 def test_a_mistake_in_going_exact_is_found(subject: Any, wishes: tuple[str, ...], mistake: str):
     what, shows = MISTAKES_IN_EXACT[mistake]
@@ -175,7 +163,6 @@ def test_stock_is_right_on_a_device_that_is_never_late(stock: Any, seed: int):
     assert wrong(stock, stock, random_schedule(seed), late=False) == []
 
 
-@PLANTED
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_the_correction_is_found(subject: Any, stock: Any, mistake: str):
     if not any(wrong(faulty(subject, mistake), stock, random_schedule(seed)) for seed in range(8)):

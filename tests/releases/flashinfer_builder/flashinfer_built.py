@@ -43,6 +43,10 @@ def metadata(query: list[int], exact: list[int], slack: int) -> Any:
     return dataclasses.replace(made, seq_lens=lengths, seq_lens_cpu_upper_bound=bound)
 
 
+def metadata_of(batch: str, slack: int = DRAFTS) -> Any:
+    return metadata(*BATCHES[batch], slack)
+
+
 def made_on(capability: tuple[int, int], module: Any, setting: tuple[Any, ...]) -> Any:
     stand_on(capability, "FlashInfer")
     try:

@@ -16,6 +16,7 @@ from flashinfer_built import (
     built_without_a_wait,
     lengths,
     metadata,
+    metadata_of,
     pages_planned,
     wrappers,
 )
@@ -47,7 +48,7 @@ def test_the_host_plans_from_the_bound_and_kernels_mask_by_the_devices_lengths(b
 
 def test_without_the_correction_kernels_would_mask_by_the_bound(builder: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flashinfer_builder, "write_exact_lengths", lambda *arguments: None)
-    given = metadata(*BATCHES["mixed"], DRAFTS)
+    given = metadata_of("mixed")
     built = builder.build(0, given)
     bound = given.seq_lens_cpu_upper_bound.tolist()
     assert lengths(built) == bound[built_on_device(built) :]
@@ -58,7 +59,7 @@ def test_without_counting_chunks_again_they_would_be_the_bounds(
     builder: Any, batch: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(adapter, "_carry_chunks", lambda *arguments: None)
-    built = builder.build(0, metadata(*BATCHES[batch], 17))
+    built = builder.build(0, metadata_of(batch, 17))
     drafts_are_split = built_on_device(built) == 0 and wrappers(built)[-1]._backend == "fa2"
     assert any(not each.split_is_right(PAGE) for each in wrappers(built)) is drafts_are_split
 
@@ -74,11 +75,11 @@ def test_vllm_orders_its_batches_as_before(builder: Any, batch: str, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(type(builder).__bases__[-1], "build", build)
         with pytest.raises(RuntimeError, match="a failing build"):
-            builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+            builder.build(0, metadata_of(batch))
     assert seen == [0 if batch in ("drafts", "mixed") else threshold]
     left = (threshold, None, None)
     assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
-    builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+    builder.build(0, metadata_of(batch))
     assert (builder.reorder_batch_threshold, builder._building.batch, builder._building.planner) == left
 
 
@@ -97,7 +98,7 @@ def test_without_a_bound_by_request_the_longest_bounds_all(builder: Any, batch: 
 def test_what_can_not_be_planned_from_the_bound_is_counted(builder: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(builder, "is_kvcache_nvfp4", True, raising=False)
     reset_sync_report()
-    given = metadata(*BATCHES["mixed"], DRAFTS)
+    given = metadata_of("mixed")
     built = builder.build(0, given)
     assert sync_report().fallbacks == {"NVFP4 KV cache": 1}
     assert lengths(built) == given.seq_lens.tolist()[built_on_device(built) :]
@@ -118,7 +119,7 @@ def test_so_is_what_vllm_builds_from_exact_lengths(
 
     monkeypatch.setattr(type(builder).__bases__[-1], "build", build)
     monkeypatch.setattr(builder, "use_dcp", context_parallel)
-    given = metadata(*BATCHES["mixed"], DRAFTS)
+    given = metadata_of("mixed")
     reset_sync_report()
     builder.build(common_prefix, given)
     assert sync_report().fallbacks == {reason: 1}

@@ -5,13 +5,13 @@ from typing import Any
 import fake_flashinfer
 import pytest
 import torch
-from flashinfer_built import BATCHES, DRAFTS, PAGE, built_on_device, metadata, wrappers
+from flashinfer_built import BATCHES, DRAFTS, PAGE, built_on_device, metadata, metadata_of, wrappers
 
 from vllm_async_spec.compat import builders
 
 
 def test_two_plans_in_flight_share_no_buffer(builder: Any):
-    given = metadata(*BATCHES["ragged and a prefill"], DRAFTS)
+    given = metadata_of("ragged and a prefill")
     addresses = []
     for _ in range(3):
         built = builder.build(0, given)
@@ -47,7 +47,7 @@ def test_each_buffer_is_fenced_behind_its_plan_and_before_another_is_lent(
     monkeypatch.setattr(fake_flashinfer.Wrapper, "plan", planning(plan))
     monkeypatch.setattr(module, "fast_decode_plan", planning(fast_plan))
     for batch in ("ragged and a prefill", "one token each", "one token each", "drafts"):
-        built = builder.build(0, metadata(*BATCHES[batch], DRAFTS))
+        built = builder.build(0, metadata_of(batch))
         assert len(happened) % 3 == 0, "a build ends with a buffer that is not fenced"
         assert bool(happened) or built_on_device(built)
     for at in range(0, len(happened), 3):

@@ -4,7 +4,17 @@ import importlib
 from typing import Any
 
 import pytest
-from flashinfer_built import BATCHES, DRAFTS, PAGE, built_without_a_wait, lengths, made_on, metadata, wrappers
+from flashinfer_built import (
+    BATCHES,
+    DRAFTS,
+    PAGE,
+    built_without_a_wait,
+    lengths,
+    made_on,
+    metadata,
+    metadata_of,
+    wrappers,
+)
 
 from vllm_async_spec.attention import flashinfer as adapter
 
@@ -66,7 +76,7 @@ def test_decode_wrappers_are_planned_from_the_bound_and_mask_by_the_devices_leng
 
 def test_without_counting_their_chunks_again_they_would_be_the_bounds(decoding: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(adapter, "_query_tokens", lambda wrapper: getattr(wrapper, "_max_q_len", 1))
-    built = decoding.build(0, metadata(*BATCHES["drafts"], 17))
+    built = decoding.build(0, metadata_of("drafts", 17))
     assert not built.decode.wrapper.split_is_right(PAGE)
 
 
@@ -85,7 +95,7 @@ def test_batch_invariance_leaves_graphs_and_wrappers_to_vllm(
 
 def test_a_plan_for_cudnn_is_refused(decoding: Any, monkeypatch: pytest.MonkeyPatch):
     """Its kernels read lengths that nothing corrects."""
-    wrapper = decoding.build(0, metadata(*BATCHES["drafts"], DRAFTS)).decode.wrapper
+    wrapper = decoding.build(0, metadata_of("drafts")).decode.wrapper
     monkeypatch.setattr(wrapper, "_cudnn_auto", True, raising=False)
     with pytest.raises(adapter.PlanError, match="with backend 'cudnn' can't be corrected on the device"):
-        decoding.build(0, metadata(*BATCHES["drafts"], DRAFTS))
+        decoding.build(0, metadata_of("drafts"))

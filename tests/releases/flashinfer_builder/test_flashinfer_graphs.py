@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer_built import BATCHES, DRAFTS, give_workspace, made_on, metadata, room, wrappers
+from flashinfer_built import DRAFTS, give_workspace, made_on, metadata, metadata_of, room, wrappers
 
 from vllm_async_spec.attention import flashinfer as adapter
 from vllm_async_spec.compat.builder_inputs import HOPPER
 
 
 def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any):
-    (first,) = wrappers(builder.build(0, metadata(*BATCHES["drafts"], DRAFTS)))
-    (smaller,) = wrappers(builder.build(0, metadata(*BATCHES["two tokens each"], DRAFTS)))
+    (first,) = wrappers(builder.build(0, metadata_of("drafts")))
+    (smaller,) = wrappers(builder.build(0, metadata_of("two tokens each")))
     (eager,) = wrappers(builder.build(0, metadata([4, 9], [20, 40], DRAFTS)))
-    (again,) = wrappers(builder.build(0, metadata(*BATCHES["page boundary"], 17)))
+    (again,) = wrappers(builder.build(0, metadata_of("page boundary", 17)))
     assert first is again
     assert first.is_cuda_graph_enabled
     assert smaller.is_cuda_graph_enabled
@@ -29,7 +29,7 @@ def test_a_graph_finds_its_plan_where_it_was_captured(builder: Any):
 
 
 def test_a_batch_is_planned_with_what_pads_it_to_the_size_of_a_graph(builder: Any):
-    given = dataclasses.replace(metadata(*BATCHES["padded"], DRAFTS), num_actual_tokens=12)
+    given = dataclasses.replace(metadata_of("padded"), num_actual_tokens=12)
     (wrapper,) = wrappers(builder.build(0, given))
     assert wrapper.is_cuda_graph_enabled
     assert wrapper._qo_indptr_buf.tolist()[:4] == [0, 4, 8, 8]
@@ -67,7 +67,7 @@ def test_where_that_needs_more_room_than_there_is_or_would_be_pieces_stay_large(
 
 
 def test_graphs_are_for_causal_drafts_no_larger_than_the_largest(builder: Any, monkeypatch: pytest.MonkeyPatch):
-    graphs, given = builder._planners[0], metadata(*BATCHES["drafts"], DRAFTS)
+    graphs, given = builder._planners[0], metadata_of("drafts")
     assert graphs.takes(given)
     assert not graphs.takes(dataclasses.replace(given, causal=False))
     found = []

@@ -41,10 +41,10 @@ def make_scheduler(config: Any, shape: Shape) -> Any:
     )
 
 
-def made_of(kind: Any, wanted: dict[str, Any]) -> Any:
-    """An object of those arguments that the release's class knows."""
+def made_of(kind: Any, wanted: dict[str, Any], *given: Any) -> Any:
+    """What the release's class or function makes of those wanted arguments that it knows."""
     known = inspect.signature(kind).parameters
-    return kind(**{name: value for name, value in wanted.items() if name in known})
+    return kind(*given, **{name: value for name, value in wanted.items() if name in known})
 
 
 @dataclass(slots=True)
@@ -137,8 +137,7 @@ class Engine:
             for number, group in enumerate(groups.kv_cache_groups)
         ]
         sizes = {"kernel_block_sizes": [group.kv_cache_spec.block_size for group in groups.kv_cache_groups]}
-        known = inspect.signature(runner.may_reinitialize_input_batch).parameters
-        runner.may_reinitialize_input_batch(groups, **{name: sizes[name] for name in sizes if name in known})
+        made_of(runner.may_reinitialize_input_batch, sizes, groups)
         self._make_drafter(runner.drafter, backend, groups.kv_cache_groups[0].kv_cache_spec)
         prepare, update = runner._prepare_inputs, runner._update_states
 
