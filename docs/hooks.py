@@ -14,6 +14,7 @@ For the reference, sources are parsed and not imported. `generated.py` adds the 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -28,7 +29,6 @@ PACKAGE = ROOT / "vllm_async_spec"
 LEDGER = ROOT / "patches"
 
 COMPAT = ROOT / "docs" / "compat"
-
 _REQUEST = re.compile(r"^<!-- (ledger|reference|compat): (.+?) -->$", re.MULTILINE)
 
 
@@ -221,18 +221,11 @@ def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str | None = 
 
 
 def _without_self(arguments: ast.arguments) -> ast.arguments:
-    first = [*arguments.posonlyargs, *arguments.args][:1]
-    if not first or first[0].arg not in ("self", "cls"):
-        return arguments
-    return ast.arguments(
-        posonlyargs=arguments.posonlyargs[1:],
-        args=arguments.args[0 if arguments.posonlyargs else 1 :],
-        vararg=arguments.vararg,
-        kwonlyargs=arguments.kwonlyargs,
-        kw_defaults=arguments.kw_defaults,
-        kwarg=arguments.kwarg,
-        defaults=arguments.defaults,
-    )
+    kept = copy.deepcopy(arguments)
+    positional = kept.posonlyargs or kept.args
+    if positional and positional[0].arg in ("self", "cls"):
+        del positional[0]
+    return kept
 
 
 def _split(arguments: str) -> list[str]:

@@ -91,14 +91,14 @@ def test_a_request_beside_one_with_wishes_reaches_the_longest_sequence(
     assert got == right
 
 
-def alone(runner_class: Any, wishes: Wishes) -> tuple[Engine, list[int]]:
-    """An engine that has served one request, and of each step how many tokens had come out when it was scheduled."""
+def alone(runner_class: Any, wishes: Wishes) -> list[int]:
+    """Of each step of an engine with one request, how many tokens had come out when it was scheduled."""
     engine, had = Engine(runner_class, Shape(tokens=48), random.Random(0)), list[int]()
     engine.add("one", [1, 2, 3], 40, -1, wishes)
     while engine.busy:
         had.append(len(engine.outputs["one"]))
         engine.step()
-    return engine, had
+    return had
 
 
 @pytest.mark.parametrize("least", [0, 6, 20])
@@ -117,7 +117,7 @@ def test_min_tokens_waits_below_the_minimum_and_never_for_drafts(
 
         monkeypatch.setattr(owner, name, noted)
     reset_sync_report()
-    _, had = alone(counting, Wishes(min_tokens=least))
+    had = alone(counting, Wishes(min_tokens=least))
     counts = sync_report().fallbacks.get("min_tokens", 0)
     below = sum(tokens < least for tokens in had)
     # The first step has nothing to wait for, and at the minimum two outputs may be in flight.

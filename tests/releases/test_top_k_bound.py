@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from undone import applied, module_of
 
+from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.vllm_plugin.patches.top_k_bound import top_k_only
 
 VOCABULARY = 64
-
-
-class Reads(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +60,11 @@ def make_batch(*top_k: int) -> Any:
 def sample(sampler: Any, batch: Any) -> tuple[torch.Tensor, int]:
     rows = batch.num_reqs
     logits = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))
-    with Reads() as reads:
-        masked = sampler.apply_top_k_top_p(logits, batch.sampling_metadata.top_k, None)
-    return masked, reads.count
+    probe, top_k = CpuProbe(), batch.sampling_metadata.top_k
+    probe.mark(top_k, 0)
+    with probe as reads:
+        masked = sampler.apply_top_k_top_p(logits, top_k, None)
+    return masked, reads.now.total()
 
 
 @pytest.mark.parametrize("top_k", [(5,), (5, 0, 1), (0, 63, 7, 7)])
