@@ -35,9 +35,6 @@ class Event:
     def synchronize(self) -> None:
         self.waits += 1
 
-    def query(self) -> bool:
-        return True
-
     def record(self) -> None:
         pass
 

@@ -146,14 +146,6 @@ class Wrapper:
         return torch.where(pages == 0, 0, (pages - 1) * page_size + last).tolist()
 
 
-class Prefill(Wrapper):
-    pass
-
-
-class Decode(Wrapper):
-    pass
-
-
 class XqaSpec:
     def __init__(self, *shape: Any):
         self.shape, self.name = shape, repr(shape)
@@ -184,8 +176,8 @@ class _Anything(ModuleType):
 def install() -> None:
     known = {
         "flashinfer": {
-            "BatchDecodeWithPagedKVCacheWrapper": Decode,
-            "BatchPrefillWithPagedKVCacheWrapper": Prefill,
+            "BatchDecodeWithPagedKVCacheWrapper": Wrapper,
+            "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
             "get_seq_lens": get_seq_lens,
             "__path__": [],
         },

@@ -46,11 +46,11 @@ def replaying(runner_class: Any) -> Any:
 
         def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
             if "propose" not in vars(self.drafter):
+                self.compilation_config.max_cudagraph_capture_size = 512
                 self._replay()
             return super().propose_draft_token_ids(*args, **kwargs)
 
         def _replay(self) -> None:
-            self.compilation_config.max_cudagraph_capture_size = 512
             saw, launch, model = self.drafter.model.saw, self.drafter.propose, self.drafter.model
             model.saw = lambda seen: None  # of what runs once before it is captured
             drafter = replayed_drafter.Drafter(self, lambda runs: runs)
@@ -138,7 +138,6 @@ def test_inputs_that_are_not_the_batch_s_are_found(
 
 def test_a_drafter_that_keeps_state_of_each_step_is_not_replayed(subject: Any, monkeypatch: pytest.MonkeyPatch):
     def replay(self: Any) -> None:
-        self.compilation_config.max_cudagraph_capture_size = 512
         launch = self.drafter.propose
 
         @functools.wraps(launch)
@@ -159,7 +158,6 @@ def test_captures_that_fail_half_way_change_nothing(stock: Any, subject: Any, mo
     failed: list[int] = []
 
     def replay(self: Any) -> None:
-        self.compilation_config.max_cudagraph_capture_size = 512
         saw, model, kept = self.drafter.model.saw, self.drafter.model, dict(vars(self.drafter))
         captures: list[Any] = []
 

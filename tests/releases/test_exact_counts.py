@@ -40,26 +40,23 @@ def test_without_asynchronous_scheduling_nothing_is_counted(runner):
     assert (sync_report().count, sync_report().fallbacks) == (0, {})
 
 
+def groups(*each):
+    return {"attn_groups": [each]}
+
+
+CHUNKED = "ChunkedLocalAttentionSpec"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({}, None),
-        ({"attn_groups": [[group("TRITON_ATTN"), group("FLASH_ATTN", "SlidingWindowSpec")]]}, None),
-        ({"attn_groups": [[group(), group("FLASHINFER")]]}, "attention backend FLASHINFER"),
+        (groups(group("TRITON_ATTN"), group("FLASH_ATTN", "SlidingWindowSpec")), None),
+        (groups(group(), group("FLASHINFER")), "attention backend FLASHINFER"),
+        (groups(group(spec=CHUNKED)), "attention backend FLASH_ATTN with ChunkedLocalAttentionSpec"),
+        (groups(group(spec=CHUNKED, builder=made_by("vllm.x", cuts_on_device=True))), None),
         (
-            {"attn_groups": [[group(spec="ChunkedLocalAttentionSpec")]]},
-            "attention backend FLASH_ATTN with ChunkedLocalAttentionSpec",
-        ),
-        (
-            {
-                "attn_groups": [
-                    [group(spec="ChunkedLocalAttentionSpec", builder=made_by("vllm.x", cuts_on_device=True))]
-                ]
-            },
-            None,
-        ),
-        (
-            {"attn_groups": [[group(), group(builder=made_by("a_plugin.backend"))]]},
+            groups(group(), group(builder=made_by("a_plugin.backend"))),
             "attention backend FLASH_ATTN with a_plugin.backend.Builder",
         ),
         ({"dcp_world_size": 2}, "context parallelism"),

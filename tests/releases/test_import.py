@@ -16,6 +16,7 @@ from vllm_async_spec.compat.vllm_source import VllmSourceError, load_vllm
 DECODE = ([1, 1, 1], [7, 33, 100])
 SPEC = ([4, 4, 4], [10, 36, 103])
 MIXED = ([1, 5, 40], [18, 21, 40])
+BATCHES = pytest.mark.parametrize("batch", [DECODE, SPEC, MIXED], ids=["decode", "spec", "mixed"])
 
 
 def test_it_is_the_release(release, vllm_source):
@@ -53,7 +54,7 @@ def test_imports():
     assert callable(load_general_plugins)
 
 
-@pytest.mark.parametrize("batch", [DECODE, SPEC, MIXED], ids=["decode", "spec", "mixed"])
+@BATCHES
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
 def test_common_metadata(batch, host, make_common_metadata):
     query_lens, seq_lens = batch
@@ -78,7 +79,7 @@ def test_micro_batches(make_common_metadata):
     assert [part.seq_lens.tolist() for part in parts] == [[7, 33], [100]]
 
 
-@pytest.mark.parametrize("batch", [DECODE, SPEC, MIXED], ids=["decode", "spec", "mixed"])
+@BATCHES
 def test_flash_attention_builds(batch, loaded, make_common_metadata):
     query_lens, seq_lens = batch
     builder = builders.flash_attention_builder(spec_tokens=3)
