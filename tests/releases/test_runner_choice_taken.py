@@ -69,6 +69,11 @@ def test_vllms_choice_stands_and_v2_is_offered_where_v1_was_chosen(ledger, plugi
     assert (alternative(config, made) is not None) is offered
 
 
+def test_v2_decodes_by_shape_up_to_0_27(release):
+    if Version(release) >= CHECKS:
+        assert runner_choice._decodes_by_shape() is (Version(release) < Version("0.28.0"))
+
+
 def test_what_v2_does_not_support_is_left_to_vllm(ledger, plugin, create, release, monkeypatch):
     made, lines = plugin("v2"), list[str]()
     monkeypatch.setattr(runner_choice.logger, "warning", lambda message, *values: lines.append(message % values))

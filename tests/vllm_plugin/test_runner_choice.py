@@ -147,8 +147,10 @@ def test_the_users_own_variable_is_not_undone(asked):
     assert os.environ[VARIABLE] == "1"
 
 
-def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...] = ()) -> Any:
+def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...] = (), hybrid: bool = False) -> Any:
     return SimpleNamespace(
+        speculative_config=object(),
+        model_config=SimpleNamespace(is_hybrid=hybrid),
         use_v2_model_runner=v2,
         _is_default_v2_model_runner_model=lambda: default,
         _get_v2_model_runner_unsupported_features=lambda: list(unsupported),
@@ -181,6 +183,22 @@ def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(monkeyp
 
 
 @pytest.mark.usefixtures("both_exist")
+def test_v2_is_not_offered_to_a_drafting_hybrid_where_it_decodes_by_shape(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    triton = SimpleNamespace(HAS_TRITON=True)
+    monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.triton_utils": triton}.__getitem__)
+    source = "def get_uniform_token_count(num_reqs, num_tokens, max_query_len):"
+    monkeypatch.setattr(runner_choice, "_source", lambda file: source)
+    hybrid = config(hybrid=True)
+    assert alternative(config(), plugin()) is not None
+    assert alternative(hybrid, plugin()) is None
+    source = source.replace("uniform_token", "uniform_decode_token")
+    assert alternative(hybrid, plugin()) is not None
+    source, hybrid.speculative_config = "", None
+    assert alternative(hybrid, plugin()) is not None
+
+
+@pytest.mark.usefixtures("both_exist")
 def test_the_release_that_has_only_a_message_is_asked_too(monkeypatch):
     def validate() -> None:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER does not yet support: hybrid/mamba models")
@@ -188,7 +206,7 @@ def test_the_release_that_has_only_a_message_is_asked_too(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     envs = SimpleNamespace(VLLM_USE_V2_MODEL_RUNNER=False)
     monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.envs": envs}.__getitem__)
-    old: Any = SimpleNamespace(_validate_v2_model_runner=validate)
+    old: Any = SimpleNamespace(_validate_v2_model_runner=validate, speculative_config=None)
     assert (runner_of(old), why(old, plugin())) == ("V1", "vLLM's default in this release")
     assert alternative(old, plugin()) is None
     assert runner_choice._unsupported(old) == ["hybrid/mamba models"]

@@ -135,11 +135,29 @@ def why(config: VllmConfig, plugin: Plugin | None) -> str:
 
 
 def alternative(config: VllmConfig, plugin: Plugin | None) -> str | None:
-    """How to try vLLM's V2 runner, where vLLM chose V1 and names nothing that V2 does not support; else None."""
+    """How to try vLLM's V2 runner, where vLLM chose V1 and names nothing that V2 does not support; else None.
+
+    Also None for a hybrid with drafts where V2 may give a prompt no state, which `prompt-ends` mends in V1 only.
+    """
     if runner_of(config) == "V2" or os.environ.get(VARIABLE) is not None or _unsupported(config) != []:
+        return None
+    if config.speculative_config is not None and config.model_config.is_hybrid and _decodes_by_shape():
         return None
     acts = plugin is not None and plugin.settings.mode is not Mode.OFF
     return f"{_ALTERNATIVE} {f'{RUNNER}=v2' if acts else f'{VARIABLE}=1'}"
+
+
+def _decodes_by_shape() -> bool:
+    """Whether V2 takes a step for decoding by its shape alone, as up to 0.27."""
+    return "get_uniform_decode_token_count" not in _source(_MODULES[Runner.V2])
+
+
+def _source(file: str) -> str:
+    """A file of the installed vLLM, which is not imported."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / file).read_text(encoding="utf-8")
 
 
 def _unsupported(config: VllmConfig) -> list[str] | None:
