@@ -315,7 +315,7 @@ def test_on_a_gpu_the_same_builders_are_found_to_be_the_same(kind: type[planted.
     if kind is planted.UnfencedCopy:
         pytest.skip("an unfenced copy waits for nothing on a GPU: it reads garbage, now and then")
     if kind is planted.Numpy:
-        assert "can't convert cuda" in str(found.cases[0].not_run)
+        assert "can't convert cuda" in str(found.cases[0].failure)
         return
     assert found.cases[0].need is kind.need, found.explain()
     assert bool(found.cases[0].faults) is (kind.fault is not None)
