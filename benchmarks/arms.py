@@ -10,6 +10,11 @@ from typing import Any
 from benchmarks.loads import Load
 from benchmarks.shapes import Method, find_shape
 
+WORKSPACE_BYTES = 4e9
+"""Memory of an engine beside weights and KV cache: CUDA context, drafter, CUDA graphs and activations."""
+_DEFAULT_REQUESTS = 1024
+"""vLLM's own `max_num_seqs` on a GPU of 70 GB or more."""
+
 
 class Plugin(str, enum.Enum):
     """State of the plugin in an arm."""
@@ -101,6 +106,18 @@ class Arm:
         shape = find_shape(self.shape)
         experts = shape.expert_parameters
         return 2 * ((shape.parameters - experts) / self._tensor_ranks + experts / self.gpus)
+
+    @property
+    def workspace_bytes(self) -> float:
+        """Bytes on each GPU beside weights and KV cache.
+
+        Where vLLM chooses `max_num_seqs`, it warms its sampler up for so many requests that logits come on top.
+        """
+        if self.engine.get("max_num_seqs", 0) is not None:
+            return WORKSPACE_BYTES
+        rows = _DEFAULT_REQUESTS * (1 + self.draft_tokens)
+        logits: int = 4 * rows * find_shape(self.shape).target["vocab_size"]
+        return WORKSPACE_BYTES + 2 * logits
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,9 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-WORKSPACE_BYTES = 4e9
-"""Memory of an engine beside weights and KV cache: CUDA context, drafter, CUDA graphs and activations."""
-
 
 class MachineError(RuntimeError):
     """This machine lacks what a measurement needs; the message says what, and the remedy."""

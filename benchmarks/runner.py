@@ -12,7 +12,7 @@ from benchmarks import caches, child
 from benchmarks.arms import Arm, Plan
 from benchmarks.audited import AUDIT_STEPS
 from benchmarks.child import ChildError
-from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
+from benchmarks.machine import gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.results import ResultFile, Turn
 from vllm_async_spec.json_child import Child
 
@@ -113,7 +113,7 @@ class Runner:
             each = f"its engine has {needed / 1e9:.1f} GB of weights"
         else:
             caches = [arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms]
-            needed = sum(arm.gpu_weight_bytes + WORKSPACE_BYTES for arm in arms) + sum(caches)
+            needed = sum(arm.gpu_weight_bytes + arm.workspace_bytes for arm in arms) + sum(caches)
             each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None

@@ -20,8 +20,6 @@ _CACHE = {
 }
 """Caches that are not of the usual size. A request of the hybrid takes 72 MiB for the states of its drafts;
 the others' heads are few."""
-_ALONE = {"gpt-oss", "hybrid"}
-"""Shapes that fit beside each other on an H200 but not on an H100, where three took more than 79 GiB."""
 _WITHOUT_V2 = {"hybrid"}
 """Shapes that vLLM's V2 runner does not serve."""
 _PLANNED = (
@@ -65,6 +63,6 @@ def _v1_runner(shape: str, release: str) -> Plan:
         seconds=2.0,
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
-        keep=beside and shape not in _ALONE,
+        keep=beside,
         audited=("decode-1", "decode-32", "mixed"),
     )

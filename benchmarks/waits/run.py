@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import child
-from benchmarks.arms import Arm, Plugin
+from benchmarks.arms import WORKSPACE_BYTES, Arm, Plugin
 from benchmarks.child import ChildError
-from benchmarks.machine import WORKSPACE_BYTES, gpu_bytes
+from benchmarks.machine import gpu_bytes
 from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, DEFAULT_ENGINE
 from benchmarks.shapes import find_shape
 from benchmarks.waits.cases import CASES, DRAFT_TOKENS, ENGINES, LOADS, Case, Engine
