@@ -223,8 +223,7 @@ def _check_shown(control: str, chosen: Soak) -> None:
     shown = [each.name for each in SOAKS.values() if can_show(control, each.subject)]
     if chosen.name not in shown:
         unused = f"breaks {(BREAKS | BREAKS_ANY)[control]}, which soak {chosen.name} does not use"
-        remedy = f"give one of {', '.join(shown)}" if shown else "no soak does now, so leave it out"
-        fail(f"--control {control} {unused}; {remedy}")
+        fail(f"--control {control} {unused}; give one of {', '.join(shown)}")
 
 
 def _written(folder: Path, stem: str, found: dict[str, Any]) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from benchmarks.arms import Arm
 from benchmarks.shapes import find_shape
 from vllm_async_spec.vllm_plugin.ledger import find_patch
-from vllm_async_spec.vllm_plugin.patches import linear_attention
 
 RUNNER_RELEASES = find_patch("optimistic-runner").releases
 """Releases whose runner the plugin changes; only these wait for exact counts."""
@@ -44,8 +43,7 @@ def can_show(control: str, subject: Arm) -> bool:
     if control == STATES:
         return find_shape(subject.shape).has_linear_attention
     if control == "kept":
-        applied = linear_attention.WITHHELD is None
-        return applied and find_shape(subject.shape).has_linear_attention and subject.runner != "V2"
+        return find_shape(subject.shape).has_linear_attention and subject.runner != "V2"
     if control == "positions":
         return subject.release in RUNNER_RELEASES
     if control == "carried":

@@ -37,9 +37,9 @@ from bench_command import bench
             "give one of tiny-tp2",
         ),
         (
-            ["soak", "tiny-hybrid", "--control", "kept"],
-            "--control kept breaks kept metadata of linear attention, in the V1 runner, which soak tiny-hybrid does "
-            "not use; no soak does now, so leave it out\n",
+            ["soak", "tiny", "--control", "kept"],
+            "--control kept breaks kept metadata of linear attention, in the V1 runner, which soak tiny does not use; "
+            "give one of tiny-hybrid, 0.26.0-V1-FLASH_ATTN-hybrid",
         ),
         (["soak", "0.26.0-V1-FLASHINFER"], "no environment has vLLM 0.26.0; give --env 0.26.0=FILE"),
         (

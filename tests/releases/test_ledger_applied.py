@@ -6,7 +6,6 @@ from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.ledger import Match, State, ledger_directory, load_ledger, verify
 from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
 from vllm_async_spec.vllm_plugin.ledger.verify import updated_lock
-from vllm_async_spec.vllm_plugin.patches import linear_attention
 
 
 @pytest.mark.parametrize("spec", load_ledger(), ids=lambda spec: spec.name)
@@ -18,8 +17,6 @@ def test_a_patch_is_applied_exactly_where_its_ledger_entry_says(ledger, release,
         assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, why)
     elif spec.name in ("async-scheduling-cpu", "cpu-sampling", "cpu-sampling-top-k"):
         assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, "the platform is not the CPU")
-    elif spec.name == "linear-attention":
-        assert (outcome.state, outcome.detail) == (State.NOT_NEEDED, linear_attention.WITHHELD)
     else:
         assert outcome.state is State.APPLIED, outcome.detail
         assert outcome.release is not None

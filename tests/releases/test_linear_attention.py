@@ -14,7 +14,6 @@ from undone import applied, module_of
 from vllm_async_spec.compat.backend_builders import mamba_builder
 from vllm_async_spec.compat.builder_inputs import BuilderInputs
 from vllm_async_spec.compat.cases import DRAFT_TOKENS
-from vllm_async_spec.vllm_plugin.patches import linear_attention
 from vllm_async_spec.vllm_plugin.patches.linear_attention import KeptStep
 
 GDN = "vllm.v1.attention.backends.gdn_attn"
@@ -40,7 +39,6 @@ def stock(module: Any) -> Any:
 def subject(module: Any, stock: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-        patch.setattr(linear_attention, "WITHHELD", None)
         with applied("linear-attention"):
             yield module.GDNAttentionMetadataBuilder
 

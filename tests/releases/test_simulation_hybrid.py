@@ -17,7 +17,6 @@ from undone import applied, module_of
 from vllm_async_spec import kernels
 from vllm_async_spec.kernels import advance_batch_reference
 from vllm_async_spec.vllm_plugin.ledger import find_patch
-from vllm_async_spec.vllm_plugin.patches import linear_attention, steady_inputs
 from vllm_async_spec.vllm_plugin.patches.linear_attention import KeptStep
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
 
@@ -72,8 +71,6 @@ def subject(stock: Any, release: str) -> Iterator[Any]:
     """With all patches of inputs that this release has."""
     names = [name for name in PATCHES if release in find_patch(name).releases]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_attention, "WITHHELD", None)
-        patch.setattr(steady_inputs, "TAKES_HYBRIDS", True)
         # A late device would run this when its memory is another's; a GPU gives memory back in order.
         patch.setattr(kernels, "compile_advance_batch", lambda device: None)
         with applied(*names):

@@ -155,7 +155,6 @@ class CarryingRunner(Protocol):
     enable_prompt_embeds: bool
     dcp_world_size: int
     input_batch: InputBatch
-    model_config: ModelConfig
     prev_num_draft_tokens: CpuGpuBuffer
     """(requests,) int32: drafts that each row of the last step verified."""
     optimistic_seq_lens_cpu: torch.Tensor

@@ -38,7 +38,6 @@ class Runner:
         self.lora_config: Any = None
         self.parallel_config = SimpleNamespace(pipeline_parallel_size=1, prefill_context_parallel_size=1)
         self.cache_config = SimpleNamespace(mamba_cache_mode="none")
-        self.model_config = SimpleNamespace(is_hybrid=False)
         self.num_computed_tokens = torch.zeros(SIZE, dtype=torch.int32)
         self.seq_lens = torch.zeros(SIZE, dtype=torch.int32)
         self.positions = torch.zeros(99, dtype=torch.int64)
@@ -158,7 +157,6 @@ def test_a_step_after_one_whose_prompts_go_on_is_vllms(runner: Any):
         ("parallel_config", SimpleNamespace(pipeline_parallel_size=1, prefill_context_parallel_size=2)),
         ("cache_config", SimpleNamespace(mamba_cache_mode="align")),
         ("mamba_prev_last_scheduled_idx", "indices"),
-        ("model_config", SimpleNamespace(is_hybrid=True)),
     ],
 )
 def test_an_engine_whose_inputs_need_more_is_left_to_vllm(runner: Any, name: str, value: Any):

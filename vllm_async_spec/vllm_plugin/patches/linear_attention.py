@@ -4,8 +4,6 @@ A hybrid has several KV cache groups of linear attention. For each of them the V
 each step, by some sixty operations on tensors; before 0.20 it also waits for the device. In steady decode only two
 tensors differ from those of the step before: where the states are, and how many tokens were accepted. The patch then
 replaces these two. All other steps run vLLM's function.
-
-It is withheld; `WITHHELD` says why.
 """
 
 from __future__ import annotations
@@ -132,14 +130,4 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
     transaction.set(builder_class, "build", build)
 
 
-WITHHELD: str | None = (
-    "withheld until a hybrid's soak passes with it on a GPU: in the last, 32 of 4,906 requests differed from stock"
-)
-"""Why the patch is not applied; None applies it."""
-
-
-def _withheld() -> str | None:
-    return WITHHELD
-
-
-IMPLEMENTATIONS = {"linear-attention": Implementation(_apply, unneeded_here=_withheld)}
+IMPLEMENTATIONS = {"linear-attention": Implementation(_apply)}

@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     """Indices of logits, the metadata of drafts, and in some releases the most tokens sampled of a row."""
 
 
-TAKES_HYBRIDS = False
-"""Whether it prepares steps of hybrids too.
-
-Not until a soak of one passes on a GPU. In the last, tokens differed from stock's, by all signs as `prompt-ends` mends.
-"""
-
-
 class SteadyBatch:
     """The batch of a runner's newest step, as long as steps like it may follow."""
 
@@ -136,11 +129,10 @@ def _all_verify(scheduled: SchedulerOutput, tokens: Counts, requests: int, each:
 
 
 def _differs(runner: CarryingRunner) -> bool:
-    """Whether this engine is left to vLLM's function: because that does more than the kernel, or as a precaution."""
+    """Whether vLLM's function does more in this engine than the kernel."""
     parallel = runner.parallel_config
     return (
         not runner.use_async_spec_decode
-        or (runner.model_config.is_hybrid and not TAKES_HYBRIDS)
         or runner.uses_mrope
         or runner.uses_xdrope_dim > 0
         or runner.supports_mm_inputs
