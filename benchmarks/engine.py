@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import caches, mrope, older_gpu
 from benchmarks.audited import digest, host_time
-from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins
+from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins, load_plugins
 from benchmarks.features.cases import find_feature
 from benchmarks.features.engine import serve_feature
 from benchmarks.loads import Load, Request, make_requests
@@ -56,6 +56,7 @@ class BenchEngine:
         from vllm.sampling_params import RequestOutputKind
 
         check_release(self._arm)
+        load_plugins(self._arm)
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
         if not self._cuda and self._arm["plugin"] == "noop" and self._arm["engine"].get("async_scheduling"):

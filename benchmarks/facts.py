@@ -38,6 +38,19 @@ def choose_plugins(plugin: str) -> None:
         raise EngineError(f"vllm-async-spec is not installed for {sys.executable}; run `pip install --no-deps .`")
 
 
+def load_plugins(arm: Mapping[str, Any]) -> None:
+    """Let vLLM load the plugins of a stock engine with one rank, and forget which `choose_plugins` chose.
+
+    vLLM's key of compiled code has `VLLM_PLUGINS`. With it stock would compile anew, and perhaps choose other kernels,
+    where all other arms share one code. Several ranks are processes of their own, which ask the variable.
+    """
+    if arm["plugin"] == "stock" and arm["engine"].get("tensor_parallel_size", 1) == 1:
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        del os.environ["VLLM_PLUGINS"]
+
+
 def vllm_plugins() -> set[str]:
     """Names of all plugins of vLLM that are installed."""
     entries = (entry for package in distributions() for entry in package.entry_points)

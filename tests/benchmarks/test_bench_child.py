@@ -1,16 +1,20 @@
 """The process of an engine."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError, environment, interpreter, start
-from benchmarks.facts import EngineError, choose_plugins
+from benchmarks.facts import EngineError, choose_plugins, load_plugins
 from vllm_async_spec.engine_log import last_error
 
 ARM = Arm("an arm", "tiny")
+TP2 = {"tensor_parallel_size": 2}
 
 
 def fake_python(folder: Path, script: str) -> Path:
@@ -82,9 +86,20 @@ def test_stock_is_vllm_with_all_plugins_but_ours(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("VLLM_PLUGINS", "anything")
     monkeypatch.setattr("benchmarks.facts.vllm_plugins", lambda: {"async_spec", "b", "a"})
     choose_plugins("stock")
-    import os
-
     assert os.environ["VLLM_PLUGINS"] == "a,b"
+
+
+@pytest.mark.parametrize(("plugin", "engine", "kept"), [("stock", {}, False), ("stock", TP2, True), ("noop", {}, True)])
+def test_stock_of_one_rank_has_the_variables_of_other_arms(
+    monkeypatch: pytest.MonkeyPatch, plugin: str, engine: dict[str, int], kept: bool
+):
+    loaded: list[str] = []
+    monkeypatch.setenv("VLLM_PLUGINS", "a,b")
+    plugins = SimpleNamespace(load_general_plugins=lambda: loaded.append(os.environ["VLLM_PLUGINS"]))
+    monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
+    load_plugins({"plugin": plugin, "engine": engine})
+    assert ("VLLM_PLUGINS" in os.environ) is kept
+    assert loaded == ([] if kept else ["a,b"])
 
 
 def test_an_environment_without_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch):
