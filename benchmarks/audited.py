@@ -9,6 +9,18 @@ from vllm_async_spec.audit.report import Place, Report, WaitKind
 AUDIT_STEPS = 32
 _WORKER = "worker"
 """What a report calls the thread that launches the forward."""
+_RANK = ", rank "
+
+
+def of_rank(load: str, rank: int) -> str:
+    """What a result calls the audit of a rank under a load; that of rank 0 has the name of the load."""
+    return f"{load}{_RANK}{rank}" if rank else load
+
+
+def load_and_rank(audit: str) -> tuple[str, int]:
+    """The load and the rank of an audit, of what a result calls it."""
+    load, _, rank = audit.partition(_RANK)
+    return load, int(rank or 0)
 
 
 def digest(report: Report) -> dict[str, Any]:

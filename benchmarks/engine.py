@@ -126,18 +126,18 @@ class BenchEngine:
             "runs": [asdict(timing) for timing in timings],
         }
 
-    def audit(self, load: str, steps: int) -> dict[str, Any]:
-        """Which phases take the host's time, and where it waits, while a load is served that was measured."""
+    def audit(self, load: str, steps: int, rank: int) -> dict[str, Any]:
+        """Which phases take a rank's host time, and where it waits, while a load is served that was measured."""
         which, requests = self._loads[load]
 
         def run() -> Timing:
             self._forget_prompts()
             return self._driver.time(which, requests)
 
-        report = self._audited(run, steps=steps, name=load, running=which.running)
+        report = self._audited(run, steps=steps, name=load, running=which.running, rank=rank)
         return digest(report) | host_time(report)
 
-    def _audited(self, run: Callable[[], Timing], *, steps: int, name: str, running: int) -> Report:
+    def _audited(self, run: Callable[[], Timing], *, steps: int, name: str, running: int, rank: int = 0) -> Report:
         """The report on some steps of `run`, which serves a load called `name`, `running` requests at once."""
         from vllm_async_spec.audit.engine import Ran, audit_llm
 
@@ -145,7 +145,7 @@ class BenchEngine:
             timing = run()
             return Ran(timing.tokens, timing.seconds, timing.acceptance_length)
 
-        return audit_llm(self._llm, work, steps=steps, name=name, requests=running)
+        return audit_llm(self._llm, work, steps=steps, name=name, requests=running, rank=rank)
 
     def _forget_prompts(self) -> None:
         """Empty the prefix cache, or the next run would find its prompts there. Raises EngineError if vLLM does not."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import caches, child
 from benchmarks.arms import Arm, Plan
-from benchmarks.audited import AUDIT_STEPS
+from benchmarks.audited import AUDIT_STEPS, of_rank
 from benchmarks.child import ChildError
 from benchmarks.machine import gpu_bytes, gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.results import ResultFile, Turn
@@ -135,7 +135,11 @@ class Runner:
                         "measure", load=load.name, seconds=self._plan.seconds, repetitions=self._plan.repetitions
                     )
                 if audited := self._plan.audits(number, arm):
-                    turn["audits"] = {load: process.ask("audit", load=load, steps=AUDIT_STEPS) for load in audited}
+                    turn["audits"] = {
+                        of_rank(load, rank): process.ask("audit", load=load, steps=AUDIT_STEPS, rank=rank)
+                        for load in audited
+                        for rank in range(arm.gpus)
+                    }
         except ChildError as error:
             turn["error"] = str(error)
         return turn | {"seconds": round(time.monotonic() - start, 1)}

@@ -134,4 +134,5 @@ def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_token
         about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
         arms=which.arms(engine | which.parallel, draft_tokens),
         loads=loads,
+        audited=("decode-32",) if which.gpus > 1 else (),
     )

@@ -58,7 +58,11 @@ def tiny_arm(name: str, *, plugin: Plugin) -> Arm:
 
 
 def side_by_side(
-    name: str, about: str, arms: tuple[Arm, ...], loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed")
+    name: str,
+    about: str,
+    arms: tuple[Arm, ...],
+    loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed"),
+    audited: tuple[str, ...] = (),
 ) -> Plan:
     """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
     return Plan(
@@ -72,4 +76,5 @@ def side_by_side(
         reference=Plugin.STOCK.value,
         control=Plugin.NOOP.value,
         keep=True,
+        audited=audited,
     )

@@ -54,7 +54,7 @@ class _Engine:
         self.engines.asked.append((self.arm.name, command))
         if arguments.get("load") in self.engines.fails:
             raise ChildError(f"the engine of {self.arm.name!r} failed: no {arguments['load']}")
-        return {"describe": FACTS, "measure": measured(100), "audit": {"of": arguments.get("load")}}[command]
+        return {"describe": FACTS, "measure": measured(100), "audit": {"of": arguments.get("load"), "rank": arguments.get("rank")}}[command]
 
 
 @pytest.fixture
