@@ -22,12 +22,11 @@ from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.host_phases import host_time_grid
-from benchmarks.present import Grid, grid, notes, ratio, speed
+from benchmarks.present import Grid, grid, notes
 from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
 from benchmarks.serving.results import find_served
 from benchmarks.stored import exists, files, read_json
-from benchmarks.summary import against
 from benchmarks.waits.table import SHAPES, waits_tables
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,28 +161,6 @@ def _held(results: Path) -> str:
     return Grid(("call", "host held, ms"), [(name, in_words(row)) for name, row in found["calls"].items()]).markdown()
 
 
-def _flashinfer(results: Path) -> str:
-    """Speeds of FlashInfer with the plugin, with the control's and a column for each arm compared."""
-    others = ("stock", "stock-xqa", "FLASH_ATTN")
-    rows = []
-    for name in ("flashinfer-8b", "flashinfer-8b-0.26.0-V2", "flashinfer-8b-0.26.0-V1"):
-        found = read_result(results / f"{name}.json")
-        facts = found["turns"][0]["facts"]
-        arms = {arm["name"] for arm in found["plan"]["arms"]}
-        by_load = {
-            other: {row["load"]: row for row in against(found, other)["summary"] if row["arm"] == "plugin"}
-            for other in others
-            if other in arms
-        }
-        noop = {row["load"]: row for row in found["summary"] if row["arm"] == found["plan"]["control"]}
-        for load, row in by_load["stock"].items():
-            ratios = [ratio(by_load[other][load]) if other in by_load else "-" for other in others]
-            rows.append((facts["vllm"], facts["runner"], load, speed(row), ratio(noop[load]), *ratios))
-    return Grid(
-        ("vLLM", "runner", "load", "plugin", "noop, stock = 1", *(f"{other} = 1" for other in others)), rows
-    ).markdown()
-
-
 def _kernels_of(path: Path) -> Any:
     """A result of `python -m benchmarks kernels`, with every second batch size."""
     found = read_json(path)
@@ -264,7 +241,6 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "defaults": defaults,
     "demo": _demo,
     "features": _features,
-    "flashinfer": _flashinfer,
     "generation": _generation,
     "generation-ungraphed": _ungraphed,
     "held": _held,

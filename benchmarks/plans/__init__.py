@@ -7,7 +7,6 @@ from functools import partial
 
 from benchmarks.arms import Plan, PlanError
 from benchmarks.plans.defaults import defaults
-from benchmarks.plans.flashinfer import flashinfer, flashinfer_before, flashinfer_older_gpu
 from benchmarks.plans.optimistic import optimistic
 from benchmarks.plans.overhead import overhead, overhead_tiny
 from benchmarks.plans.v1_runner import v1_runner
@@ -32,10 +31,6 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-tiny": overhead_tiny,
     **{f"overhead-{shape}": partial(overhead, shape) for shape in ("1b", "8b", "moe", "mla")},
     **{plan.name: partial(_itself, plan) for plan in defaults()},
-    "flashinfer-8b-mode0": flashinfer,
-    "flashinfer-8b-fa2-mode0": flashinfer_older_gpu,
-    "flashinfer-8b-0.26.0-V1-mode0": partial(flashinfer_before, "V1"),
-    "flashinfer-8b-0.26.0-V2-mode0": partial(flashinfer_before, "V2"),
     **{f"optimistic-{shape}-mode0": partial(optimistic, shape) for shape in ("1b", "8b")},
     **{plan.name: partial(_itself, plan) for plan in v1_runner()},
 }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, all_reduce_environment, side_by_side
+from benchmarks.loads import find_loads
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, all_reduce_environment
 from benchmarks.shapes import find_shape
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
@@ -129,10 +130,16 @@ def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_token
     engine: dict[str, Any] = DEFAULT_ENGINE | _CACHE.get(
         f"{which.shape}{suffix}", _CACHE.get(which.shape, BESIDE_OTHERS)
     )
-    return side_by_side(
+    return Plan(
         name=f"defaults-{which.name}{suffix}",
         about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
         arms=which.arms(engine | which.parallel, draft_tokens),
-        loads=loads,
+        loads=find_loads(loads),
+        turns=4,
+        seconds=2.0,
+        repetitions=1,
+        reference=Plugin.STOCK.value,
+        control=Plugin.NOOP.value,
+        keep=True,  # a pass of engines side by side takes two minutes, in which the host changes little
         audited=("decode-32",) if which.gpus > 1 else (),
     )

@@ -1,11 +1,10 @@
-"""Engine arguments, environments, acceptances and the order of turns that several plans share."""
+"""Engine arguments, environments and acceptances that several plans share."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.arms import Acceptance, Arm, Means, Plan, Plugin
-from benchmarks.loads import find_loads
+from benchmarks.arms import Acceptance, Arm, Means, Plugin
 from benchmarks.shapes import Method
 
 DEFAULT_ENGINE: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": None, "max_num_seqs": None}
@@ -15,9 +14,6 @@ MODE_0_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagra
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
 """For engines that share a GPU. With the cache size given, vLLM does not derive it from free memory, so other engines
 may start or end meanwhile. The utilisation is the share that must be free at the start."""
-SIX_OF_8B = BESIDE_OTHERS | {"kv_cache_memory_bytes": 2 << 30}
-"""For six engines: with 23 GiB each, of which 4 are cache, six would not fit on an H200. This cache holds 15,000 tokens
-of an 8b; mixed arrivals use 10,000."""
 CPU_ENGINE = {"dtype": "float32", "enforce_eager": True}
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # the tiny shape's matrices are too small for two threads
@@ -25,7 +21,6 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
-FLASHINFER = {"backend": "FLASHINFER"}
 NATIVE = {"use_trtllm_attention": False}
 """FlashInfer's wrappers alone, without TRT-LLM's kernels."""
 
@@ -54,27 +49,4 @@ def tiny_arm(name: str, *, plugin: Plugin) -> Arm:
         acceptance=ACCEPTANCE,
         engine=CPU_ENGINE,
         environment=CPU_ENVIRONMENT,
-    )
-
-
-def side_by_side(
-    name: str,
-    about: str,
-    arms: tuple[Arm, ...],
-    loads: tuple[str, ...] = ("decode-1", "decode-32", "mixed"),
-    audited: tuple[str, ...] = (),
-) -> Plan:
-    """A plan whose engines run side by side: a pass takes two minutes, in which the host changes little."""
-    return Plan(
-        name=name,
-        about=about,
-        arms=arms,
-        loads=find_loads(loads),
-        turns=4,
-        seconds=2.0,
-        repetitions=1,
-        reference=Plugin.STOCK.value,
-        control=Plugin.NOOP.value,
-        keep=True,
-        audited=audited,
     )

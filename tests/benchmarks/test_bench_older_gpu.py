@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import older_gpu
 from benchmarks.child import environment
-from benchmarks.plans import find_plan
 from benchmarks.soak.soaks import SOAKS
 
 
@@ -49,10 +48,8 @@ def test_a_flashinfer_that_chooses_in_another_way_is_refused(
         older_gpu.choose()
 
 
-def test_the_arms_that_ask_are_given_it_and_no_others():
-    arms = find_plan("flashinfer-8b-fa2-mode0").arms
-    assert [arm.name for arm in arms] == ["stock", "noop", "plugin"]
+def test_the_soak_that_asks_is_given_it_and_no_other():
     (name,) = older_gpu.ENVIRONMENT
-    assert {environment(arm, {})[name] for arm in arms} == {"fa2"}
-    assert name not in environment(find_plan("flashinfer-8b-mode0").arms[0], {name: "fa2"})
-    assert {soak.name for soak in SOAKS.values() if name in soak.subject.environment} == {"0.32.0-V2-FLASHINFER-fa2"}
+    asking = [soak for soak in SOAKS.values() if name in environment(soak.subject, {name: "fa2"})]
+    assert [soak.name for soak in asking] == ["0.32.0-V2-FLASHINFER-fa2"]
+    assert environment(asking[0].subject, {})[name] == "fa2"

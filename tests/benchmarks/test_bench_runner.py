@@ -274,11 +274,9 @@ def test_a_plan_that_does_not_exist():
 
 
 def _measured_before(folder: Path) -> Path:
-    """The result of a mode-0 plan, which was measured when the plan's name did not say so."""
-    found = read_json(RESULTS / "flashinfer-8b.json")
-    found["plan"]["name"] = "flashinfer-8b-mode0"
-    path = folder / "flashinfer-8b-mode0.json"
-    path.write_text(json.dumps(found))
+    """A result that has all turns of its plan."""
+    path = folder / "defaults-1b-0.18.1.json"
+    path.write_text(json.dumps(read_json(RESULTS / path.name)))
     return path
 
 
@@ -288,10 +286,10 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     there = _measured_before(tmp_path)
     before = there.read_text()
-    done = bench("run", "flashinfer-8b-mode0", "--out", str(tmp_path), *fresh)
+    done = bench("run", "defaults-1b-0.18.1", "--out", str(tmp_path), *fresh)
     assert done.exit_code == 2, done.output
     assert done.output == (
-        "benchmarks: the plan flashinfer-8b-mode0 can't run here: its engines need a GPU, and this machine has none; "
+        "benchmarks: the plan defaults-1b-0.18.1 can't run here: its engines need a GPU, and this machine has none; "
         f"run it where there is one, or take overhead-tiny; `python -m benchmarks show {there}` prints what was "
         "measured before\n"
     )
@@ -301,9 +299,9 @@ def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_its_result_is_kept(
 def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "start", lambda *args, **kwargs: pytest.fail("an engine was started"))
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    monkeypatch.setattr(runner, "installed_vllm", lambda: "0.32.0")
+    monkeypatch.setattr(runner, "installed_vllm", lambda: "0.18.1")
     _measured_before(tmp_path)
-    done = bench("run", "flashinfer-8b-mode0", "--out", str(tmp_path))
+    done = bench("run", "defaults-1b-0.18.1", "--out", str(tmp_path))
     assert done.exit_code == 0
     assert done.output.startswith("nothing was run: ")
     assert "ms a step" not in done.output
