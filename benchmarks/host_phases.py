@@ -1,8 +1,9 @@
-"""The host time of a step by phase, of every audit that a plan's result holds."""
+"""What the audits in the results of plans say: the host time of a step by phase, and the waits of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,40 @@ from benchmarks.published import devices
 from benchmarks.results import read_result, result_files
 from vllm_async_spec.audit.report import Phase
 
+_HEAD = ("vLLM", "GPU", "shape", "load", "arm")
 _PHASES = [phase.value for phase in Phase if phase is not Phase.AGREEMENT]
 """Without that of data parallelism, which no plan has."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    ranks: int
+    rank: int
+    order: tuple[Any, ...]
+    """What the rows of a table are sorted by."""
+    cells: tuple[str, ...]
+    """Those of `_HEAD`."""
+    said: dict[str, Any]
+
+
 def host_time_grid(results: Path) -> Grid:
-    """The host time of a step by phase: a row for each audit of an arm of a plan's result."""
-    rows = sorted((row for path in result_files(results) for row in _rows(read_result(path))), key=lambda row: row[0])
-    head = ("vLLM", "GPU", "shape", "load", "arm", "rank", "ms a step", "critical waits", "pageable copies", "idle", *_PHASES)
-    return Grid(head, [cells for _, cells in rows])
+    """The host time of a step by phase: a row for each audit of an engine of one rank."""
+    head = (*_HEAD, "ms a step", "critical waits", "pageable copies", "idle", *_PHASES)
+    return Grid(head, [(*each.cells, *_phases(each.said)) for each in _audits(results) if each.ranks == 1])
 
 
-def _rows(document: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], tuple[str, ...]]]:
-    """The rows of a result, each after what it is sorted by."""
+def ranks_grid(results: Path) -> Grid:
+    """Where each rank of an engine waits: a row for each audit of an engine of several ranks."""
+    head = (*_HEAD, "rank", "ms a step", "critical waits a step", "lines that wait", "idle")
+    return Grid(head, [(*each.cells, *_waits(each)) for each in _audits(results) if each.ranks > 1])
+
+
+def _audits(results: Path) -> list[_Audit]:
+    found = [each for path in result_files(results) for each in _of(read_result(path))]
+    return sorted(found, key=lambda each: each.order)
+
+
+def _of(document: dict[str, Any]) -> Iterator[_Audit]:
     arms = {arm["name"]: (number, arm) for number, arm in enumerate(document["plan"]["arms"])}
     loads = [load["name"] for load in document["plan"]["loads"]]
     for turn in document["turns"]:
@@ -33,14 +55,31 @@ def _rows(document: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], tuple[str
                 continue
             (load, rank), (number, arm) = load_and_rank(name), arms[turn["arm"]]
             vllm, shape = turn["facts"]["vllm"], arm["shape"]
-            order = ([int(part) for part in vllm.split(".")], shape, loads.index(load), number, rank)
-            devices_ = devices(turn["facts"], arm["engine"])
-            yield order, (vllm, devices_, shape, load, turn["arm"], str(rank), *_cells(audit))
+            yield _Audit(
+                arm["engine"].get("tensor_parallel_size", 1),
+                rank,
+                ([int(part) for part in vllm.split(".")], shape, loads.index(load), number, rank),
+                (vllm, devices(turn["facts"], arm["engine"]), shape, load, turn["arm"]),
+                audit,
+            )
 
 
-def _cells(audit: dict[str, Any]) -> Iterator[str]:
+def _phases(audit: dict[str, Any]) -> Iterator[str]:
     yield f"{audit['step_ms']:.2f}"
     yield f"{audit['critical'][0]:.2f}"
     yield f"{sum(per_step for _, per_step, _ in audit['pageable']):.1f}"
-    yield "-" if audit["plain_idle"] is None else f"{audit['plain_idle']:.0%}"
+    yield _idle(audit)
     yield from (f"{audit['phases'].get(phase, 0):.2f}" for phase in _PHASES)
+
+
+def _waits(audit: _Audit) -> Iterator[str]:
+    said = audit.said
+    yield str(audit.rank)
+    yield f"{said['step_ms']:.2f}"
+    yield f"{said['critical'][0]:.2f}"
+    yield "; ".join(f"`{site}` {per_step:.2f}" for site, _, per_step in said["sites"]) or "none"
+    yield _idle(said)
+
+
+def _idle(audit: dict[str, Any]) -> str:
+    return "-" if audit["plain_idle"] is None else f"{audit['plain_idle']:.0%}"

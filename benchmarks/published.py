@@ -35,14 +35,17 @@ _SERVED = "serve-"
 def defaults(results: Path) -> str:
     """Speeds at vLLM's defaults, of every result of these plans, with what the engines were, and what is missing."""
     rows, lines, found = list[Sequence[str]](), list[str](), set[str]()
+    noted: dict[str, list[str]] = {}  # results by what is to be said of them
     cells: dict[str, dict[str, Row | None]] = {"stock": {}, "FLASH_ATTN": {}}
     for path in files(results, "defaults-*.json"):
         document = read_result(path)
         found.add(document["plan"]["name"])
         rows += _speeds(document)
-        lines += [f"{path.stem}: {note}" for note in notes(document)]
+        for note in notes(document):
+            noted.setdefault(note, []).append(path.stem.removeprefix("defaults-"))
         for other, mine in cells.items():
             mine |= {f"{path.stem} {load}": row.get("ratio") for load, row in _plugin(document, other).items()}
+    lines += [f"{', '.join(names)}: {note}" for note, names in noted.items()]
     lines += [_behind(other, mine) for other, mine in cells.items()]
     missing = []
     for which in (*PUBLISHED, *SEVERAL_GPUS):

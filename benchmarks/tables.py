@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import batching, generation, kernels, plan_time, step_time
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
-from benchmarks.host_phases import host_time_grid
+from benchmarks.host_phases import host_time_grid, ranks_grid
 from benchmarks.present import Grid, grid, notes
 from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
@@ -249,6 +249,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "kernels": _kernels,
     "kernels-by-rows": _kernels_by_rows,
     "plan-time": _plan_time,
+    "ranks": lambda results: ranks_grid(results).markdown(),
     "served": served,
     "soak": _soak,
     "starts": starts,

@@ -7,7 +7,6 @@ from functools import partial
 
 from benchmarks.arms import Plan, PlanError
 from benchmarks.plans.defaults import defaults
-from benchmarks.plans.optimistic import optimistic
 from benchmarks.plans.overhead import overhead, overhead_tiny
 from benchmarks.plans.v1_runner import v1_runner
 
@@ -31,6 +30,5 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "overhead-tiny": overhead_tiny,
     **{f"overhead-{shape}": partial(overhead, shape) for shape in ("1b", "8b", "moe", "mla")},
     **{plan.name: partial(_itself, plan) for plan in defaults()},
-    **{f"optimistic-{shape}-mode0": partial(optimistic, shape) for shape in ("1b", "8b")},
     **{plan.name: partial(_itself, plan) for plan in v1_runner()},
 }

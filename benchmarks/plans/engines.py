@@ -10,7 +10,7 @@ from benchmarks.shapes import Method
 DEFAULT_ENGINE: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": None, "max_num_seqs": None}
 """vLLM's defaults; None is vLLM's own choice, where `engine` would choose for its loads."""
 MODE_0_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-"""Without vLLM's compilation, so that stock launches kernel by kernel; the names of plans say `-mode0`."""
+"""Without vLLM's compilation, so that stock launches kernel by kernel."""
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
 """For engines that share a GPU. With the cache size given, vLLM does not derive it from free memory, so other engines
 may start or end meanwhile. The utilisation is the share that must be free at the start."""

@@ -22,16 +22,15 @@ RANKS = {"tp2": {"tensor_parallel_size"}, "dp2": {"data_parallel_size", "enable_
 
 
 @pytest.mark.parametrize("name", [*PLANS, *SERVE_PLANS])
-def test_an_engine_on_a_gpu_is_vllms_default_unless_the_plans_name_says_otherwise(name: str):
+def test_an_engine_on_a_gpu_is_vllms_default(name: str):
     plan = find_plan(name) if name in PLANS else find_serve_plan(name)
     for arm in plan.arms:
         if arm.needs_gpu:
             ranks = RANKS.get(name.rpartition("-")[2], set())
             kernels = {"gdn_prefill_backend"} if name.endswith("-triton") else set()
-            assert (arm.engine.keys() <= SIZES | CHOSEN | ranks | kernels) is not name.endswith("-mode0"), arm.name
+            assert arm.engine.keys() <= SIZES | CHOSEN | ranks | kernels, arm.name
             assert arm.gpus == (2 if ranks else 1)
-            if not name.endswith("-mode0"):
-                assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
+            assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
 
 
 def test_two_data_parallel_engines_divide_experts_and_say_what_a_difference_of_tokens_tells():

@@ -8,7 +8,7 @@ from typing import Any
 from bench_documents import FACTS, PLAN, document
 
 from benchmarks.audited import host_time
-from benchmarks.host_phases import host_time_grid
+from benchmarks.host_phases import host_time_grid, ranks_grid
 from benchmarks.results import ResultFile
 from vllm_async_spec.audit.report import Cause, Frame, Overhead, Phase, PhaseTime, Place, Report, Spread, WaitKind
 
@@ -48,8 +48,24 @@ def test_a_cpu_has_no_times():
     assert host_time(on_a_cpu) == {"step_ms": None, "phases": {}, "waiting_ms": 0, "pageable": []}
 
 
-def audit(step_ms: float | None) -> dict[str, Any]:
-    return host_time(report()) | {"step_ms": step_ms, "critical": [1.0, 0.2], "plain_idle": 0.031}
+def audit(step_ms: float | None, *sites: list[Any]) -> dict[str, Any]:
+    return host_time(report()) | {"step_ms": step_ms, "critical": [1.0, 0.2], "plain_idle": 0.031, "sites": [*sites]}
+
+
+def test_the_table_of_ranks_says_which_waits_and_where(tmp_path: Path):
+    found = document({arm.name: [100, 101, 102, 100] for arm in PLAN.arms})
+    for arm in found["plan"]["arms"]:
+        arm["engine"] = {"tensor_parallel_size": 2}
+    turn = next(turn for turn in found["turns"] if turn["arm"] == "noop")
+    turn["audits"] = {"mixed, rank 1": audit(5.0, ["a.py:1 in f", "event", 1.0]), "mixed": audit(4.0)}
+    (tmp_path / "result.json").write_text(json.dumps(found))
+    head, rows = dataclasses.astuple(ranks_grid(tmp_path))
+    assert head[-5:] == ("rank", "ms a step", "critical waits a step", "lines that wait", "idle")
+    assert [row[-7:] for row in rows] == [
+        ("mixed", "noop", "0", "4.00", "1.00", "none", "3%"),
+        ("mixed", "noop", "1", "5.00", "1.00", "`a.py:1 in f` 1.00", "3%"),
+    ]
+    assert not host_time_grid(tmp_path).rows
 
 
 def test_the_table_has_a_row_for_each_audit_on_a_gpu_by_release_and_load(tmp_path: Path):

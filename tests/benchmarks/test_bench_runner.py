@@ -54,7 +54,8 @@ class _Engine:
         self.engines.asked.append((self.arm.name, command))
         if arguments.get("load") in self.engines.fails:
             raise ChildError(f"the engine of {self.arm.name!r} failed: no {arguments['load']}")
-        return {"describe": FACTS, "measure": measured(100), "audit": {"of": arguments.get("load"), "rank": arguments.get("rank")}}[command]
+        audit = {"of": arguments.get("load"), "rank": arguments.get("rank")}
+        return {"describe": FACTS, "measure": measured(100), "audit": audit}[command]
 
 
 @pytest.fixture
@@ -121,9 +122,18 @@ def test_engines_with_the_plugin_loaded_are_audited_where_it_harms_no_later_turn
     _, result = run(tmp_path, dataclasses.replace(PLAN, keep=keep, audited=(load,)))
     assert engines.audited == {"noop", "plugin"}  # stock has no agent
     audits = {(turn["pass"], turn["arm"]): turn["audits"] for turn in result.turns if "audits" in turn}
-    assert audits == {(number, arm): {load: {"of": load}} for arm in ("noop", "plugin")}
+    assert audits == {(number, arm): {load: {"of": load, "rank": 0}} for arm in ("noop", "plugin")}
     places = [place for place, asked in enumerate(engines.asked) if asked == ("noop", "audit")]
     assert all(engines.asked[place - 1] == ("noop", "measure") for place in places)
+
+
+def test_every_rank_of_an_engine_is_audited(engines, tmp_path):
+    load = PLAN.loads[-1].name
+    arms = tuple(dataclasses.replace(arm, engine={"tensor_parallel_size": 2}) for arm in PLAN.arms)
+    _, result = run(tmp_path, dataclasses.replace(PLAN, arms=arms, audited=(load,)))
+    audits = [turn["audits"] for turn in result.turns if "audits" in turn]
+    both = {load: {"of": load, "rank": 0}, f"{load}, rank 1": {"of": load, "rank": 1}}
+    assert audits == [both] * 2
 
 
 def test_a_plan_without_audits_starts_no_agent(engines, tmp_path):
@@ -309,7 +319,7 @@ def test_where_nothing_is_missing_nothing_is_printed_as_measured(tmp_path, monke
 
 def test_an_arm_of_a_release_that_is_not_there_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "has_gpu", lambda: True)
-    done = bench("run", "optimistic-1b-mode0", "--out", str(tmp_path))
+    done = bench("run", "defaults-1b-0.18.1", "--out", str(tmp_path))
     assert done.exit_code == 2
     assert "no environment has vLLM 0.18.1; give --env RELEASE=FILE" in done.output
 
