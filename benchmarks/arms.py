@@ -45,6 +45,11 @@ class Acceptance:
     means: Means = Means.WEIGHTS
 
 
+def tensor_ranks(engine: Mapping[str, Any]) -> int:
+    """Ranks of tensor parallelism of an engine with these arguments."""
+    return int(engine.get("tensor_parallel_size", 1))
+
+
 def expected_length(share: float, draft_tokens: int) -> float:
     """Mean tokens a step and request: the target's own, and drafts before the first wrong one."""
     return sum(share**accepted for accepted in range(draft_tokens + 1))
@@ -82,11 +87,7 @@ class Arm:
     @property
     def gpus(self) -> int:
         """GPUs that its engines take: with data parallelism there are several."""
-        return self._tensor_ranks * int(self.engine.get("data_parallel_size", 1))
-
-    @property
-    def _tensor_ranks(self) -> int:
-        return int(self.engine.get("tensor_parallel_size", 1))
+        return tensor_ranks(self.engine) * int(self.engine.get("data_parallel_size", 1))
 
     @property
     def weight_bytes(self) -> float:
@@ -105,7 +106,7 @@ class Arm:
         """
         shape = find_shape(self.shape)
         experts = shape.expert_parameters
-        return 2 * ((shape.parameters - experts) / self._tensor_ranks + experts / self.gpus)
+        return 2 * ((shape.parameters - experts) / tensor_ranks(self.engine) + experts / self.gpus)
 
     @property
     def workspace_bytes(self) -> float:
@@ -144,7 +145,7 @@ class Plan:
     keep: bool = False
     """Whether the engines stay side by side between turns, which saves starts and hides differences between starts."""
     audited: tuple[str, ...] = ()
-    """Loads under which engines with the plugin loaded are audited, see `audits`."""
+    """Loads under which each rank of engines with the plugin loaded is audited, see `audits`."""
 
     def __post_init__(self) -> None:
         if self.turns % 2:

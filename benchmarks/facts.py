@@ -10,6 +10,8 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import tensor_ranks
+
 _OURS = "async_spec"
 _ALL_REDUCES = {
     "ca_comm": "custom",
@@ -44,7 +46,7 @@ def load_plugins(arm: Mapping[str, Any]) -> None:
     vLLM's key of compiled code has `VLLM_PLUGINS`. With it stock would compile anew, and perhaps choose other kernels,
     where all other arms share one code. Several ranks are processes of their own, which ask the variable.
     """
-    if arm["plugin"] == "stock" and arm["engine"].get("tensor_parallel_size", 1) == 1:
+    if arm["plugin"] == "stock" and tensor_ranks(arm["engine"]) == 1:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import tensor_ranks
 from benchmarks.facts import EngineError
 from benchmarks.shapes import Method, find_shape, write_models
 
@@ -28,7 +29,7 @@ def model_options(arm: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"model": str(models.target), "load_format": "dummy"}
     acceptance = arm["acceptance"]
     if acceptance and acceptance["means"] != "sampler":
-        if arm["engine"].get("tensor_parallel_size", 1) > 1 and method is Method.EAGLE3:
+        if tensor_ranks(arm["engine"]) > 1 and method is Method.EAGLE3:
             raise EngineError(
                 "the layer of an EAGLE-3 drafter is not arranged across tensor-parallel ranks; run with "
                 "tensor_parallel_size=1, or take another method than EAGLE-3"

@@ -18,6 +18,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import tensor_ranks
 from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
@@ -42,7 +43,7 @@ def defaults(results: Path) -> str:
         found.add(document["plan"]["name"])
         rows += _speeds(document)
         for note in notes(document):
-            noted.setdefault(note, []).append(path.stem.removeprefix("defaults-"))
+            noted.setdefault(note, []).append(path.stem)
         for other, mine in cells.items():
             mine |= {f"{path.stem} {load}": row.get("ratio") for load, row in _plugin(document, other).items()}
     lines += [f"{', '.join(names)}: {note}" for note, names in noted.items()]
@@ -80,7 +81,7 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
 
 def devices(facts: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
     """The GPUs of an engine, such as `H200` or `2 H100`."""
-    ranks, name = engine.get("tensor_parallel_size", 1), facts["hardware"]["device"].removeprefix("NVIDIA ")
+    ranks, name = tensor_ranks(engine), facts["hardware"]["device"].removeprefix("NVIDIA ")
     model = re.sub(r" \d+GB.*", "", name)  # of "H100 80GB HBM3"
     return model if ranks == 1 else f"{ranks} {model}"
 

@@ -5,7 +5,7 @@ A document that is read without the site has a table between two comments, each 
     <!-- results: NAME -->
     <!-- end of results -->
 
-In other documents the site's build (docs/generated.py) puts the table in the place of `<!-- table: NAME -->`. NAME is a
+For all others the site's build (docs/generated.py) puts the table in the place of `<!-- table: NAME -->`. NAME is a
 key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
 between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import batching, generation, kernels, plan_time, step_time
+from benchmarks.audit_tables import host_time_grid, ranks_grid
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
-from benchmarks.host_phases import host_time_grid, ranks_grid
 from benchmarks.present import Grid, grid, notes
 from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
 from benchmarks.results import RESULTS, read_result

@@ -19,16 +19,16 @@ from benchmarks.child import ChildError
 from benchmarks.features.cases import LOAD, STOCK_AGAIN, Feature
 from benchmarks.features.checks import Served, check
 from benchmarks.features.files import write_adapter, write_tokenizer
-from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT, MODE_0_ENGINE
+from benchmarks.plans.engines import ATTENTIVE, BESIDE_OTHERS, CPU_ENGINE, CPU_ENVIRONMENT
 from benchmarks.shapes import find_shape
 from benchmarks.soak.controls import RUNNER_RELEASES
 from benchmarks.soak.engine import NEAR, Expected, Verdict
 from vllm_async_spec.json_child import Child
 
 _GPU = {
-    **MODE_0_ENGINE,
-    **BESIDE_OTHERS,
     "dtype": "float16",
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    **BESIDE_OTHERS,
     "attention_config": {"backend": "FLASH_ATTN"},
     "num_gpu_blocks_override": 1024,
     # Near ties are judged after penalties and masks, by the distribution that a token is chosen from.

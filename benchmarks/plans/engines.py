@@ -9,8 +9,6 @@ from benchmarks.shapes import Method
 
 DEFAULT_ENGINE: dict[str, Any] = {"dtype": "bfloat16", "enable_prefix_caching": None, "max_num_seqs": None}
 """vLLM's defaults; None is vLLM's own choice, where `engine` would choose for its loads."""
-MODE_0_ENGINE = {"dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
-"""Without vLLM's compilation, so that stock launches kernel by kernel."""
 BESIDE_OTHERS = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
 """For engines that share a GPU. With the cache size given, vLLM does not derive it from free memory, so other engines
 may start or end meanwhile. The utilisation is the share that must be free at the start."""
@@ -21,14 +19,10 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
-NATIVE = {"use_trtllm_attention": False}
-"""FlashInfer's wrappers alone, without TRT-LLM's kernels."""
-
 TRITON_PREFILL = {"gdn_prefill_backend": "triton"}
 """For shapes with linear attention: vLLM's own choice on Hopper are FlashInfer's kernels of a prefill, which need
 nvidia-cutlass-dsl and are compiled when they first start."""
 
-RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
 ACCEPTANCE = Acceptance(0.7)
 ATTENTIVE = Acceptance(0.9, Means.ATTENTIVE)
 

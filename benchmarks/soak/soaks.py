@@ -12,8 +12,6 @@ from benchmarks.plans.engines import (
     ATTENTIVE,
     BESIDE_OTHERS,
     CPU_ENGINE,
-    NATIVE,
-    RUNNERS,
     TRITON_PREFILL,
     all_reduce_environment,
     tiny_arm,
@@ -22,6 +20,9 @@ from benchmarks.shapes import Method, Shape, find_shape
 
 _SINKS = {"gpt-oss"}
 """Shapes whose attention has sinks, which FlashAttention takes in bfloat16 only."""
+_RUNNERS = (("0.18.1", "V1"), ("0.26.0", "V1"), ("0.26.0", "V2"), ("0.32.0", "V2"))
+_NATIVE = {"use_trtllm_attention": False}
+"""FlashInfer's wrappers alone, without TRT-LLM's kernels."""
 _E5M2 = {"disable_flashinfer_q_quantization": True}
 
 
@@ -99,7 +100,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             | {
                 "dtype": "bfloat16" if shape in _SINKS else "float16",  # rounding rarely decides between two tokens
                 "enable_prefix_caching": False,  # a soak repeats its prompts, so the cache would hold all of them
-                "attention_config": {"backend": backend} | (NATIVE if wrappers else _E5M2 if e5m2 else {}),
+                "attention_config": {"backend": backend} | (_NATIVE if wrappers else _E5M2 if e5m2 else {}),
                 "max_num_batched_tokens": 62 if ragged else 512,
             }
             | ({"kv_cache_dtype": "fp8_e5m2"} if e5m2 else {})
@@ -144,10 +145,10 @@ SOAKS: dict[str, Soak] = {
         _tiny_soak("tiny-gpt-oss", Method.EAGLE, async_scheduling=True),
         # The tiny draft model has one head, which two ranks can't share.
         _tiny_soak("tiny", Method.EAGLE, ranks=2),
-        *(_soak(*each, "FLASHINFER") for each in (*RUNNERS[1:], ("0.32.0", "V1"))),
+        *(_soak(*each, "FLASHINFER") for each in (*_RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),
-        *(_soak(*each, "FLASH_ATTN") for each in RUNNERS),
+        *(_soak(*each, "FLASH_ATTN") for each in _RUNNERS),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         _soak("0.24.0", "V1", "FLASH_ATTN"),
         *(_soak(release, "V1", "FLASH_ATTN", shape="moe") for release in ("0.24.0", "0.26.0")),

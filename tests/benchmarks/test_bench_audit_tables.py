@@ -7,8 +7,8 @@ from typing import Any
 
 from bench_documents import FACTS, PLAN, document
 
+from benchmarks.audit_tables import host_time_grid, ranks_grid
 from benchmarks.audited import host_time
-from benchmarks.host_phases import host_time_grid, ranks_grid
 from benchmarks.results import ResultFile
 from vllm_async_spec.audit.report import Cause, Frame, Overhead, Phase, PhaseTime, Place, Report, Spread, WaitKind
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arms import tensor_ranks
 from benchmarks.audited import load_and_rank
 from benchmarks.present import Grid
 from benchmarks.published import devices
@@ -56,7 +57,7 @@ def _of(document: dict[str, Any]) -> Iterator[_Audit]:
             (load, rank), (number, arm) = load_and_rank(name), arms[turn["arm"]]
             vllm, shape = turn["facts"]["vllm"], arm["shape"]
             yield _Audit(
-                arm["engine"].get("tensor_parallel_size", 1),
+                tensor_ranks(arm["engine"]),
                 rank,
                 ([int(part) for part in vllm.split(".")], shape, loads.index(load), number, rank),
                 (vllm, devices(turn["facts"], arm["engine"]), shape, load, turn["arm"]),
