@@ -10,46 +10,57 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import Arm, Plugin
+from benchmarks.arms import Arm, Plugin, tensor_ranks
 
 CACHE_ROOT = "VLLM_CACHE_ROOT"
 """vLLM's environment variable of the folder of its caches."""
+_ONE_SOCKET = frozenset({"0.18.1", "0.20.2"})
+"""Releases of arms whose ranks meet in a socket that another engine of the same seed may hold (docs/findings.md)."""
 
 
-def state(arm: Mapping[str, Any]) -> str:
-    """Of an arm, given as plain data: `warm`, if it has started with these caches; `shared`, if only another arm of the
-    same engine arguments has; or `cold`."""
-    mark = _mark(arm)
+def compiles_alone(arm: Mapping[str, Any], *, served: bool = False) -> bool:
+    """Whether no other arm shares compiled code with `arm`: its key has `VLLM_PLUGINS`, which only stock sets.
+
+    An engine in this process forgets it (`facts.load_plugins`). Servers and several ranks are processes of their own.
+    """
+    return bool(arm["plugin"] == Plugin.STOCK and (served or tensor_ranks(arm["engine"]) > 1))
+
+
+def state(arm: Mapping[str, Any], *, served: bool = False) -> str:
+    """Of an arm, given as plain data: `warm`, if it has started with these caches; `shared`, if only another arm that
+    compiles the same code has; or `cold`. `served` says whether its engine is a server's."""
+    mark = _mark(arm, served)
     return "warm" if mark.is_dir() else "shared" if mark.parent.is_dir() else "cold"
 
 
-def same_code(arm: Mapping[str, Any]) -> str:
-    """A name that arms share which compile the same code."""
-    return _mark(arm).parent.name
+def waves(arms: Sequence[Arm], *, served: bool = False) -> list[list[Arm]]:
+    """Arms that may start at once: of those that compile the same code and find none, one goes first.
 
-
-def waves(arms: Sequence[Arm]) -> list[list[Arm]]:
-    """Arms that may start at once: of those that compile the same code and find none, one goes first."""
+    Arms of `_ONE_SOCKET` with several ranks start one by one.
+    """
     first: dict[str, Arm] = {}
     for arm in arms:
-        if state(arm.to_dict()) == "cold":
-            first.setdefault(same_code(arm.to_dict()), arm)
+        if state(arm.to_dict(), served=served) == "cold":
+            first.setdefault(_mark(arm.to_dict(), served).parent.name, arm)
     rest = [arm for arm in arms if arm not in first.values()]
+    if any(arm.release in _ONE_SOCKET and tensor_ranks(arm.engine) > 1 for arm in arms):
+        return [[arm] for arm in (*first.values(), *rest)]
     return [wave for wave in ([*first.values()], rest) if wave]
 
 
-def mark(arm: Mapping[str, Any]) -> None:
+def mark(arm: Mapping[str, Any], *, served: bool = False) -> None:
     """Note that the arm has started. The mark lies in vLLM's cache, so that both go together.
 
     Where nothing can be written, vLLM keeps no caches either, and the next start is cold again.
     """
     with contextlib.suppress(OSError):
-        _mark(arm).mkdir(parents=True, exist_ok=True)
+        _mark(arm, served).mkdir(parents=True, exist_ok=True)
 
 
-def _mark(arm: Mapping[str, Any]) -> Path:
+def _mark(arm: Mapping[str, Any], served: bool) -> Path:
     root = Path(os.environ.get(CACHE_ROOT) or Path.home() / ".cache" / "vllm")
     declared = [arm[name] for name in ("engine", "method", "draft_tokens", "runner")]
+    declared.append(compiles_alone(arm, served=served))
     engine = json.dumps(declared, sort_keys=True, default=str)
     code = hashlib.sha256(engine.encode()).hexdigest()[:12]
     release = arm["release"] or "installed"

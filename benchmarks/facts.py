@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import tensor_ranks
+from benchmarks.caches import compiles_alone
 
 _OURS = "async_spec"
 _ALL_REDUCES = {
@@ -46,7 +46,7 @@ def load_plugins(arm: Mapping[str, Any]) -> None:
     vLLM's key of compiled code has `VLLM_PLUGINS`. With it stock would compile anew, and perhaps choose other kernels,
     where all other arms share one code. Several ranks are processes of their own, which ask the variable.
     """
-    if arm["plugin"] == "stock" and tensor_ranks(arm["engine"]) == 1:
+    if arm["plugin"] == "stock" and not compiles_alone(arm):
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()

@@ -95,7 +95,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         for arm in arms:
             self._begin_client(arm.release)
         failed: dict[str, str] = {}
-        for together in caches.waves(arms):
+        for together in caches.waves(arms, served=True):
             begun = [self._begin(arm, len(together), audit=audit) for arm in together]
             for arm, process, port, tokenizer, started, stack in begun:
                 try:
@@ -107,7 +107,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                     stack.close()
                 else:
                     self._servers[arm.name] = (Server(arm, process, port, tokenizer, started, facts, audit), stack)
-                    caches.mark(arm.to_dict())
+                    caches.mark(arm.to_dict(), served=True)
         return failed
 
     def ask_client(self, arm: Arm, arguments: list[str], limit_s: float) -> dict[str, Any]:
@@ -157,7 +157,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
                 end_s=_END_S,
             )
         )
-        return arm, process, port, tokenizer, {"caches": caches.state(arm.to_dict()), "beside": beside}, stack
+        started = {"caches": caches.state(arm.to_dict(), served=True), "beside": beside}
+        return arm, process, port, tokenizer, started, stack
 
     def _client(self, release: str | None) -> contextlib.AbstractContextManager[json_child.Child]:
         env = self._envs.get(release) if release else None

@@ -14,6 +14,7 @@ from bench_documents import FACTS, PLAN, document, measured, row
 
 from benchmarks import child, runner
 from benchmarks.arms import Arm, Plan, PlanError
+from benchmarks.caches import waves
 from benchmarks.child import ChildError
 from benchmarks.plans import PLANS, find_plan
 from benchmarks.results import RESULTS, ResultFile, read_result
@@ -147,6 +148,19 @@ def test_kept_engines_with_the_same_code_to_compile_start_after_one_has(engines,
     _, result = run(tmp_path, dataclasses.replace(PLAN, keep=True))
     assert engines.asked[0] == ("plugin", "ready")
     assert {turn["arm"]: turn["facts"]["beside"] for turn in result.turns} == {"plugin": 1, "noop": 2, "stock": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("defaults-8b-0.26.0-V1", [{"stock", "FLASH_ATTN"}, {"noop", "plugin"}]),
+        ("defaults-8b-0.26.0-V1-tp2", [{"stock", "noop", "FLASH_ATTN"}, {"plugin"}]),
+        ("defaults-8b-0.18.1-tp2", [{"stock"}, {"noop"}, {"plugin"}]),
+    ],
+)
+def test_engines_start_at_once_that_neither_wait_for_code_nor_meet_in_a_socket(name, expected, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert [{arm.name for arm in wave} for wave in waves(find_plan(name).arms)] == expected
 
 
 def test_a_kept_engine_that_fails_is_not_started_for_each_turn(engines, tmp_path):

@@ -172,6 +172,9 @@ def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(tmp_path: Path
     assert caches.state(stock) == "cold"
     caches.mark(stock)
     assert [caches.state(arm) for arm in (stock, noop, plugin, other)] == ["warm", "shared", "shared", "cold"]
+    caches.mark(noop, served=True)
+    served = [caches.state(arm, served=True) for arm in (stock, noop, plugin, other)]
+    assert served == ["cold", "warm", "shared", "cold"]
     (tmp_path / "a file").touch()
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "a file"))
     caches.mark(stock)

@@ -22,7 +22,7 @@ def test_two_servers_are_measured_in_turns_with_stocks_tokens(tmp_path: Path, mo
     loads = (ServeLoad("rate-8", rate=8.0), ServeLoad("closed-4", concurrency=4, each_second=16.0))
     plan = dataclasses.replace(tiny, arms=arms, loads=loads, turns=2, seconds=1.0, sampled=32, audited=("closed-4",))
     for arm in arms:
-        caches.mark(arm.to_dict())  # the servers start side by side
+        caches.mark(arm.to_dict(), served=True)  # the servers start side by side
     lines: list[str] = []
     path = tmp_path / "served.json"
     runner = ServeRunner(plan, ServeFile(path, plan), command="a command", envs={}, cache=tmp_path, report=lines.append)
