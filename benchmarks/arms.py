@@ -120,6 +120,12 @@ class Arm:
         logits: int = 4 * rows * find_shape(self.shape).target["vocab_size"]
         return WORKSPACE_BYTES + 2 * logits
 
+    @property
+    def gpu_bytes(self) -> float:
+        """Bytes that its engine takes on each GPU, with the KV cache that it declares; raises as `weight_bytes`."""
+        cache: int = self.engine.get("kv_cache_memory_bytes", 0)
+        return self.gpu_weight_bytes + cache + self.workspace_bytes
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -112,8 +112,7 @@ class Runner:
             needed = min(arm.gpu_weight_bytes for arm in arms)
             each = f"its engine has {needed / 1e9:.1f} GB of weights"
         else:
-            caches = [arm.engine.get("kv_cache_memory_bytes", 0) for arm in arms]
-            needed = sum(arm.gpu_weight_bytes + arm.workspace_bytes for arm in arms) + sum(caches)
+            needed = sum(arm.gpu_bytes for arm in arms)
             each = f"{len(arms)} engines side by side need about {needed / 1e9:.0f} GB"
         if needed <= room:
             return None

@@ -30,8 +30,6 @@ _AT_ONCE = 32
 """Sampled requests, and requests of the warm-up, that run at once."""
 _SLOWER, _SPARE_S = 5.0, 60.0
 """A load may last so many times as long as it should, and so many seconds more; then the client is ended."""
-_WORKSPACE_BYTES = 8e9
-"""Memory of a server beside weights and KV cache: its drafter, activations, CUDA graphs and workspaces."""
 _AUDIT_S = 60.0
 """Expected seconds of an audit with the start of its server, and the limit of each of its recordings."""
 _DRAIN_S = 3.0
@@ -81,11 +79,7 @@ class ServeRunner:
         if here is None and any(arm.release is None for arm in arms):
             return "vLLM is not installed in this environment; install it, or take a plan that names a release"
         found, wanted = gpus(), max(arm.gpus for arm in arms)
-        needs = [
-            arm.gpu_weight_bytes + arm.engine.get("kv_cache_memory_bytes", 0) + _WORKSPACE_BYTES
-            for arm in arms
-            if arm.needs_gpu
-        ]
+        needs = [arm.gpu_bytes for arm in arms if arm.needs_gpu]
         needed = (sum(needs) if self._plan.keep else max(needs)) if needs else 0
         few = too_few_gpus(found, wanted)
         if few:

@@ -355,9 +355,9 @@ SIDE_BY_SIDE = (
         (["serve-8b", "--one-by-one"], [80e9], None),
         # Of two ranks each GPU has half the weights; with experts, all others.
         (["serve-8b-tp2"], [141e9], "each of its servers needs 2 GPUs, and this machine has 1; run it on a larger one"),
-        (["serve-8b-tp2"], [80e9, 80e9], SIDE_BY_SIDE.format(98, 80)),
+        (["serve-8b-tp2"], [80e9, 80e9], SIDE_BY_SIDE.format(99, 80)),
         (["serve-8b-tp2"], [141e9, 141e9], None),
-        (["serve-moe-dp2"], [70e9, 70e9], SIDE_BY_SIDE.format(72, 70)),
+        (["serve-moe-dp2"], [70e9, 70e9], SIDE_BY_SIDE.format(76, 70)),
     ],
 )
 def test_a_plan_without_room_on_the_gpus_is_refused(
