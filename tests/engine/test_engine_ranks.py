@@ -41,11 +41,12 @@ RUNNERS = {
 
 
 def exact(runner: str) -> dict[str, Arm]:
-    """The arms of a runner, of which the first two have exact lengths on the host; with stock's asynchronous one."""
+    """The arms of a runner, of which the first three have exact lengths on the host; with stock's asynchronous one."""
     stock, plugin = RUNNERS[runner].values()
     alone = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1, "async_scheduling": False}
     return {
         "one rank": Arm(stock.variables, alone),
+        "without drafts": Arm(stock.variables, {"async_scheduling": False, "speculative_config": None}),
         "stock": Arm(stock.variables, {"async_scheduling": False}),
         "stock asynchronous": Arm(stock.variables, {"async_scheduling": True}),
         "plugin": plugin,
