@@ -115,7 +115,7 @@ def differing(stock: dict[str, Any], other: dict[str, Any], near: float) -> list
 def report(case: str, found: Mapping[str, Found], expected: str = "stock") -> dict[str, Any]:
     """Print, and return, one line of JSON: each arm's start, drafts, and tokens that differ from those of `expected`.
 
-    `apart` has [request, place] of the first tokens that differ by more than a near tie.
+    `apart` has [request, place, margin] of the first tokens that differ by more than a near tie.
     """
     right = found[expected].said
     told: dict[str, Any] = {"case": case, "arms": {}}
@@ -130,7 +130,8 @@ def report(case: str, found: Mapping[str, Found], expected: str = "stock") -> di
         if said and right and name != expected:
             row["requests"] = len(said["tokens"])
             row["differ"] = sum(ours != theirs for ours, theirs in zip(said["tokens"], right["tokens"], strict=True))
-            row["apart"] = differing(right, said, NEAR)
+            apart = differing(right, said, NEAR)
+            row["apart"] = [(request, place, round(right["margins"][request][place], 3)) for request, place in apart]
         told["arms"][name] = row
     print(json.dumps(told))
     return told

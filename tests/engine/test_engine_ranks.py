@@ -261,8 +261,9 @@ def test_context_parallel_tokens_are_those_of_exact_lengths(
 ):
     """Stock without asynchronous scheduling has exact lengths on the host. What stock gives with it is printed.
 
-    By reading, of these only FLASH_ATTN_MLA masks by the runner's local lengths. FLASH_ATTN computes its own from
-    device lengths, FLASHINFER waits for them, and FLASHMLA takes requests with drafts as prefills, by the host's bound.
+    By reading, of these only FLASHMLA needs the mend: it masks by the runner's local lengths, and takes requests with
+    drafts as prefills, by the host's bound. FLASH_ATTN_MLA masks by whole lengths of the device, FLASH_ATTN computes
+    local ones from them, and FLASHINFER waits for them.
     """
     options = BESIDE_OTHERS | {"attention_backend": backend, "enforce_eager": True, "speculative_config": NGRAMS}
     options |= {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
