@@ -122,7 +122,7 @@ def test_a_benchmark_throws_nothing_away_that_is_no_result(
 
 def test_a_fresh_run_keeps_the_result_until_it_has_a_turn_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     turn = {"pass": 0, "arm": "stock", "error": "made up"}
-    before = json.dumps(read_json(RESULTS / "overhead-1b.json"))
+    before = json.dumps(read_json(RESULTS / "overhead-cpu-vllm-0.32.0.json"))
     path = written(tmp_path / "mine.json", before)
     command = ["run", "overhead-tiny", "--out", str(tmp_path), "--name", "mine", "--fresh"]
     monkeypatch.setattr("benchmarks.cli.results.Runner.run", lambda runner, **_: True)

@@ -1,0 +1,34 @@
+"""`ranks.py` with the attention backend of `context_rows`, and with few requests.
+
+A draft model's slots are computed as if one rank had the whole cache, so longer ones would lie behind its tables.
+"""
+
+import os
+from typing import Any
+
+import ranks
+
+BOUNDS = "CONTEXT_RANKS_BOUNDS"
+"""A variable that leaves the runner's local lengths as stock has them."""
+REQUESTS = 7
+
+
+def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    llm = ranks.engine(target, draft, options)
+    return ranks.serve(llm, range(REQUESTS)) | {"ranks": llm.collective_rpc(ranks.ask_rank)}
+
+
+def prepare_process() -> None:
+    import context_rows
+
+    context_rows.register()
+    if BOUNDS in os.environ:
+        from vllm_async_spec.vllm_plugin.patches import context_parallel_lengths
+
+        context_parallel_lengths.take_device_lengths = lambda runner: None
+
+
+if __name__ == "__mp_main__":
+    prepare_process()  # the engine's and its workers', which run this file again
+if __name__ == "__main__":
+    ranks.main(run, __doc__)

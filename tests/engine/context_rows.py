@@ -1,0 +1,91 @@
+"""The example's attention backend with decode context parallelism: it masks by the runner's local lengths.
+
+Its ranks lie in gloo, so a real engine of two ranks runs on a CPU. It writes keys where their positions say, because
+vLLM's kernel of slots has no context parallelism on a CPU, and draft steps have none anywhere (docs/findings.md).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples" / "backend"))
+from paged_rows import PagedRowsBackend, PagedRowsImpl, PagedRowsMetadataBuilder
+
+
+class ContextRowsMetadataBuilder(PagedRowsMetadataBuilder):
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        rows: Any = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        rows.local_lens = common_attn_metadata.dcp_local_seq_lens  # None with one rank
+        return rows
+
+
+class ContextRowsImpl(PagedRowsImpl):
+    can_return_lse_for_decode = True  # which vLLM asks of a backend with context parallelism
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any, **_: Any
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output.zero_()
+        m, tokens, page_size = attn_metadata, len(attn_metadata.row), kv_cache.shape[2]
+        place = (m.seq_lens - m.query_lens)[m.row] + m.column  # of each query token in its request
+        local = torch.div(place, self.dcp_world_size, rounding_mode="floor")
+        mine = place % self.dcp_world_size == self.dcp_rank
+        page = m.block_table[m.row, local // page_size].long()
+        both = torch.cat([key, value], dim=-1)[:tokens]
+        kv_cache[page[mine], :, (local % page_size)[mine]] = both[mine]
+
+        queries = torch.cat(self._from_ranks(query[:tokens]), dim=1)
+        pages = kv_cache[m.block_table].transpose(1, 2).flatten(2, 3)[:, 0]  # one KV head
+        keys, values = pages.split(self.head_size, dim=-1)
+        lens = self._count(m.seq_lens) if m.local_lens is None else m.local_lens
+        seen = lens[m.row] - (self._count(m.seq_lens)[m.row] - self._count(place + 1))
+        scores = torch.einsum("thd,tkd->thk", queries, keys[m.row]) * self.scale
+        hidden = torch.arange(keys.shape[1]) >= seen[:, None]
+        scores.masked_fill_(hidden[:, None], float("-inf"))
+        sums = scores.logsumexp(dim=-1, keepdim=True)
+        shares = torch.exp(scores - sums).nan_to_num(0.0)  # a token may have no key on this rank
+        attended = torch.einsum("thk,tkd->thd", shares, values[m.row])
+
+        weights = torch.stack(self._from_ranks(sums)).softmax(dim=0)
+        whole = (weights * torch.stack(self._from_ranks(attended))).sum(dim=0)
+        first = self.dcp_rank * self.num_heads
+        output[:tokens] = whole[:, first : first + self.num_heads]
+        return output
+
+    def _count(self, length: torch.Tensor) -> torch.Tensor:
+        """How many of the first `length` tokens of a request lie on this rank."""
+        return torch.div(length - self.dcp_rank + self.dcp_world_size - 1, self.dcp_world_size, rounding_mode="floor")
+
+    def _from_ranks(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self.dcp_world_size == 1:
+            return [mine]
+        from vllm.distributed.parallel_state import get_dcp_group
+
+        found = [torch.empty_like(mine) for _ in range(self.dcp_world_size)]
+        dist.all_gather(found, mine.contiguous(), group=get_dcp_group().cpu_group)
+        return found
+
+
+class ContextRowsBackend(PagedRowsBackend):
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[ContextRowsImpl]:
+        return ContextRowsImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[ContextRowsMetadataBuilder]:
+        return ContextRowsMetadataBuilder
+
+
+def register() -> None:
+    """Make `CPU_ATTN` this backend in this process, and leave slots to it."""
+    from vllm.utils import cpu_triton_utils
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, "context_rows.ContextRowsBackend")
+    cpu_triton_utils._compute_slot_mapping_kernel_impl = lambda *_, **__: None
