@@ -38,10 +38,10 @@ def waves(arms: Sequence[Arm], *, served: bool = False) -> list[list[Arm]]:
 
     Arms of `_ONE_SOCKET` with several ranks start one by one.
     """
-    first: dict[str, Arm] = {}
+    first: dict[Path, Arm] = {}
     for arm in arms:
         if state(arm.to_dict(), served=served) == "cold":
-            first.setdefault(_mark(arm.to_dict(), served).parent.name, arm)
+            first.setdefault(_mark(arm.to_dict(), served).parent, arm)
     rest = [arm for arm in arms if arm not in first.values()]
     if any(arm.release in _ONE_SOCKET and tensor_ranks(arm.engine) > 1 for arm in arms):
         return [[arm] for arm in (*first.values(), *rest)]

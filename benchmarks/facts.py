@@ -43,8 +43,7 @@ def choose_plugins(plugin: str) -> None:
 def load_plugins(arm: Mapping[str, Any]) -> None:
     """Let vLLM load the plugins of a stock engine with one rank, and forget which `choose_plugins` chose.
 
-    vLLM's key of compiled code has `VLLM_PLUGINS`. With it stock would compile anew, and perhaps choose other kernels,
-    where all other arms share one code. Several ranks are processes of their own, which ask the variable.
+    Else stock would compile anew (see `compiles_alone`), and perhaps choose other kernels than all other arms.
     """
     if arm["plugin"] == "stock" and not compiles_alone(arm):
         from vllm.plugins import load_general_plugins

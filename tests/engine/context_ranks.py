@@ -18,7 +18,7 @@ def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
     return ranks.serve(llm, range(REQUESTS)) | {"ranks": llm.collective_rpc(ranks.ask_rank)}
 
 
-def prepare_process() -> None:
+def prepare() -> None:
     import context_rows
 
     context_rows.register()
@@ -29,6 +29,6 @@ def prepare_process() -> None:
 
 
 if __name__ == "__mp_main__":
-    prepare_process()  # the engine's and its workers', which run this file again
+    prepare()  # the processes of the engine and its workers, which run this file again
 if __name__ == "__main__":
     ranks.main(run, __doc__)

@@ -1,6 +1,6 @@
 """The example's attention backend with decode context parallelism: it masks by the runner's local lengths.
 
-Its ranks lie in gloo, so a real engine of two ranks runs on a CPU. It writes keys where their positions say, because
+Its ranks need no GPU, so a real engine of two ranks runs on a CPU. It writes keys where their positions say, because
 vLLM's kernel of slots has no context parallelism on a CPU, and draft steps have none anywhere (docs/findings.md).
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from vllm.distributed.parallel_state import get_dcp_group
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "examples" / "backend"))
 from paged_rows import PagedRowsBackend, PagedRowsImpl, PagedRowsMetadataBuilder
@@ -38,7 +38,8 @@ class ContextRowsImpl(PagedRowsImpl):
         both = torch.cat([key, value], dim=-1)[:tokens]
         kv_cache[page[mine], :, (local % page_size)[mine]] = both[mine]
 
-        queries = torch.cat(self._from_ranks(query[:tokens]), dim=1)
+        ranks = get_dcp_group()
+        queries = ranks.all_gather(query[:tokens].contiguous(), dim=1)
         pages = kv_cache[m.block_table].transpose(1, 2).flatten(2, 3)[:, 0]  # one KV head
         keys, values = pages.split(self.head_size, dim=-1)
         lens = self._count(m.seq_lens) if m.local_lens is None else m.local_lens
@@ -50,8 +51,8 @@ class ContextRowsImpl(PagedRowsImpl):
         shares = torch.exp(scores - sums).nan_to_num(0.0)  # a token may have no key on this rank
         attended = torch.einsum("thk,tkd->thd", shares, values[m.row])
 
-        weights = torch.stack(self._from_ranks(sums)).softmax(dim=0)
-        whole = (weights * torch.stack(self._from_ranks(attended))).sum(dim=0)
+        weights = ranks.all_gather(sums[None], dim=0).softmax(dim=0)
+        whole = (weights * ranks.all_gather(attended[None], dim=0)).sum(dim=0)
         first = self.dcp_rank * self.num_heads
         output[:tokens] = whole[:, first : first + self.num_heads]
         return output
@@ -59,15 +60,6 @@ class ContextRowsImpl(PagedRowsImpl):
     def _count(self, length: torch.Tensor) -> torch.Tensor:
         """How many of the first `length` tokens of a request lie on this rank."""
         return torch.div(length - self.dcp_rank + self.dcp_world_size - 1, self.dcp_world_size, rounding_mode="floor")
-
-    def _from_ranks(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        if self.dcp_world_size == 1:
-            return [mine]
-        from vllm.distributed.parallel_state import get_dcp_group
-
-        found = [torch.empty_like(mine) for _ in range(self.dcp_world_size)]
-        dist.all_gather(found, mine.contiguous(), group=get_dcp_group().cpu_group)
-        return found
 
 
 class ContextRowsBackend(PagedRowsBackend):

@@ -6,7 +6,6 @@ from typing import Any
 import context_ranks
 import pytest
 import torch
-from context_ranks import BOUNDS
 from rank_models import prepare, prepare_mla
 from rank_runs import MARKS, NEAR, STOCK, Arm, Found, differing, report, run, serve_alike, served
 from ranks import ASKED, DIFFER
@@ -159,6 +158,15 @@ def test_a_pipeline_with_drafts_fails_as_stock_does(tiny: tuple[Path, Path], tmp
 
 
 @on_cpu
+def test_context_parallelism_fails_on_a_cpu_as_stock_does(sharing: dict[str, tuple[Path, Path]], tmp_path: Path):
+    options = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "enforce_eager": True}
+    found = run(tmp_path, sharing["GQA"], options, {"stock": Arm(STOCK), "plugin": Arm()})
+    told = report("decode context parallel 2", found)
+    assert not serve_alike(found)
+    assert any("Decode Context Parallelism (DCP) requires" in each for each in told["arms"]["plugin"]["failed"])
+
+
+@on_cpu
 def test_ranks_that_share_a_cache_mask_by_exact_lengths(sharing: dict[str, tuple[Path, Path]], tmp_path: Path):
     """In a backend that masks by the runner's local lengths; `bounds` is the plugin without them, as stock would be."""
     several = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
@@ -166,7 +174,7 @@ def test_ranks_that_share_a_cache_mask_by_exact_lengths(sharing: dict[str, tuple
         "one rank": Arm(STOCK),
         "stock": Arm(STOCK, several),
         "plugin": Arm(options=several),
-        "bounds": Arm({BOUNDS: "1"}, several),
+        "bounds": Arm({context_ranks.BOUNDS: "1"}, several),
     }
     found = run(tmp_path, sharing["GQA"], {"enforce_eager": True}, arms, Path(context_ranks.__file__))
     said = {name: served(each) for name, each in found.items()}
