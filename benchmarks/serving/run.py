@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm
-from benchmarks.audited import digest
+from benchmarks.audited import digest, host_time
 from benchmarks.child import ChildError
 from benchmarks.machine import gpus, has_gpu, installed_vllm, too_few_gpus
 from benchmarks.serving.arguments import client_arguments, load_arguments, sample_arguments
@@ -213,7 +213,7 @@ class ServeRunner:
             )
         except (AuditError, LoadError) as error:
             raise ChildError(str(error)) from None
-        audit = digest(report)
+        audit = digest(report) | host_time(report)
         self._result.audited(step, audit)
         idle = "not known" if audit["plain_idle"] is None else f"{audit['plain_idle']:.0%}"
         return f"{audit['critical'][0]:.2f} critical waits a step, host-caused idle {idle}"

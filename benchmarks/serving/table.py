@@ -6,6 +6,7 @@ from benchmarks.facts import captions
 from benchmarks.present import Grid
 from benchmarks.serving.results import SPEEDS, Document, engines, machines, starts, summarise, unlike
 from benchmarks.summary import Row, with_reference
+from vllm_async_spec.audit.report import Phase
 
 _LATENCIES = {"ttft": ("TTFT", 0), "tpot": ("TPOT", 2), "itl": ("ITL", 2)}
 """Headings, and digits after the point."""
@@ -64,11 +65,12 @@ def against_grid(document: Document, arm: str, other: str) -> Grid:
 
 
 def serve_notes(document: Document) -> list[str]:
-    """Notes: why ratios are omitted, tokens, starts, engines, the goodput's limits, failures."""
+    """Notes: why ratios are omitted, tokens, agreements, starts, engines, the goodput's limits, failures."""
     plan = document["plan"]
     lines = _refusals(document)
     if document["tokens"]:
         lines += _tokens(document)
+    lines += _agreements(document)
     if len(names := [*machines(document)]) > 1:
         lines += [f"Machine {number}: {name}." for number, name in enumerate(names, 1)]
     lines += [_start(arm, found[-1]) for arm in _arms(plan) if (found := _starts(document, arm))]
@@ -156,6 +158,17 @@ def _tokens(document: Document) -> list[str]:
     if noisy:
         lines.append(f"{plan['control']} shows that vLLM does not repeat its own {' and '.join(noisy)} tokens here.")
     return lines
+
+
+def _agreements(document: Document) -> list[str]:
+    """What data parallelism costs the engine that was audited."""
+    found = [(audit, audit.get("phases", {}).get(Phase.AGREEMENT.value)) for audit in document.get("audits", ())]
+    return [
+        f"{audit['arm']}, {audit['load']}: a step agrees with the other engines for {ms:.2f} ms, and takes "
+        f"{audit['step_ms']:.2f} ms where nothing is recorded."
+        for audit, ms in found
+        if ms and audit["step_ms"]
+    ]
 
 
 def _start(arm: str, start: Row) -> str:

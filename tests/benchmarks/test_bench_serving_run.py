@@ -268,6 +268,8 @@ def audits(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(run, "audit_server", audit)
     monkeypatch.setattr(run, "digest", lambda report: report)
+    phases = {"agreement of engines": 0.5, "planning": 1.0}
+    monkeypatch.setattr(run, "host_time", lambda report: {"step_ms": 8.0, "phases": phases})
     return asked
 
 
@@ -288,6 +290,9 @@ def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list
         ("closed-4", "noop"): "25%",
         ("closed-4", "plugin"): "25%",
     }
+    agreed = "closed-4: a step agrees with the other engines for 0.50 ms, and takes 8.00 ms where nothing is recorded."
+    notes = serve_notes(result.document)
+    assert [note for note in notes if "agrees" in note] == [f"noop, {agreed}", f"plugin, {agreed}"]
     assert len(starts(result.document)) == 3  # an agent may slow a start
     assert fakes.run(AUDITED)[0]
     assert len(audits) == 2

@@ -4,7 +4,7 @@ A draft model's slots are computed as if one rank had the whole cache, so longer
 """
 
 import os
-from typing import Any
+from functools import partial
 
 import ranks
 
@@ -13,12 +13,8 @@ BOUNDS = "CONTEXT_RANKS_BOUNDS"
 REQUESTS = 7
 
 
-def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
-    llm = ranks.engine(target, draft, options)
-    return ranks.serve(llm, range(REQUESTS)) | {"ranks": llm.collective_rpc(ranks.ask_rank)}
-
-
 def prepare() -> None:
+    """In each process: those of the engine and its workers run this file again."""
     import context_rows
 
     context_rows.register()
@@ -28,7 +24,7 @@ def prepare() -> None:
         context_parallel_lengths.take_device_lengths = lambda runner: None
 
 
-if __name__ == "__mp_main__":
-    prepare()  # the processes of the engine and its workers, which run this file again
+if __name__ in ("__main__", "__mp_main__"):
+    prepare()
 if __name__ == "__main__":
-    ranks.main(run, __doc__)
+    ranks.main(partial(ranks.run, requests=REQUESTS), __doc__)

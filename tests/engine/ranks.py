@@ -95,13 +95,13 @@ def serve(llm: Any, rows: Iterable[int]) -> dict[str, Any]:
     }
 
 
-def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+def run(target: str, draft: str, options: dict[str, Any], requests: int = REQUESTS) -> dict[str, Any]:
     begun = time.monotonic()
     import vllm
 
     llm = engine(target, draft, options)
     start_s = time.monotonic() - begun
-    answers = serve(llm, range(REQUESTS))
+    answers = serve(llm, range(requests))
     ranks = llm.collective_rpc(ask_rank)
     snapshot = published(len(ranks))
     return answers | {

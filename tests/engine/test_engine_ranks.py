@@ -166,6 +166,17 @@ def test_context_parallelism_fails_on_a_cpu_as_stock_does(sharing: dict[str, tup
     assert any("Decode Context Parallelism (DCP) requires" in each for each in told["arms"]["plugin"]["failed"])
 
 
+def check_local_lengths(found: dict[str, Found], bounds: str) -> None:
+    """The arm `bounds` masks by the host's bound, so most of its requests must be wrong, and all others' right."""
+    said = {name: served(each) for name, each in found.items()}
+    wrong = {name: len(differing(said["one rank"], each, NEAR)) for name, each in said.items()}
+    assert wrong.pop(bounds) > context_ranks.REQUESTS / 2
+    assert wrong == dict.fromkeys(wrong, 0)
+    assert said["plugin"]["accepted"] == said["stock"]["accepted"] > said[bounds]["accepted"]
+    asynchronous = {name: {rank["asynchronous"] for rank in each["ranks"]} for name, each in said.items()}
+    assert asynchronous == {name: {name in ("plugin", bounds)} for name in said}
+
+
 @on_cpu
 def test_ranks_that_share_a_cache_mask_by_exact_lengths(sharing: dict[str, tuple[Path, Path]], tmp_path: Path):
     """In a backend that masks by the runner's local lengths; `bounds` is the plugin without them, as stock would be."""
@@ -177,12 +188,20 @@ def test_ranks_that_share_a_cache_mask_by_exact_lengths(sharing: dict[str, tuple
         "bounds": Arm({context_ranks.BOUNDS: "1"}, several),
     }
     found = run(tmp_path, sharing["GQA"], {"enforce_eager": True}, arms, Path(context_ranks.__file__))
-    said = {name: served(each) for name, each in found.items()}
-    assert [rank["asynchronous"] for name in arms for rank in said[name]["ranks"]] == [False] * 3 + [True] * 4
-    wrong = {name: len(differing(said["one rank"], said[name], NEAR)) for name in arms}
-    assert wrong.pop("bounds") > context_ranks.REQUESTS / 2
-    assert wrong == {"one rank": 0, "stock": 0, "plugin": 0}
-    assert said["plugin"]["accepted"] == said["stock"]["accepted"] > said["bounds"]["accepted"]
+    check_local_lengths(found, "bounds")
+
+
+@pytest.mark.parametrize("ranks", ranks_on_gpus(2))
+def test_ranks_on_gpus_that_share_a_cache_mask_by_exact_lengths(
+    ranks: int, sharing: dict[str, tuple[Path, Path]], tmp_path: Path, caches: Path
+):
+    """The same on GPUs, where stock is asynchronous too, and has the host's bound."""
+    options = BESIDE_OTHERS | {"dtype": "float32", "attention_backend": "CUSTOM", "enforce_eager": True}
+    options |= {"tensor_parallel_size": ranks, "decode_context_parallel_size": ranks}
+    arms = on_gpus({name: arm for name, arm in exact("V1").items() if name != "without drafts"}, caches)
+    found = run(tmp_path, sharing["GQA"], options, arms, Path(context_ranks.__file__))
+    report(f"decode context parallel {ranks}, masked by local lengths", found, expected="one rank")
+    check_local_lengths(found, "stock asynchronous")
 
 
 @on_cpu
