@@ -63,6 +63,8 @@ def engine(target: str, draft: str, options: dict[str, Any]) -> Any:
     from vllm import LLM
 
     drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
+    if backend := options.get("attention_backend"):
+        drafting["attention_backend"] = backend
     return LLM(
         target,
         skip_tokenizer_init=True,
