@@ -68,7 +68,7 @@ from bench_command import bench
             ["features", "eagle", "--release", "0.18.1"],
             "no environment has vLLM 0.18.1; give --env 0.18.1=FILE",
         ),
-        (["run", "nothing"], "there is no plan 'nothing'"),
+        (["run", "nothing"], "there is no plan 'nothing'; there are overhead-tiny"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
         (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
         (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),
