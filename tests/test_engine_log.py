@@ -53,6 +53,7 @@ def test_an_error_that_refers_to_another_is_none(error: str):
         ("", "the log is empty"),
         ("\n \nstarting\n", "starting"),
         ("Killed\nbye\n", "Killed"),
+        ("ValueError: first\nINFO nothing\nRuntimeError: second\n  at somewhere\n", "RuntimeError: second"),
         ("RuntimeError: real\nException ignored in: <f>\nTraceback\nAttributeError: noise\n", "RuntimeError: real"),
         ("RuntimeError: real\nKeyboardInterrupt: \nBrokenPipeError: [Errno 32]\n", "RuntimeError: real"),
         ("ValueError: real\nRuntimeError: See root cause above.\nOSError: later\n", "ValueError: real"),

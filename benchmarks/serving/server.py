@@ -32,7 +32,8 @@ def main() -> None:
     begun = time.monotonic()
     with answering() as answer:
         choose_plugins(setup["arm"]["plugin"])
-        _name_the_cpu_build(Path(setup["alias"]))
+        if (alias := alias_of_the_cpu_build(Path(setup["alias"]))) is not None:
+            sys.path.append(str(alias))
         check_release(setup["arm"])
         control = threading.Thread(target=_control, args=(setup["port"], begun, answer), daemon=True)
         control.start()
@@ -73,8 +74,11 @@ def _facts(port: int) -> dict[str, Any]:
     return facts
 
 
-def _name_the_cpu_build(folder: Path) -> None:
-    """Give vLLM's CPU build the name `vllm`, whose version vLLM's command line asks for, in this process."""
+def alias_of_the_cpu_build(folder: Path) -> Path | None:
+    """Where vLLM's CPU build has the name `vllm`, whose version vLLM's command line asks for; None for another build.
+
+    That is `folder`, once it is on the path.
+    """
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -82,7 +86,8 @@ def _name_the_cpu_build(folder: Path) -> None:
         alias = folder / f"vllm-{version}.dist-info"
         alias.mkdir(parents=True, exist_ok=True)
         (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
-        sys.path.append(str(folder))
+        return folder
+    return None
 
 
 if __name__ == "__main__":

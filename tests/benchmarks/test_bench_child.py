@@ -11,7 +11,6 @@ import pytest
 from benchmarks.arms import Arm, Plugin
 from benchmarks.child import ChildError, environment, interpreter, start
 from benchmarks.facts import EngineError, choose_plugins, load_plugins
-from vllm_async_spec.engine_log import last_error
 
 ARM = Arm("an arm", "tiny")
 TP2 = {"tensor_parallel_size": 2}
@@ -51,12 +50,6 @@ def test_a_death_is_one_sentence_with_the_logs_path(tmp_path: Path, script: str,
     with pytest.raises(ChildError) as died:
         ask_one(tmp_path, script)
     assert str(died.value) == f"the engine of 'an arm' failed: {sentence} (log: {tmp_path / 'log'})"
-
-
-def test_the_last_error_of_a_log_is_what_tells(tmp_path: Path):
-    log = tmp_path / "log"
-    log.write_text("ValueError: first\nINFO nothing\nRuntimeError: second\n  at somewhere\n")
-    assert last_error(log) == "RuntimeError: second"
 
 
 def test_nothing_of_the_callers_settings_reaches_an_arm():

@@ -8,14 +8,8 @@ from bench_command import bench
     ("arguments", "sentence"),
     [
         (["soak", "no-such"], "there is no soak 'no-such'; there are tiny, "),
-        (
-            ["soak", "tiny", "--control", "luck"],
-            "--control is 'luck'; it must be one of lengths, fence, short",
-        ),
-        (
-            ["soak", "tiny", "--control", "exact"],
-            "--control is 'exact'; it must be one of lengths, fence, short",
-        ),
+        (["soak", "tiny", "--control", "luck"], "--control is 'luck'; it must be one of lengths, fence, short"),
+        (["soak", "tiny", "--control", "exact"], "--control is 'exact'; it must be one of lengths, fence, short"),
         (
             ["soak", "0.32.0-V2-FLASHINFER", "--control", "positions"],
             "--control positions breaks the runner of 0.14.0 to 0.18.1 on a GPU, which soak "
@@ -52,10 +46,7 @@ from bench_command import bench
             "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu\n",
         ),
         (["features", "no-such"], "there is no feature 'no-such'; there are eagle, eagle3, "),
-        (
-            ["features", "eagle", "--control", "luck"],
-            "--control is 'luck'; it must be one of positions, exact",
-        ),
+        (["features", "eagle", "--control", "luck"], "--control is 'luck'; it must be one of positions, exact"),
         (
             ["features", "eagle", "--control", "exact", "--cpu"],
             "--control exact breaks the runner of 0.14.0 to 0.18.1 on",
@@ -64,11 +55,8 @@ from bench_command import bench
             ["features", "eagle", "--control", "exact", "--release", "0.18.1", "--plugin", "stock"],
             "--control exact breaks the plugin, and --plugin is stock; leave out one of the two",
         ),
-        (
-            ["features", "eagle", "--release", "0.18.1"],
-            "no environment has vLLM 0.18.1; give --env 0.18.1=FILE",
-        ),
-        (["run", "nothing"], "there is no plan 'nothing'"),
+        (["features", "eagle", "--release", "0.18.1"], "no environment has vLLM 0.18.1; give --env 0.18.1=FILE"),
+        (["run", "nothing"], "there is no plan 'nothing'; there are overhead-tiny"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
         (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),
         (["run", "overhead-tiny", "--env", "0.32.0=/nowhere"], "--env 0.32.0 is '/nowhere', which is no file"),

@@ -15,6 +15,13 @@ from vllm_async_spec.compat.json_text import unpacked
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the command keeps."""
+    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
+    return tmp_path
+
+
 def written(folder: Path, **results: object) -> None:
     for name, found in results.items():
         (folder / f"{name}.json").write_text(json.dumps(found))
@@ -49,39 +56,34 @@ def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
     assert read_json(tmp_path / "a.json") == {"rows": [1]}
 
 
-def test_the_command_keeps_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
-    written(tmp_path, a={"of": 1})
+def test_the_command_keeps_the_files_of_a_folder(results: Path):
+    written(results, a={"of": 1})
     done = bench("keep")
-    assert (done.exit_code, read_json(tmp_path / "a.json")) == (0, {"of": 1})
+    assert (done.exit_code, read_json(results / "a.json")) == (0, {"of": 1})
     done = bench("keep")
     assert "nothing was done" in done.output
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "1"])
-def test_a_file_that_is_no_result_is_told_and_nothing_is_removed(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
-    written(tmp_path, a={"of": 1})
-    (tmp_path / "b.json").write_text(content)
+def test_a_file_that_is_no_result_is_told_and_nothing_is_removed(content: str, results: Path):
+    written(results, a={"of": 1})
+    (results / "b.json").write_text(content)
     done = bench("keep")
     assert done.exit_code == 1
     assert "nothing was removed" in done.output
     assert "Traceback" not in done.output
-    assert {path.name for path in tmp_path.iterdir()} == {"a.json", "b.json"}
+    assert {path.name for path in results.iterdir()} == {"a.json", "b.json"}
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", lzma.compress(b"{")])
-def test_a_damaged_archive_is_told_and_not_replaced(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.cli.results.RESULTS", tmp_path)
-    (tmp_path / ARCHIVE).write_bytes(content)
-    written(tmp_path, a={"of": 1})
+def test_a_damaged_archive_is_told_and_not_replaced(content: bytes, results: Path):
+    (results / ARCHIVE).write_bytes(content)
+    written(results, a={"of": 1})
     done = bench("keep")
     assert done.exit_code == 1
     assert " ".join(done.output.split()).count("can't be read: ") == 1
-    assert (tmp_path / ARCHIVE).read_bytes() == content
-    assert (tmp_path / "a.json").exists()
+    assert (results / ARCHIVE).read_bytes() == content
+    assert (results / "a.json").exists()
 
 
 def test_the_archive_is_as_this_version_writes_it(tmp_path: Path):

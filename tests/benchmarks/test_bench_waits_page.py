@@ -1,21 +1,19 @@
 """What waits, by feature: its table, and its page, which is there once there is a result of a GPU."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from docs_modules import DOCS, load
 from waits_engines import AUDIT, FACTS
 
-from benchmarks.results import RESULTS
 from benchmarks.waits.cases import CASES, ENGINES
 from benchmarks.waits.result import published
 from benchmarks.waits.table import HEAD, waits_grid, waits_tables
 
-DOCS = RESULTS.parents[1] / "docs"
 TIMED = {
     "turns": [[[3.0, 40, 1.0], [3.2, 40, 1.0]], [[3.1, 40, 1.0]]],
     "reference": [[[2.0, 40, 1.0]], [[2.1, 40, 1.0]]],
@@ -40,12 +38,7 @@ def write(folder: Path, release: str = "0.32.0", runner: str = "V2", shape: str 
 
 @pytest.fixture
 def generated() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generated", DOCS / "generated.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("generated")
 
 
 def test_a_row_has_the_ratio_the_idle_share_and_the_lines_that_wait(tmp_path: Path):

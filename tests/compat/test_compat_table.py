@@ -1,11 +1,11 @@
 """The tables of vLLM's builders, which the site makes from the published runs."""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from docs_modules import DOCS, load
 
 from vllm_async_spec.audit.remedies import BY_CALL, BY_KIND
 from vllm_async_spec.compat.archive import read_archive, write_archive
@@ -13,18 +13,12 @@ from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.publish import WANTED, documents
 from vllm_async_spec.compat.report import NOT_RUN
 
-DOCS = Path(__file__).parents[2] / "docs"
 RUNS = {run.name: run for run in read_archive(DOCS / "compat")}
 
 
 @pytest.fixture(scope="module")
 def hooks() -> Any:
-    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("hooks")
 
 
 def table(hooks: Any, machine: str) -> list[list[str]]:

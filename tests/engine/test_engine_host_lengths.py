@@ -3,12 +3,12 @@
 import dataclasses
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import python_path
 
 from benchmarks import child
 from benchmarks.arms import Acceptance, Arm, Plugin
@@ -29,7 +29,6 @@ RUNNERS = ("V1", "V2") if ON_GPU else ("V1",)
 
 
 def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -> Arm:
-    path = os.pathsep.join(filter(None, (str(READER), os.environ.get("PYTHONPATH"))))
     engine: dict[str, Any] = {"enforce_eager": True} | BESIDE_OTHERS if ON_GPU else CPU_ENGINE
     return Arm(
         f"{method.value} K = {draft_tokens} {runner}",
@@ -40,7 +39,7 @@ def arm_of(method: Method, draft_tokens: int, runner: str, **environment: str) -
         draft_tokens=draft_tokens,
         acceptance=Acceptance(0.7),
         engine=engine,
-        environment=({} if ON_GPU else CPU_ENVIRONMENT) | {"PYTHONPATH": path} | environment,
+        environment=({} if ON_GPU else CPU_ENVIRONMENT) | {"PYTHONPATH": python_path(READER)} | environment,
     )
 
 

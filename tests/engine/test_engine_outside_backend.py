@@ -1,7 +1,6 @@
 """The example of an out-of-tree backend, installed as a package, in an asynchronous engine: the tokens of CPU_ATTN."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import python_path
 from results import Mode
 from scenario import environment
 
@@ -33,9 +33,8 @@ def installed(folder: Path) -> Path:
 
 
 def run(models: DemoModels, log: Path, *path: Path) -> subprocess.Popen[str]:
-    paths = os.pathsep.join(filter(None, (*map(str, path), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, CHILD, models.target, models.draft]
-    variables = environment(Mode.PLUGIN) | {"PYTHONPATH": paths}
+    variables = environment(Mode.PLUGIN) | {"PYTHONPATH": python_path(*path)}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=variables)
 
 

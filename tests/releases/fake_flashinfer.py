@@ -1,11 +1,11 @@
 """What vLLM's FlashInfer backend needs of flashinfer-python, holding plans as it does; attention is not there."""
 
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from vllm_async_spec.compat.stubs import put_modules
 
 INTS = 1 << 16
 PROCESSORS = 3
@@ -166,32 +166,18 @@ def fast_decode_plan(wrapper: Wrapper, **kwargs: Any) -> None:
     wrapper.plans.append(kwargs | {"buffer": wrapper._pin_memory_int_workspace_buffer})
 
 
-class _Anything(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 def install() -> None:
-    known = {
-        "flashinfer": {
-            "BatchDecodeWithPagedKVCacheWrapper": Wrapper,
-            "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
-            "get_seq_lens": get_seq_lens,
-            "__path__": [],
-        },
-        "flashinfer.decode": {"fast_decode_plan": fast_decode_plan},
-        "flashinfer.prefill": {"get_batch_prefill_module": lambda *arguments: loaded.append(arguments)},
-        "flashinfer.utils": {},
-        "flashinfer.jit": {"__path__": []},
-        "flashinfer.jit.xqa": {"gen_xqa_module": XqaSpec},
-    }
-    for name, contents in known.items():
-        module = _Anything(name)
-        vars(module).update(contents)
-        module.__spec__ = type(sys.__spec__)(name, None)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    put_modules(
+        {
+            "flashinfer": {
+                "BatchDecodeWithPagedKVCacheWrapper": Wrapper,
+                "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
+                "get_seq_lens": get_seq_lens,
+            },
+            "flashinfer.decode": {"fast_decode_plan": fast_decode_plan},
+            "flashinfer.prefill": {"get_batch_prefill_module": lambda *arguments: loaded.append(arguments)},
+            "flashinfer.utils": {},
+            "flashinfer.jit": {},
+            "flashinfer.jit.xqa": {"gen_xqa_module": XqaSpec},
+        }
+    )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from simulation.judge import differences, mistakes
-from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
+from simulation.schedule import Schedule, random_schedule, wishful_schedule
+from simulation.trial import wrong_of_patch
 from undone import applied, module_of
 
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
 SEEDS = range(4)
+REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +31,10 @@ def subject(stock: Any) -> Iterator[Any]:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
     """Of each step, whether tokens were taken from the device, and whether indices were reused."""
-    found: dict[str, list[bool]] = {"tokens_of": [], "metadata": []}
+    found: dict[str, list[bool]] = {name: [] for name in REAL}
     for name, calls in found.items():
-        inner = getattr(Carried, name)
 
-        def noted(self: Carried, *args: Any, inner: Any = inner, calls: list[bool] = calls) -> Any:
+        def noted(self: Carried, *args: Any, inner: Any = REAL[name], calls: list[bool] = calls) -> Any:
             made = inner(self, *args)
             calls.append(made is not None)
             return made
@@ -45,16 +44,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[bool]]:
 
 
 def wrong(subject: Any, schedule: Schedule) -> list[str]:
-    """The first things that are wrong with a late run, compared with vLLM's functions on a device that is not late."""
-    engine = run(subject, schedule, late=True)
-    found = list(islice(mistakes(engine, schedule, waited=False), 3))
-    if not found and schedule.shape.long_drafter:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Carried, "tokens_of", lambda *_: None)
-            patch.setattr(Carried, "metadata", lambda *_: None)
-            reference = run(subject, schedule, late=False)
-        found = list(islice(differences(reference, engine, schedule), 3))
-    return found
+    return wrong_of_patch(subject, schedule, Carried, *REAL, compared=schedule.shape.long_drafter)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -69,9 +59,6 @@ def test_grammars_may_refuse_drafts_that_stay_on_the_device(subject: Any, taken:
     """The scheduler replaces refused drafts after the step's inputs are on their way."""
     assert wrong(subject, wishful_schedule(3, ("grammar", "logprobs"))) == []
     assert sum(taken["tokens_of"]) > 3
-
-
-REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
 
 
 def stale(self: Carried, *args: Any) -> Any:

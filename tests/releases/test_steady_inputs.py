@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from simulation.judge import differences, mistakes
-from simulation.schedule import Schedule, random_schedule, run, wishful_schedule
+from simulation.schedule import Schedule, random_schedule, wishful_schedule
+from simulation.trial import wrong_of_patch
 from undone import applied, module_of
 
 from vllm_async_spec import kernels
@@ -49,15 +48,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def wrong(subject: Any, schedule: Schedule) -> list[str]:
-    """The first things that are wrong with a late run, compared with vLLM's function on a device that is not late."""
-    engine = run(subject, schedule, late=True)
-    found = list(islice(mistakes(engine, schedule, waited=False), 3))
-    if not found:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SteadyBatch, "handed", lambda *_: None)
-            reference = run(subject, schedule, late=False)
-        found = list(islice(differences(reference, engine, schedule), 3))
-    return found
+    return wrong_of_patch(subject, schedule, SteadyBatch, "handed", compared=True)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -38,10 +38,14 @@ def token_at(prompt: tuple[int, ...], position: int) -> int:
 
 
 def whole(prompt: tuple[int, ...]) -> list[int]:
-    tokens: list[int] = []
-    while len(prompt) + len(tokens) < LENGTH and STOP not in tokens:
-        tokens.append(token_at(prompt, len(prompt) + len(tokens)))
+    tokens, _ = given_from(prompt, len(prompt), LENGTH - len(prompt))
     return tokens
+
+
+def given_from(prompt: tuple[int, ...], first: int, count: int) -> tuple[list[int], bool]:
+    """The tokens of a step that computes so many from a position on, up to an end, and whether that is there."""
+    tokens = [token_at(prompt, first + index) for index in range(count)]
+    return (tokens[: tokens.index(STOP) + 1], True) if STOP in tokens else (tokens, False)
 
 
 class StubRunner:
@@ -88,9 +92,7 @@ class StubStep:
                 first = min(runner.computed[id(row.job)], row.job.last) + 1
             count = 1 + (runner.chance.randint(0, row.drafts) if row.drafts else 0)
             runner.computed[id(row.job)] = first + count - 1
-            tokens = [token_at(prompt, first + each) for each in range(count)]
-            stops = STOP in tokens
-            tokens = tokens[: tokens.index(STOP) + 1] if stops else tokens
+            tokens, stops = given_from(prompt, first, count)
             self._results[index, : 2 + len(tokens)] = torch.tensor([int(stops), len(tokens), *tokens])
 
 

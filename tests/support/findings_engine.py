@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import found_by, python_path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,14 +41,10 @@ def found(
     The process runs `first` before, as a control that breaks what it imports. RuntimeError: it printed nothing.
     """
     own = {"VLLM_ASYNC_SPEC": "off", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), *filter(None, [environment.get("PYTHONPATH")])])
+    own["PYTHONPATH"] = python_path(ROOT, HERE, inherited=environment)
     code = f"{first}\nfrom findings_engine import main; main()"
     command = [sys.executable, "-c", code, finding, *map(str, models), way]
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **own}, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
-    if line is None:
-        raise RuntimeError(f"the engine of {finding!r} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return json.loads(line.removeprefix("FOUND "))
+    return found_by(repr(finding), command, {**environment, **own})
 
 
 def sliding(models: Any, folder: Path) -> tuple[Path, Path]:

@@ -9,9 +9,7 @@ wherever vLLM takes a step for decoding.
 
 import importlib
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import found_by, python_path
 from linear_graphs import captured, noting, writes_as_for_graphs
 
 from benchmarks.options import LOAD_FORMAT, model_options
@@ -37,15 +36,9 @@ PROMPTS = {STEP: True, CHUNK + STEP: True, CHUNK: False, 9: False, CHUNK + STEP 
 def found(way: str, environment: Mapping[str, str]) -> dict[int, list[int]]:
     """The answers to `PROMPTS` by their length. RuntimeError: the process printed none."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    own["PYTHONPATH"] = os.pathsep.join(
-        [str(HERE.parents[1]), str(HERE), *filter(None, [environment.get("PYTHONPATH")])]
-    )
-    command = [sys.executable, __file__, way]
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **own}, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
-    if line is None:
-        raise RuntimeError(f"the engine ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    return {int(length): tokens for length, tokens in json.loads(line.removeprefix("FOUND ")).items()}
+    own["PYTHONPATH"] = python_path(HERE.parents[1], HERE, inherited=environment)
+    answered = found_by(way, [sys.executable, __file__, way], {**environment, **own})
+    return {int(length): tokens for length, tokens in answered.items()}
 
 
 def answers(llm: Any) -> dict[int, list[int]]:

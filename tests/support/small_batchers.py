@@ -9,6 +9,7 @@ from typing import Any
 import tiny_models
 import torch
 from generating import batcher_of
+from hypothesis import strategies as st
 from late_device import LateStreams
 
 from vllm_async_spec.generation import ContinuousBatcher
@@ -73,6 +74,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "all at once": {"max_batch": 8, "max_prefill_tokens": 100},
     "small cache": {"cache_tokens": LENGTH, "page_size": 4},
 }
+
+
+RUNS: dict[str, st.SearchStrategy[Any]] = {
+    "lengths": st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    "new_tokens": st.integers(1, 24),
+    "ahead": st.integers(1, 3),
+    "batch": st.integers(1, 5),
+    "page_size": st.sampled_from([1, 3, 16]),
+    "seed": st.integers(0, 99),
+}
+"""Sizes of random runs, and the seed of their prompts and of what is late."""
 
 
 async def collect(tokens: Any) -> list[int]:

@@ -39,7 +39,6 @@ class Engines:
     started: list[Arm] = field(default_factory=list)
     asked: list[tuple[str, str, str]] = field(default_factory=list)
     """Engine, command and case."""
-    ended: list[str] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
     audits: set[bool] = field(default_factory=set)
     fails_to_start: dict[str, str] = field(default_factory=dict)
@@ -60,7 +59,6 @@ class Engines:
         assert more == {"kind": arm.name}
         assert models.name == f"waits-{arm.name}"
         yield _Engine(self, arm.name)
-        self.ended.append(arm.name)
 
 
 @dataclass

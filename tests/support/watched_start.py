@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from command_line import python_path
+
 from vllm_async_spec.process_group import end_group
 
 SILENT_S = 120.0
@@ -46,7 +48,7 @@ class Watched:
         self._stacks = log.with_suffix(".stacks")
         self._stacks.mkdir()
         given = dict(os.environ if environment is None else environment)
-        path = os.pathsep.join(filter(None, (str(_DUMPS), given.get("PYTHONPATH"))))
+        path = python_path(_DUMPS, inherited=given)
         given |= {"PYTHONPATH": path, "STACK_DUMPS": str(self._stacks), "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as out:
             self.process = subprocess.Popen(

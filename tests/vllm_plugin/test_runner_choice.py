@@ -157,7 +157,15 @@ def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...]
     )
 
 
-@pytest.mark.usefixtures("both_exist")
+@pytest.fixture
+def triton(both_exist, monkeypatch) -> SimpleNamespace:
+    """What vLLM says of Triton, where the user has chosen no runner."""
+    made = SimpleNamespace(HAS_TRITON=True)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.triton_utils": made}.__getitem__)
+    return made
+
+
 @pytest.mark.parametrize(
     ("found", "reason", "offered"),
     [
@@ -167,10 +175,7 @@ def config(v2: bool = False, default: bool = False, unsupported: tuple[str, ...]
         (config(v2=True, default=True), "vLLM's default for this engine", False),
     ],
 )
-def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(monkeypatch, found, reason, offered):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    triton = SimpleNamespace(HAS_TRITON=True)
-    monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.triton_utils": triton}.__getitem__)
+def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(triton, monkeypatch, found, reason, offered):
     assert why(found, plugin()) == reason
     sentence = "vLLM's V2 runner supports this engine too; to try V2, set VLLM_ASYNC_SPEC_RUNNER=v2"
     assert alternative(found, plugin()) == (sentence if offered else None)
@@ -182,11 +187,8 @@ def test_v2_is_offered_where_vllm_chose_v1_and_names_nothing_unsupported(monkeyp
     assert (why(found, plugin()), alternative(found, plugin())) == ("VLLM_USE_V2_MODEL_RUNNER is 0", None)
 
 
-@pytest.mark.usefixtures("both_exist")
+@pytest.mark.usefixtures("triton")
 def test_v2_is_not_offered_to_a_drafting_hybrid_where_it_decodes_by_shape(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    triton = SimpleNamespace(HAS_TRITON=True)
-    monkeypatch.setattr(runner_choice.importlib, "import_module", {"vllm.triton_utils": triton}.__getitem__)
     source = "def get_uniform_token_count(num_reqs, num_tokens, max_query_len):"
     monkeypatch.setattr(runner_choice, "_source", lambda file: source)
     hybrid = config(hybrid=True)

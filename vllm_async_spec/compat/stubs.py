@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -348,9 +348,14 @@ def install_flashinfer() -> None:
     os.environ["VLLM_HAS_FLASHINFER_CUBIN"] = "1"
     # Each builder allocates one, and no kernel uses it.
     os.environ["VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE"] = "4096"
-    for name, contents in _CONTENTS.items():
+    put_modules(_CONTENTS)
+
+
+def put_modules(contents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make imports of these modules find their contents, and stubs of all else in them; parents come first."""
+    for name, members in contents.items():
         module = _Anything(name)
-        vars(module).update(contents)
+        vars(module).update(members)
         module.__spec__ = ModuleSpec(name, None, is_package=True)
         module.__path__ = []
         sys.modules[name] = module

@@ -12,7 +12,7 @@ from generating import batcher_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateStreams
-from small_batchers import EOS, LENGTH, PROMPTS, WAYS, failing, generated, make, prompts, submit_all, tokens
+from small_batchers import EOS, LENGTH, PROMPTS, RUNS, WAYS, failing, generated, make, prompts, submit_all, tokens
 
 from vllm_async_spec import sync_policy
 from vllm_async_spec.generation.batching import AttentionChoiceError, ModelError, RequestError
@@ -80,16 +80,7 @@ def test_compiled_decodes_give_the_same_tokens():
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
-    new_tokens=st.integers(1, 24),
-    drafts=st.integers(1, 5),
-    similarity=st.sampled_from(sorted(NOISE)),
-    ahead=st.integers(1, 3),
-    batch=st.integers(1, 5),
-    page_size=st.sampled_from([1, 3, 16]),
-    seed=st.integers(0, 99),
-)
+@given(**RUNS, drafts=st.integers(1, 5), similarity=st.sampled_from(sorted(NOISE)))
 def test_the_tokens_are_those_without_drafts(
     lengths: list[int],
     new_tokens: int,

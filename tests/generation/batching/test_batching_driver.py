@@ -62,14 +62,18 @@ async def follow_later(batcher: ContinuousBatcher) -> list[int]:
     return await collect(batcher.stream([5], max_new_tokens=300))
 
 
+async def start_and_step(batcher: ContinuousBatcher, inside: threading.Event) -> None:
+    batcher.start()
+    await asyncio.to_thread(inside.wait, 60)
+
+
 REFUSED = r"^a stopped driver is still in step\(\); start the batcher after that step\(\) returns$"
 
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_driver_restarted_while_the_last_step_runs_is_refused(at_once: bool):
     async def main(batcher: ContinuousBatcher, inside: threading.Event, go: threading.Event) -> None:
-        batcher.start()
-        await asyncio.to_thread(inside.wait, 60)
+        await start_and_step(batcher, inside)
         driver = batcher._driver._current.task
         driver.cancel()
         if not at_once:
@@ -90,10 +94,6 @@ def test_a_driver_restarted_while_the_last_step_runs_is_refused(at_once: bool):
 
 
 def test_a_driver_is_refused_after_its_event_loop_was_closed_in_the_middle_of_a_step():
-    async def start(batcher: ContinuousBatcher, inside: threading.Event) -> None:
-        batcher.start()
-        await asyncio.to_thread(inside.wait, 60)
-
     async def again(batcher: ContinuousBatcher, go: threading.Event) -> None:
         with pytest.raises(BatcherError, match=REFUSED):
             batcher.start()
@@ -107,7 +107,7 @@ def test_a_driver_is_refused_after_its_event_loop_was_closed_in_the_middle_of_a_
     with make() as batcher, held_in_step(batcher) as (inside, go):
         found = submit_all(batcher)
         loop = asyncio.new_event_loop()
-        loop.run_until_complete(start(batcher, inside))
+        loop.run_until_complete(start_and_step(batcher, inside))
         batcher._driver._current.task._log_destroy_pending = False
         loop.close()
         asyncio.run(again(batcher, go))
@@ -139,8 +139,7 @@ def test_what_is_submitted_while_a_driver_leaves_is_driven_by_the_next(monkeypat
 
 def test_an_event_loop_ends_after_the_last_step_of_its_driver():
     async def main(batcher: ContinuousBatcher, inside: threading.Event, go: threading.Event) -> None:
-        batcher.start()
-        await asyncio.to_thread(inside.wait, 60)
+        await start_and_step(batcher, inside)
         threading.Timer(0.1, go.set).start()
 
     with make() as batcher, held_in_step(batcher) as (inside, go):

@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 import pytest
-from caller_faults import STOP, token_at
+from caller_faults import given_from
 
 from vllm_async_spec.generation.batching.pages import NULL_PAGE, PageAllocator
 from vllm_async_spec.generation.batching.request import Request, RequestError
@@ -14,9 +14,7 @@ PAGE, BATCH, LENGTH, PAGES = 4, 4, 40, 24
 
 
 def whole(request: Request) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < request.max_new_tokens and STOP not in tokens:
-        tokens.append(token_at(request.prompt, len(request.prompt) + len(tokens)))
+    tokens, _ = given_from(request.prompt, len(request.prompt), request.max_new_tokens)
     return tokens
 
 
@@ -66,9 +64,7 @@ class LateDevice:
                 first = min(computed, row.job.last) + 1
             count = 1 + (self.choose.randint(0, row.drafts) if row.drafts else 0)
             self.computed[id(row.job)] = first + count - 1
-            tokens = [token_at(prompt, first + index) for index in range(count)]
-            stops = STOP in tokens
-            results.append((tokens[: tokens.index(STOP) + 1] if stops else tokens, stops))
+            results.append(given_from(prompt, first, count))
             self.too_many += row.samples and row.job.request.finished
         self.scheduler.apply_results(step.rows, results)
 

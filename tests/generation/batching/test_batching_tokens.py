@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateStreams
-from small_batchers import PROMPTS, WAYS, generated, make, prompts, submit_all, tokens
+from small_batchers import PROMPTS, RUNS, WAYS, generated, make, prompts, submit_all, tokens
 
 from vllm_async_spec.generation.batching.request import RequestError
 from vllm_async_spec.generation.batching.sampling import gumbel_noise, sample
@@ -24,15 +24,7 @@ def test_the_tokens_are_those_of_generate(kind: str, way: str):
 
 
 @settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
-    new_tokens=st.integers(1, 24),
-    temperature=st.sampled_from([0.0, 0.7]),
-    ahead=st.integers(1, 3),
-    batch=st.integers(1, 5),
-    page_size=st.sampled_from([1, 3, 16]),
-    seed=st.integers(0, 99),
-)
+@given(**RUNS, temperature=st.sampled_from([0.0, 0.7]))
 def test_the_tokens_are_the_synchronous_ones(
     lengths: list[int], new_tokens: int, temperature: float, ahead: int, batch: int, page_size: int, seed: int
 ):

@@ -57,6 +57,25 @@ def wrong(
     return found
 
 
+def wrong_of_patch(
+    runner_class: Any, schedule: Schedule, patch_class: type, *methods: str, compared: bool
+) -> list[str]:
+    """The first things that are wrong with a late run of a patched class, by itself and where it is `compared`.
+
+    It is compared with vLLM's functions on a device that is not late. They run where each of the `methods` of the
+    patch's class has nothing for them.
+    """
+    engine = run(runner_class, schedule, late=True)
+    found = list(islice(mistakes(engine, schedule, waited=False), 3))
+    if not found and compared:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in methods:
+                patch.setattr(patch_class, name, lambda *_: None)
+            without = run(runner_class, schedule, late=False)
+        found = list(islice(differences(without, engine, schedule), 3))
+    return found
+
+
 def longest_beside(runner_class: Any, wishes: Wishes) -> tuple[list[int], list[int]]:
     """The tokens of a request that reaches the model's length, beside a later one with wishes; and the right tokens."""
     engine, prompt = Engine(runner_class, Shape(tokens=48), random.Random(0)), list(range(LONGEST - 16))

@@ -4,12 +4,12 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import found_by, python_path
 
 from vllm_async_spec.vllm_plugin.ledger import find_patch
 
@@ -97,9 +97,7 @@ def test_replayed_drafts_are_those_that_are_launched(
         pytest.skip(f"the patch draft-graphs is not for vLLM {vllm.__version__}")
     environment = os.environ | {"VLLM_ASYNC_SPEC": "auto", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # drafting of the V2 runner is captured by vLLM
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
+    environment["PYTHONPATH"] = python_path(Path(__file__).parents[3])
     command = [
         sys.executable,
         "-c",
@@ -108,10 +106,7 @@ def test_replayed_drafts_are_those_that_are_launched(
         str(gpu_models.draft),
         json.dumps(options),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
-    assert line is not None, done.stderr[-4000:]
-    found = json.loads(line.removeprefix("FOUND "))
+    found = found_by("both ways", command, environment)
     print(found)
     assert found["refused"] is None
     assert found["captured"]
