@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import lzma
 import math
 import random
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 from benchmarks.serving.plan import ServeLoad, ServePlan
 from benchmarks.serving.tokenizer import as_text
 
-_TRACE = Path(__file__).with_name("azure_conversations_2023.csv")
+_TRACE = Path(__file__).with_name("azure_conversations_2023.csv.xz")
 _PREFIX = 1024
 """Tokens of a shared prefix."""
 _SAMPLED_PROMPT, _SAMPLED_OUTPUT = 512, 32
@@ -30,7 +31,7 @@ _RESERVED = 2
 @functools.cache
 def trace() -> tuple[tuple[int, int], ...]:
     """Prompt tokens and output tokens of the trace's requests."""
-    with _TRACE.open(newline="") as lines:
+    with lzma.open(_TRACE, "rt", newline="") as lines:
         return tuple((int(row["context"]), int(row["generated"])) for row in csv.DictReader(lines))
 
 
