@@ -28,7 +28,7 @@ def generate(**kwargs: Any) -> None:
         ({"prompt_lookup_num_tokens": 2}, "not assisted_generation"),
         ({"return_dict_in_generate": True}, "returns only tokens, and return_dict_in_generate is set"),
         ({"use_cache": False}, "needs a cache, and use_cache is off"),
-        ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and past_key_values were passed"),
+        ({"past_key_values": transformers.DynamicCache}, "makes its own cache, and a cache was passed"),
         ({"cache_implementation": "offloaded"}, "can't use the cache that cache_implementation='offloaded' selects"),
         ({"cache_implementation": "dynamic"}, "static_cache and cache_implementation='dynamic' contradict each other"),
         ({"prefill_chunk_size": 2}, "prefills prompts in one step, and prefill_chunk_size is set"),

@@ -13,6 +13,7 @@ import transformers
 from prepared_inputs import HAS_POSITIONS, PREPARE, Seen, attending, masks_made, prompts, shown
 from test_async_stopping_cost import Operators
 
+from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.method_patching import has_own, replaced
 from vllm_async_spec.generation.reused_inputs import _Mask, reused_inputs
 
@@ -35,7 +36,7 @@ def by_hand(
     kwargs = {
         "attention_mask": inputs["attention_mask"],
         "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0),
-        "past_key_values": cache,
+        CACHE: cache,
         "use_cache": True,
     }
     given, counted = [], Operators()
@@ -91,7 +92,7 @@ def test_another_cache_is_nobody_s_yet():
             outputs = forward(model, *args, **kwargs)
             calls["forward"] += 1
             if calls["forward"] == 6:
-                outputs.past_key_values = copy.deepcopy(outputs.past_key_values)
+                outputs[CACHE] = copy.deepcopy(outputs[CACHE])
             return outputs
 
         found = []

@@ -14,6 +14,7 @@ from late_device import LateChannel
 from vllm_async_spec import generation
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
+from vllm_async_spec.generation.cache_argument import CACHE
 
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -115,7 +116,7 @@ def assert_same(synchronous: Any, asynchronous: Any) -> None:
         return
     assert set(synchronous.keys()) == set(asynchronous.keys())
     for name in synchronous:
-        if name == "past_key_values":
+        if name == CACHE:
             assert_same_cache(synchronous[name], asynchronous[name])
         else:
             assert_same_tree(name, synchronous[name], asynchronous[name])

@@ -35,7 +35,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**_ALL, **_GPT2}),
     "by layer": ("Qwen3ForCausalLM", {**_SMALL, "head_dim": 8}),
     "sliding": ("MistralForCausalLM", {**_SMALL, "sliding_window": 24}),
-    "hybrid": ("Gemma2ForCausalLM", {**_SMALL, **_BY_LAYER}),
+    "hybrid": ("Gemma3ForCausalLM", {**_SMALL, **_BY_LAYER}),
+    "softcap": ("Gemma2ForCausalLM", {**_SMALL, **_BY_LAYER}),
     "encoder-decoder": (
         "T5ForConditionalGeneration",
         {"vocab_size": VOCABULARY, "decoder_start_token_id": 0, **_T5},
@@ -45,7 +46,6 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_ALL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2},
     ),
     "half mamba": ("JambaForCausalLM", {**_SMALL, **_JAMBA}),
-    "bloom": ("BloomForCausalLM", {**_ALL, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
     "alibi": (
         "FalconForCausalLM",
         {**_ALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},

@@ -15,6 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers.generation import GenerationMode
 
+from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.dropped_arguments import dropped_arguments
 from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
 from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved, why_not_interleaved
@@ -151,7 +152,7 @@ def decode_late(
     if steps := criteria.finish():
         output = crop_output(output, steps)
         if _cache_outlives(generation_config, kwargs):
-            crop_cache(kwargs.get("past_key_values"), steps)
+            crop_cache(kwargs.get(CACHE), steps)
     return output
 
 
@@ -163,17 +164,17 @@ def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dic
         return "synced_gpus makes all ranks agree on the end of each step"
     if not _cache_outlives(generation_config, kwargs):
         return None
-    if generation_config.use_cache and kwargs.get("past_key_values") is None:
+    if generation_config.use_cache and kwargs.get(CACHE) is None:
         return "the model makes its own cache, so it is unknown whether that cache can be cropped"
     # The model is never fed the last token. With `inputs_embeds`, `max_length` does not count the prompt.
     longest = stopping_criteria.max_length
     tokens = None if longest is None or kwargs.get("inputs_embeds") is not None else longest - 1
-    return why_not_croppable(kwargs.get("past_key_values"), tokens)
+    return why_not_croppable(kwargs.get(CACHE), tokens)
 
 
 def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the caller can see the cache after generation. Before 5.17 any cache may be the caller's."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     given = cache is not None and getattr(cache, "_is_user_defined", not _MARKS_GIVEN_CACHES)
     return bool(
         generation_config.return_dict_in_generate

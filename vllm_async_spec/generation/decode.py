@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.rollback import generator_state, set_generator_state
@@ -43,7 +44,7 @@ class Decode:
         self.buffers: DecodeBuffers = workspace.buffers
         self._model = model
         self._workspace = workspace
-        self._kwargs = kwargs if workspace.cache is None else {**kwargs, "past_key_values": workspace.cache}
+        self._kwargs = kwargs if workspace.cache is None else {**kwargs, CACHE: workspace.cache}
         self._forward: Callable[..., Any] = (
             model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
         )
@@ -71,7 +72,7 @@ class Decode:
                 outputs = self._model(**self._model.prepare_inputs_for_generation(prompts, **kwargs), return_dict=True)
         self.tail.settle(self.buffers, 0, prompts, _last(outputs.logits))
         if self._workspace.cache is None:
-            _use_on(kwargs["past_key_values"], self._workspace.slots.streams)
+            _use_on(kwargs[CACHE], self._workspace.slots.streams)
 
     def capture(self) -> None:
         """Capture the step of each slot, with its tail if possible. The buffers' contents are lost.

@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from vllm_async_spec.generation import decode_loops
+from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.compiling import Compile, compile_arguments
 from vllm_async_spec.generation.decode import Decode, first_positions
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers, full_static_cache, layer_beside_keys_and_values
@@ -90,7 +91,7 @@ class DecodeSwitches:
 _REMEDY = "leave out interleaved to use transformers' own loop"
 _ALIGNED = 64
 """On a GPU, a static cache holds a multiple of this many tokens."""
-_PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position"}
+_PREPARED = {"attention_mask", "position_ids", CACHE, "cache_position"}
 """Arguments that each step prepares anew; all others must be the same at each step."""
 
 
@@ -101,7 +102,10 @@ def why_not_interleaved(
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"interleaved generation supports only decoder-only models, and {name} has an encoder"
-    if generation_config.use_cache and kwargs.get("past_key_values") is None:
+    cache = kwargs.get(CACHE)
+    # From transformers 5.24 on, a model that keeps only states has a cache, too.
+    keeps_keys = cache is not None and not all(getattr(cache, "is_linear", None) or [False])
+    if generation_config.use_cache and not keeps_keys:
         return f"interleaved generation needs a cache of keys and values, and transformers makes none for {name}"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return f"interleaved generation runs on one device, and {name} is spread over several"
@@ -199,7 +203,7 @@ def _refuse(
     for reason, applies in (
         ("returns only tokens, and return_dict_in_generate is set", generation_config.return_dict_in_generate),
         ("needs a cache, and use_cache is off", not generation_config.use_cache),
-        ("makes its own cache, and past_key_values were passed", given.get("past_key_values") is not None),
+        ("makes its own cache, and a cache was passed", given.get(CACHE) is not None),
         (
             f"can't use the cache that cache_implementation={asked!r} selects",
             any(word in asked for word in ("offloaded", "quantized", "paged")),

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import Cache, GenerationMixin, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.method_patching import has_own, replaced
 
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
-_RENEWED = ("past_key_values", "attention_mask", "position_ids", "inputs_embeds")
+_RENEWED = (CACHE, "attention_mask", "position_ids", "inputs_embeds")
 """Arguments of a step that `_Steps._others` leaves out; embeddings belong to the prompt only."""
 _CONSTANTS = (bool, int, float, str, type(None))
 
@@ -31,7 +33,7 @@ _CONSTANTS = (bool, int, float, str, type(None))
 @contextlib.contextmanager
 def reused_inputs(model: Any, kwargs: dict[str, Any]) -> Iterator[None]:
     """Derive the inputs of decode steps from the previous step and the arguments of `_sample`, where that is exact."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if not (_has_full_static_cache(cache) and _is_transformers_own(model) and _attends_to_all(model.config)):
         yield
         return
@@ -79,7 +81,7 @@ class _Steps:
         positions, mask = kwargs.pop("position_ids", None), kwargs.pop("attention_mask", None)
         kwargs = stock(outputs, kwargs)
         self._behind += 1
-        if kwargs["past_key_values"] is not self._cache:  # then no later call reaches this object
+        if kwargs[CACHE] is not self._cache:  # then no later call reaches this object
             mask = None if mask is None else _continued(mask, self._behind)
         if positions is not None:
             kwargs["position_ids"] = positions[..., -1:] + 1
@@ -165,7 +167,7 @@ _generations: dict[int, _Steps] = {}
 def _preparing(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     @functools.wraps(stock)
     def prepare(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        steps = None if args else _generations.get(id(kwargs.get("past_key_values")))
+        steps = None if args else _generations.get(id(kwargs.get(CACHE)))
         return stock(input_ids, *args, **kwargs) if steps is None else steps.prepare(stock, input_ids, kwargs)
 
     return prepare
@@ -175,7 +177,7 @@ def _updating(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     @functools.wraps(stock)
     def update(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         rest = functools.partial(_with, stock, args, kwargs)
-        steps = _generations.get(id(model_kwargs.get("past_key_values")))
+        steps = _generations.get(id(model_kwargs.get(CACHE)))
         return rest(outputs, model_kwargs) if steps is None else steps.update(rest, outputs, model_kwargs)
 
     return update
@@ -206,9 +208,19 @@ def _is_transformers_own(model: Any) -> bool:
 
 def _is_mixins(model: type, name: str) -> bool:
     method = getattr(model, name)
-    code = getattr(method, "__code__", None)
-    own = sys.modules[GenerationMixin.__module__].__file__
-    return method is getattr(GenerationMixin, name) and code is not None and code.co_filename == own
+    return method is getattr(GenerationMixin, name) and all(map(_is_of_transformers, _wrapped(method)))
+
+
+def _wrapped(function: Any) -> Iterator[Any]:
+    """A function, and what its decorators wrap: transformers 5.24 renames arguments in one."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(transformers.__file__).parent in Path(code.co_filename).parents
 
 
 def _attends_to_all(config: Any) -> bool:

@@ -205,7 +205,7 @@ def test_a_bad_draft_model_is_refused_and_the_model_is_free_again():
             {"draft_model": wide.eval()},
             "the draft model's vocabulary has 20 tokens and the model's has 13; give a draft",
         ),
-        ({"draft_model": tiny_models.model("hybrid")}, "attends with softcap, which no adapter supports"),
+        ({"draft_model": tiny_models.model("softcap")}, "attends with softcap, which no adapter supports"),
         ({"draft_tokens": 2}, "draft_tokens is 2 and there is no draft_model; give a draft_model, or leave"),
         ({"draft_model": copied, "draft_tokens": 0}, "draft_tokens is 0; it must be at least 1"),
         (
@@ -217,7 +217,7 @@ def test_a_bad_draft_model_is_refused_and_the_model_is_free_again():
         with pytest.raises((ValueError, ModelError, AttentionChoiceError), match=message):
             make(**options)
         assert model.config._attn_implementation == "eager"
-    assert tiny_models.model("hybrid").config._attn_implementation == "eager"
+    assert tiny_models.model("softcap").config._attn_implementation == "eager"
 
 
 def test_the_draft_model_belongs_to_the_batcher_until_that_is_closed():

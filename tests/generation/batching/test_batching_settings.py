@@ -75,7 +75,7 @@ def test_a_model_that_can_not_be_batched_is_told_why():
     with pytest.raises(ModelError, match="T5ForConditionalGeneration has an encoder; only decoder-only models"):
         make("encoder-decoder")
     with pytest.raises(ModelError, match="Gemma2Attention attends with softcap, which no adapter supports"):
-        make("hybrid")
+        make("softcap")
     bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2))
     with pytest.raises(
         ModelError, match=r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"
