@@ -10,7 +10,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(PYTHON)
 LINKS := $(or $(PIP_FIND_LINKS),$(shell python3 -m pip config get global.find-links 2>/dev/null))
 FIND_LINKS := $(if $(LINKS),--find-links $(LINKS))
 BENCH ?= $(if $(shell command -v nvidia-smi),overhead-1b,overhead-tiny)
-RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0
+RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0 0.33.0
 # The compatibility suite's columns.
 COMPAT ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
@@ -45,7 +45,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test-releases: $(VENV)/.ready  ## the plugin against the real Python of eight vLLM releases, fetched once
+test-releases: $(VENV)/.ready  ## the plugin against the real Python of nine vLLM releases, fetched once
 	$(PYTHON) -m vllm_async_spec.compat.fetch --cache $(CACHE)/releases $(RELEASES)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(addprefix test-release-,$(RELEASES))
 
