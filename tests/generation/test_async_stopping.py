@@ -16,6 +16,7 @@ from late_device import LateChannel
 from switched_on import enabled, nothing_said
 
 from vllm_async_spec import generation
+from vllm_async_spec.generation import async_generate
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
 __all__ = ["enabled", "nothing_said"]  # fixtures
@@ -173,6 +174,15 @@ def test_a_cache_of_the_caller_can_be_continued():
         assert cache.get_seq_length() == 6
         found.append(model.generate(first, past_key_values=cache, max_new_tokens=5))
     assert torch.equal(*found)
+
+
+def test_a_cache_by_another_name_is_left_as_the_synchronous_loop_leaves_it(
+    nothing_said: None, monkeypatch: pytest.MonkeyPatch
+):
+    """As if a later transformers called the argument something else."""
+    monkeypatch.setattr(async_generate, "CACHE", "another name")
+    with pytest.warns(generation.SynchronousGenerationWarning, match="unknown whether that cache can be cropped"):
+        test_a_cache_of_the_caller_can_be_continued()
 
 
 # Refusals and fallbacks

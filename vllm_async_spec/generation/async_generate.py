@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from transformers import Cache
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.cache_argument import CACHE
@@ -180,6 +181,8 @@ def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
         generation_config.return_dict_in_generate
         or given
         or any(kwargs.get(name) is not None for name in _OTHER_STATES)
+        # A later release may rename the argument: better to wait than to leave extra tokens in the caller's cache.
+        or any(isinstance(each, Cache) for name, each in kwargs.items() if name != CACHE)
     )
 
 
