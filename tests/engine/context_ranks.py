@@ -4,13 +4,19 @@ A draft model's slots are computed as if one rank had the whole cache, so longer
 """
 
 import os
-from functools import partial
+from typing import Any
 
 import ranks
 
 BOUNDS = "CONTEXT_RANKS_BOUNDS"
 """A variable that leaves the runner's local lengths as stock has them."""
 REQUESTS = 7
+
+
+def run(target: str, draft: str, options: dict[str, Any]) -> dict[str, Any]:
+    # Else vLLM looks for a backend of its own for the draft model.
+    drafting = ranks.drafting(draft) | {"attention_backend": options.get("attention_backend")}
+    return ranks.run(target, draft, {"speculative_config": drafting, **options}, REQUESTS)
 
 
 def prepare() -> None:
@@ -27,4 +33,4 @@ def prepare() -> None:
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
 if __name__ == "__main__":
-    ranks.main(partial(ranks.run, requests=REQUESTS), __doc__)
+    ranks.main(run, __doc__)

@@ -58,13 +58,15 @@ def differ() -> None:
     CPUAttentionMetadataBuilder.get_cudagraph_support = classmethod(get_cudagraph_support)  # type: ignore[assignment]
 
 
+def drafting(draft: str) -> dict[str, Any]:
+    """The option of a `vllm.LLM` that drafts with this model."""
+    return {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
+
+
 def engine(target: str, draft: str, options: dict[str, Any]) -> Any:
     """A `vllm.LLM` that drafts, with its metrics."""
     from vllm import LLM
 
-    drafting = {"method": "draft_model", "model": draft, "num_speculative_tokens": DRAFT_TOKENS}
-    if backend := options.get("attention_backend"):
-        drafting["attention_backend"] = backend
     return LLM(
         target,
         skip_tokenizer_init=True,
@@ -72,7 +74,7 @@ def engine(target: str, draft: str, options: dict[str, Any]) -> Any:
         max_num_seqs=8,
         seed=0,
         disable_log_stats=False,
-        **({"dtype": "float32", "speculative_config": drafting} | options),
+        **({"dtype": "float32", "speculative_config": drafting(draft)} | options),
     )
 
 
