@@ -46,6 +46,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_ALL, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "time_step_rank": 2},
     ),
     "half mamba": ("JambaForCausalLM", {**_SMALL, **_JAMBA}),
+    "bloom": ("BloomForCausalLM", {**_ALL, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
     "alibi": (
         "FalconForCausalLM",
         {**_ALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
