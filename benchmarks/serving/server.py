@@ -32,7 +32,7 @@ def main() -> None:
     begun = time.monotonic()
     with answering() as answer:
         choose_plugins(setup["arm"]["plugin"])
-        if (alias := alias_of_the_cpu_build(Path(setup["alias"]))) is not None:
+        if (alias := name_the_cpu_build(Path(setup["alias"]))) is not None:
             sys.path.append(str(alias))
         check_release(setup["arm"])
         control = threading.Thread(target=_control, args=(setup["port"], begun, answer), daemon=True)
@@ -74,10 +74,10 @@ def _facts(port: int) -> dict[str, Any]:
     return facts
 
 
-def alias_of_the_cpu_build(folder: Path) -> Path | None:
-    """Where vLLM's CPU build has the name `vllm`, whose version vLLM's command line asks for; None for another build.
+def name_the_cpu_build(folder: Path) -> Path | None:
+    """Give vLLM's CPU build the name `vllm` in `folder`; vLLM's command line asks for the version of that name.
 
-    That is `folder`, once it is on the path.
+    Returns `folder`, which must be on the path; None for another build, which has the name.
     """
     try:
         importlib.metadata.version("vllm")

@@ -19,7 +19,7 @@ from catalogue import MAX_MODEL_LEN
 from command_line import python_path
 from results import Completion
 
-from benchmarks.serving.server import alias_of_the_cpu_build
+from benchmarks.serving.server import name_the_cpu_build
 
 START_TIMEOUT = 600.0
 STOP_TIMEOUT = 60.0
@@ -35,7 +35,7 @@ def serve_environment(folder: Path, **variables: str) -> dict[str, str]:
     """`variables`, and what a machine without a network needs; `folder` is for the name of vLLM's CPU build."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     common = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if (alias := alias_of_the_cpu_build(folder)) is not None:
+    if (alias := name_the_cpu_build(folder)) is not None:
         common["PYTHONPATH"] = python_path(alias)
     return inherited | common | variables
 
