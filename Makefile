@@ -63,11 +63,12 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 	done; done
 	$(PYTHON) -m vllm_async_spec.compat.publish $(CACHE)/compat/*.json
 
-test-transformers: $(VENV)/.ready  ## generation with the oldest and the newest transformers that it is for, beside the installed one
-	@for release in 4.57.3 5.24.0; do folder=$(CACHE)/transformers-$$release; echo "transformers $$release"; \
-		test -d $$folder || $(UV) $(FIND_LINKS) --target $$folder transformers==$$release || exit 1; \
-		PYTHONPATH=$$folder $(PYTHON) -m pytest tests/generation/test_*.py $(patsubst %,tests/generation/batching/test_batching_%.py,tokens requests settings drafts attention_backends) || exit 1; \
-	done
+test-transformers: $(addprefix test-transformers-,4.57.3 5.24.0)  ## generation with the oldest and the newest transformers that it is for, beside the installed one
+
+test-transformers-%: $(VENV)/.ready
+	@echo "transformers $*"
+	test -d $(CACHE)/transformers-$* || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers-$* 'transformers==$*'
+	PYTHONPATH=$(CACHE)/transformers-$* $(PYTHON) -m pytest tests/generation/test_*.py $(patsubst %,tests/generation/batching/test_batching_%.py,tokens requests settings drafts attention_backends)
 
 test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own planner, compiled for the host; fetched once, half a gigabyte
 	test -d $(CACHE)/planner/cuda || $(UV) --target $(CACHE)/planner/cuda $(NVCC)
