@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 RELEASES = ("0.12.0", "0.13.0", "0.18.1", "0.26.0", "0.32.0")
 """The columns of the compatibility suite."""
 
-TESTED = (*RELEASES[:3], "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0")
+TESTED = (*RELEASES[:3], "0.22.1", "0.24.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
 """Those that `make test-releases` tests."""
 
 LATEST = "latest"
