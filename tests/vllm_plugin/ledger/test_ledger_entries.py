@@ -11,7 +11,7 @@ from vllm_async_spec.vllm_plugin.ledger import (
     load_ledger,
     release_runs,
 )
-from vllm_async_spec.vllm_plugin.ledger.entries import missing
+from vllm_async_spec.vllm_plugin.ledger.entries import lock_text, missing
 from vllm_async_spec.vllm_plugin.ledger.readme import readme
 from vllm_async_spec.vllm_plugin.patches.implementations import PATCHES
 from vllm_async_spec.vllm_plugin.plugin import IMPLEMENTATIONS
@@ -25,7 +25,7 @@ def test_a_broken_ledger_entry_is_named(tmp_path):
     (tmp_path / "odd.toml").write_text("summary = 1\n")
     with pytest.raises(PatchError, match=r"fingerprints.lock is not a lock file of fingerprints: \[Errno 2\]"):
         load_ledger(tmp_path)
-    (tmp_path / "fingerprints.lock").write_text("{}")
+    (tmp_path / "fingerprints.lock").write_text(lock_text({}))
     with pytest.raises(PatchError, match=r"odd.toml is not a ledger entry: summary is 1; it must be a string"):
         load_ledger(tmp_path)
     with pytest.raises(PatchError, match="there is no patch ledger in"):

@@ -1,6 +1,7 @@
 """`patches verify`."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 from vllm_async_spec.cli import app
 from vllm_async_spec.cli import patches as cli
 from vllm_async_spec.vllm_plugin.ledger import Match, PatchError, load_ledger, verify
-from vllm_async_spec.vllm_plugin.ledger.entries import read_lock
+from vllm_async_spec.vllm_plugin.ledger.entries import lock_text, read_lock
 
 
 def write_vllm(path: Path, release: str | None) -> None:
@@ -61,7 +62,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "patches"
     folder.mkdir()
     (folder / "double.toml").write_text(ENTRY)
-    (folder / "fingerprints.lock").write_text("{}")
+    (folder / "fingerprints.lock").write_text(lock_text({}))
     monkeypatch.setattr(cli, "ledger_directory", lambda: folder)
     monkeypatch.setattr(cli, "load_ledger", lambda directory=folder: load_ledger(directory))
     return folder
@@ -73,15 +74,35 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+LOCK = '{"releases": "0.7 0.8", "targets": {"vllm.a:f": {"0.7": "00", "0.9": "01"}}}'
+
+
+@pytest.mark.parametrize(
+    ("lock", "written"),
+    [
+        ({"a:f": {"0.7": "00", "0.8": "00", "0.9": "01"}}, {"a:f": {"0.7": "00", "0.9": "01"}}),
+        (
+            {"a:f": {"0.8": "00"}, "a:g": {"0.7": "1", "0.9": "1"}},
+            {"a:f": {"0.8": "00", "0.9": None}, "a:g": {"0.7": "1", "0.8": None, "0.9": "1"}},
+        ),
+        ({"a:f": {"0.10": "0", "0.9": "0"}, "a:g": {}}, {"a:f": {"0.9": "0"}, "a:g": {}}),
+    ],
+)
+def test_the_lock_has_what_each_release_changed(lock, written, tmp_path):
+    text = lock_text(lock)
+    assert json.loads(text)["targets"] == written
+    (tmp_path / "fingerprints.lock").write_text(text)
+    assert read_lock(tmp_path) == lock
+
+
 def update(source: Path) -> Result:
     return CliRunner().invoke(app, ["patches", "verify", "--vllm-source", str(source), "--update"])
 
 
 def test_update_writes_the_fingerprints_of_one_release_and_the_readme(ledger, source):
     (ledger / "older.toml").write_text(ENTRY.replace(">=1.0", ">=0.8,<1.0"))  # of the same targets
-    (ledger / "fingerprints.lock").write_text(
-        '{"vllm.a:Runner.step": {"00": "0.7 0.9", "01": "1.0", "02": "2.0"}, "vllm.old:f": {"03": "1.0"}}'
-    )
+    step = {"0.7": "00", "0.9": "00", "1.0": "01", "2.0": "02"}
+    (ledger / "fingerprints.lock").write_text(lock_text({"vllm.a:Runner.step": step, "vllm.old:f": {"1.0": "03"}}))
     done = update(source)
     assert done.exit_code == 0, done.output
     assert "read what vLLM changed in the targets of double" in done.output
@@ -109,8 +130,12 @@ def test_update_writes_the_fingerprints_of_one_release_and_the_readme(ledger, so
         (lambda source, ledger: (source / "vllm" / "a.py").write_text(""), "vLLM 2.0 has no target of double"),
         (lambda source, ledger: (ledger / "fingerprints.lock").write_text("[]"), "is not a lock file of fingerprints"),
         (
-            lambda source, ledger: (ledger / "fingerprints.lock").write_text('{"vllm.a:f": {"1.0": "00"}}'),
-            "is not a lock file of fingerprints: '00' is no release",
+            lambda source, ledger: (ledger / "fingerprints.lock").write_text(LOCK.replace("0.9", "1.0")),
+            "is not a lock file of fingerprints: '1.0' is none of its releases",
+        ),
+        (
+            lambda source, ledger: (ledger / "fingerprints.lock").write_text("{}"),
+            "is not a lock file of fingerprints: 'releases' is missing",
         ),
         (lambda source, ledger: (ledger / "fingerprints.lock").unlink(), "No such file or directory"),
     ],

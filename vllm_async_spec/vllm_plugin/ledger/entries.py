@@ -19,7 +19,11 @@ else:
 
 
 LOCK = "fingerprints.lock"
-"""The file in patches/ that `vllm-async-spec patches verify --update` writes: {target: {fingerprint: releases}}."""
+"""The file in patches/ that `vllm-async-spec patches verify --update` writes.
+
+JSON: `releases` lists all that any target has, oldest first. `targets` is {target: {release: fingerprint}}, with the
+releases that changed the target: to a fingerprint, or to null if they lack it.
+"""
 _OLDEST = Version("0.12")
 """The oldest release that any patch is for."""
 
@@ -182,25 +186,36 @@ def read_lock(directory: Path) -> dict[str, dict[str, str]]:
     path = directory / LOCK
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
-        lock = {
-            target: {release: code for code, releases in known.items() for release in releases.split()}
-            for target, known in written.items()
-        }
-        if wrong := [release for known in lock.values() for release in known if "." not in release]:
-            raise ValueError(f"{wrong[0]!r} is no release")
+        releases = written["releases"].split()
+        return {target: _in_each(changes, releases) for target, changes in written["targets"].items()}
+    except KeyError as error:
+        raise PatchError(f"{path} is not a lock file of fingerprints: {error} is missing") from error
     except (OSError, TypeError, ValueError, AttributeError) as error:
         raise PatchError(f"{path} is not a lock file of fingerprints: {error}") from error
-    return lock
+
+
+def _in_each(changes: Mapping[str, str | None], releases: Sequence[str]) -> dict[str, str]:
+    """A target's fingerprint in each release that has it."""
+    if wrong := changes.keys() - set(releases):
+        raise ValueError(f"{min(wrong)!r} is none of its releases")
+    known, code = dict[str, str](), None
+    for release in releases:
+        code = changes.get(release, code)
+        if code is not None:
+            known[release] = code
+    return known
 
 
 def lock_text(lock: Mapping[str, Mapping[str, str]]) -> str:
-    """The lock file's text: the releases of each fingerprint of a target, so that one source is one line."""
-    written: dict[str, dict[str, str]] = {}
+    """The lock file's text, in which a release that changes nothing is one word."""
+    releases = sorted({release for known in lock.values() for release in known}, key=release_order)
+    targets: dict[str, dict[str, str | None]] = {}
     for target, known in lock.items():
-        of = written[target] = {}
-        for release, code in known.items():
-            of[code] = f"{of[code]} {release}" if code in of else release
-    return json.dumps(written, indent=1) + "\n"
+        codes = [None, *map(known.get, releases)]
+        targets[target] = {
+            release: code for release, before, code in zip(releases, codes, codes[1:], strict=False) if code != before
+        }
+    return json.dumps({"releases": " ".join(releases), "targets": targets}, indent=1) + "\n"
 
 
 def read_ledger(directory: Path | None = None) -> tuple[tuple[PatchSpec, ...], dict[str, str]]:
