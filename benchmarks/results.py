@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, PlanError
-from benchmarks.stored import exists, files, read_json
+from benchmarks.stored import exists, files, read_json, rounded
 from benchmarks.summary import SPREADS, session_of, summarise
 from vllm_async_spec.cli.outputs import keep_elsewhere
 from vllm_async_spec.compat.json_text import compact_json
@@ -136,7 +136,7 @@ def write_result(path: Path, document: Document) -> None:
     Raises:
         PlanError: the file can't be written; the message says where the result is kept.
     """
-    partial, text = path.with_suffix(".partial"), compact_json(_rounded(document))
+    partial, text = path.with_suffix(".partial"), compact_json(rounded(document))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
@@ -187,12 +187,3 @@ def _drop_single_runs(turns: Sequence[Turn]) -> None:
 def _identity(plan: dict[str, Any]) -> dict[str, Any]:
     """The fields that two runs must share to be one result; the number and length of turns may differ."""
     return {name: plan[name] for name in ("name", "arms", "loads", "reference", "control", "keep")}
-
-
-def _rounded(value: Any) -> Any:
-    """The same with six digits of each float, more than any clock here resolves."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value

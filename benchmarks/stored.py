@@ -64,10 +64,19 @@ def keep(folder: Path) -> list[str]:
 
 def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Make these results, by name, the folder's archive."""
-    members = (f"{json.dumps(name)}: {compact_json(results[name]).rstrip()}" for name in sorted(results))
+    members = (f"{json.dumps(name)}: {compact_json(rounded(results[name])).rstrip()}" for name in sorted(results))
     partial = folder / f"{ARCHIVE}.partial"
     partial.write_bytes(packed("{\n" + ",\n".join(members) + "\n}\n"))
     partial.replace(folder / ARCHIVE)
+
+
+def rounded(value: Any) -> Any:
+    """The same with six digits of each float, more than any clock here resolves."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def _archived(folder: Path) -> dict[str, Any]:

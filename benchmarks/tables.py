@@ -92,36 +92,6 @@ def make_table(name: str, results: Path, document: Path) -> str:
     return "\n".join([grid(found).markdown(), *(f"{note}\n" for note in notes(found))])
 
 
-def _demo(results: Path) -> str:
-    rows = []
-    for found in _by_release(results, "demo-h200-vllm-*.json"):
-        ways = {way["way"]: way for way in found["results"]}
-        base = ways["synchronous"]["tokens_per_second"]
-        for way in list(ways.values())[1:]:
-            speed, low, high = (value / base for value in (way["tokens_per_second"], *way["spread"]))
-            rows.append(
-                (
-                    found["vllm"],
-                    way["way"],
-                    way["runner"],
-                    f"{speed:.2f} ({low:.2f}-{high:.2f})",
-                    f"{way['acceptance_length']:.3f}",
-                    f"{way['reads_now']:.2f} + {way['reads_late']:.2f}",
-                    way["difference"] or "identical",
-                )
-            )
-    head = (
-        "vLLM",
-        "way",
-        "runner",
-        "tokens/s, ratio",
-        "accepted",
-        "host reads, newest step + the one before",
-        "tokens",
-    )
-    return Grid(head, rows).markdown()
-
-
 def _host_time(results: Path) -> str:
     rows = []
     for found in _by_release(results, "host-time-h200-vllm-*.json"):
@@ -239,7 +209,6 @@ def _features(results: Path) -> str:
 _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "batching": _batching,
     "defaults": defaults,
-    "demo": _demo,
     "features": _features,
     "generation": _generation,
     "generation-ungraphed": _ungraphed,

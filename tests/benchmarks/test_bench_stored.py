@@ -9,7 +9,7 @@ from bench_command import bench
 from bench_documents import document
 
 from benchmarks.results import RESULTS, read_result, result_files
-from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, write_archive
+from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, rounded, write_archive
 from vllm_async_spec.compat.json_text import unpacked
 
 STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
@@ -28,7 +28,7 @@ def written(folder: Path, **results: object) -> None:
 
 
 def test_a_kept_result_is_read_by_the_path_of_its_file(tmp_path: Path):
-    made = document(STEADY)
+    made = rounded(document(STEADY))
     written(tmp_path, made=made, other={"trace": "x"})
     before = read_result(tmp_path / "made.json")
     assert keep(tmp_path) == ["made", "other"]
@@ -48,6 +48,12 @@ def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp
     assert keep(tmp_path) == ["b", "c"]
     assert [read_json(path)["of"] for path in files(tmp_path)] == [1, 2, 2]
     assert files(tmp_path, "[bc].json") == [tmp_path / "b.json", tmp_path / "c.json"]
+
+
+def test_the_archive_has_six_digits_of_each_number(tmp_path: Path):
+    written(tmp_path, a={"rows": [2 / 3, 123456789, {"us": 98765.4321}]})
+    keep(tmp_path)
+    assert read_json(tmp_path / "a.json") == {"rows": [0.666667, 123456789, {"us": 98765.4}]}
 
 
 def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):

@@ -11,13 +11,12 @@ from bench_command import bench
 from bench_documents import FACTS, PLAN, document
 from test_bench_waits_page import generated
 
-from benchmarks import published, tables
+from benchmarks import published
 from benchmarks.arms import Acceptance
 from benchmarks.plans import find_plan
 from benchmarks.present import notes
 from benchmarks.results import RESULTS, result_files, trace_files
 from benchmarks.serving.results import served_files
-from benchmarks.stored import read_json
 from benchmarks.tables import TableError, documents, rewrite
 
 __all__ = ["generated"]  # a fixture
@@ -127,13 +126,6 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
     table = published.defaults(tmp_path)
     assert "| 0.32.0, V2, FLASHINFER, 8b, 2 a device | decode-1, 3 |" in table
     assert "8b-tp2 (all)" not in table
-
-
-def test_the_numbers_of_the_demo_are_those_of_its_files():
-    newest = read_json(RESULTS / "demo-h200-vllm-0.32.0.json")
-    ways = {way["way"]: way for way in newest["results"]}
-    ratio = ways["with the plugin"]["tokens_per_second"] / ways["synchronous"]["tokens_per_second"]
-    assert f"| 0.32.0 | with the plugin | V2 | {ratio:.2f} (" in tables._demo(RESULTS)
 
 
 def test_an_acceptance_that_is_not_what_was_asked_for_is_said():
