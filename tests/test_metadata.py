@@ -1,4 +1,7 @@
+import copy
 import dataclasses
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +143,54 @@ def test_replacing_seq_lens_drops_what_was_known_of_the_old():
     metadata = MIXED.metadata(known=True, epoch=Epoch())
     assert metadata.replace(seq_lens=metadata.seq_lens + 1)._seq_lens_cpu is None
     assert metadata.replace(epoch=Epoch())._seq_lens_cpu is None
-    assert metadata.replace(max_seq_len=200).seq_lens_cpu is metadata.seq_lens_cpu
+    assert dataclasses.replace(metadata, seq_lens=metadata.seq_lens + 1)._seq_lens_cpu is None
+    kept = [metadata.replace(max_seq_len=200), dataclasses.replace(metadata, max_seq_len=200)]
+    assert [each.seq_lens_cpu.data_ptr() for each in kept] == [metadata.seq_lens_cpu.data_ptr()] * 2
+
+
+def test_a_callers_host_tensor_may_be_given_again_with_other_lengths():
+    given = torch.tensor(MIXED.seq_lens, dtype=torch.int32)
+    first = MIXED.metadata(epoch=Epoch()).replace(_seq_lens_cpu=given)
+    assert first._seq_lens_cpu is not None
+    assert MIXED.metadata(epoch=Epoch()).replace(_seq_lens_cpu=given)._seq_lens_cpu is not None
+
+
+@pytest.mark.parametrize("epoch", [None, Epoch()])
+def test_assigning_an_epoch_drops_what_was_known(epoch: Epoch | None):
+    metadata = MIXED.metadata(known=True, epoch=Epoch())
+    with torch.inference_mode():
+        metadata = metadata.replace(seq_lens=metadata.seq_lens.clone(), _seq_lens_cpu=metadata._seq_lens_cpu)
+        metadata.epoch = epoch
+        metadata.seq_lens.add_(1)
+        metadata.seq_lens_changed()
+        assert metadata.seq_lens_cpu.tolist() == metadata.seq_lens.tolist()
+
+
+def test_values_that_are_one_tensor_on_a_cpu_advance_once():
+    lengths = torch.tensor(MIXED.seq_lens, dtype=torch.int32)
+    metadata = MIXED.metadata(epoch=Epoch()).replace(
+        seq_lens=lengths, _seq_lens_cpu=lengths, seq_lens_cpu_upper_bound=lengths
+    )
+    metadata.advance(1)
+    assert metadata.seq_lens.tolist() == [34, 101, 8, 0]
+    assert metadata.seq_lens_cpu.tolist() == metadata.seq_lens_cpu_upper_bound.tolist() == [34, 101, 8, 0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_copy_knows_what_was_known_and_no_more(copied: Callable[[Any], Any], changed: bool):
+    metadata = MIXED.metadata(epoch=Epoch())
+    metadata.seq_lens.add_(0)
+    metadata.seq_lens_cpu  # noqa: B018
+    if changed:
+        metadata.seq_lens.add_(1)
+    other = copied(metadata)
+    assert (other._seq_lens_cpu is None) == changed
+    assert other.seq_lens_cpu.tolist() == metadata.seq_lens.tolist()
+
+
+def test_a_batch_is_printed_without_a_read():
+    assert "seq_lens=torch.int32 (4,) on cpu, num_reqs=4, " in repr(MIXED.metadata())
 
 
 def test_non_contiguous_tensors_are_taken():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,19 +44,23 @@ class HostCopy:
         epoch: advances when `source` changes.
     """
 
-    __slots__ = ("_at", "_epoch", "_host", "_pending", "name", "source")
+    __slots__ = ("_at", "_host", "_pending", "epoch", "name", "source")
 
     def __init__(
         self, source: torch.Tensor, name: str, *, given: torch.Tensor | None = None, epoch: Epoch | None = None
     ) -> None:
         self.source = source
         self.name = name
-        self._epoch = epoch
+        self.epoch = epoch
         self._host = given
         self._pending: _Pending | None = None
         self._at = self._now()
         if given is not None and epoch is None:
             _warn_unused(f"the value given for {name} is not used")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What `copy` and `pickle` make anew: a copied tensor counts its versions from zero, so the old proof fails."""
+        return _of_copy, (self.source, self.name, self.known, self.epoch)
 
     @property
     def known(self) -> torch.Tensor | None:
@@ -88,7 +93,7 @@ class HostCopy:
         copy starts, and a `HostSyncWarning` says so.
         """
         self._forget_if_stale()
-        if self._epoch is None:
+        if self.epoch is None:
             _warn_unused(f"{self.name} is not prefetched")
         elif self._host is None and self._pending is None:
             self._pending = _Pending.start(self.source)
@@ -100,9 +105,13 @@ class HostCopy:
 
     def _now(self) -> tuple[int, int] | None:
         """A value that changes with `source`; None without an epoch, because then a change can go unseen."""
-        if self._epoch is None:
+        if self.epoch is None:
             return None
-        return self._epoch.count, 0 if self.source.is_inference() else self.source._version
+        return self.epoch.count, 0 if self.source.is_inference() else self.source._version
+
+
+def _of_copy(source: torch.Tensor, name: str, known: torch.Tensor | None, epoch: Epoch | None) -> HostCopy:
+    return HostCopy(source, name, given=known, epoch=epoch)
 
 
 def _warn_unused(what: str) -> None:

@@ -29,9 +29,9 @@ class HostLengths:
 
     @property
     def host_lengths(self) -> HostCopy:
-        """The copy behind the properties below; made anew when `seq_lens` becomes another tensor."""
+        """The copy behind the properties below; made anew when `seq_lens` or the epoch becomes another."""
         copy: HostCopy | None = self.__dict__.get("_host_lengths")
-        if copy is None or copy.source is not self.seq_lens:
+        if copy is None or copy.source is not self.seq_lens or copy.epoch is not self.epoch:
             copy = self.__dict__["_host_lengths"] = HostCopy(self.seq_lens, "seq_lens", epoch=self.epoch)
         return copy
 
@@ -50,7 +50,10 @@ class HostLengths:
 
     @property
     def _seq_lens_cpu(self) -> torch.Tensor | None:
-        return self.host_lengths.known
+        known = self.host_lengths.known
+        # `dataclasses.replace` hands it on, perhaps beside another `seq_lens`. A view, because the tensor may be a
+        # caller's own, who may give it again.
+        return None if known is None else _described(known.view_as(known), self.seq_lens)
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:
@@ -183,7 +186,7 @@ class host_values_of:
             value = values.get(name)
             # `dataclasses.replace` hands values on: keep the record of the lengths that a value was first given for.
             if isinstance(value, torch.Tensor) and not hasattr(value, _DESCRIBED):
-                setattr(value, _DESCRIBED, (metadata.seq_lens, _version(metadata.seq_lens)))
+                _described(value, metadata.seq_lens)
 
 
 def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
@@ -204,7 +207,31 @@ def with_host_values(metadata: Any, value: torch.Tensor) -> Any:
 _CONSTRUCTING, _STAND_IN = "_host_constructing", "_host_stand_in"
 _GIVEN_NAMES = _LENGTHS, _COMPUTED = "_host_given_lengths", "_host_given_computed"
 _DESCRIBED = "_async_spec_described"
-"""Attribute of a host value: the device lengths that the value was given for, and their version."""
+"""Attribute of a host value: its `_Described`."""
+
+
+class _Described:
+    """The device lengths that a host value is of, and their version then; what `copy` and `pickle` make is of none."""
+
+    __slots__ = ("seq_lens", "version")
+
+    def __init__(self, seq_lens: torch.Tensor | None = None, version: int | None = None) -> None:
+        self.seq_lens = seq_lens
+        self.version = version
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Described, ()
+
+
+def _described(value: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+    setattr(value, _DESCRIBED, _Described(seq_lens, _version(seq_lens)))
+    return value
+
+
+def is_of_others(value: torch.Tensor, seq_lens: torch.Tensor) -> bool:
+    """Whether `value` was handed on from metadata with other device lengths."""
+    of: _Described | None = getattr(value, _DESCRIBED, None)
+    return of is not None and of.seq_lens is not seq_lens
 
 
 def _given(metadata: Any, name: str) -> torch.Tensor | None:
@@ -216,8 +243,8 @@ def _given(metadata: Any, name: str) -> torch.Tensor | None:
     value = values.get(name)
     if value is None or metadata.host_trust is Trust.RENEWED:
         return value
-    seq_lens, version = getattr(value, _DESCRIBED, (None, None))
-    unchanged = seq_lens is metadata.seq_lens and version is not None and version == _version(seq_lens)
+    of: _Described = getattr(value, _DESCRIBED, None) or _Described()
+    unchanged = of.seq_lens is metadata.seq_lens and of.version is not None and of.version == _version(of.seq_lens)
     return value if unchanged and metadata.host_trust is Trust.UNCHANGED else None
 
 

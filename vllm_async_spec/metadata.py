@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from vllm_async_spec.host_copy import Epoch
-from vllm_async_spec.host_lengths import HostLengths, query_lens
+from vllm_async_spec.host_lengths import HostLengths, is_of_others, query_lens
 
 
 class MetadataError(ValueError):
     """An invalid field of `CommonAttentionMetadata`: the message gives its name, its value and what it must be."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class CommonAttentionMetadata(HostLengths):
     """Per-batch attention metadata, shared by all layers and backends; vLLM's class of that name without its syncs.
 
@@ -80,7 +80,13 @@ class CommonAttentionMetadata(HostLengths):
             _check("is_prefilling", self.is_prefilling, shape=batch, dtype=torch.bool)
         if _seq_lens_cpu is not None:
             _check("_seq_lens_cpu", _seq_lens_cpu, shape=batch, device=_HOST)
-            self.seq_lens_cpu = _seq_lens_cpu
+            if not is_of_others(_seq_lens_cpu, self.seq_lens):
+                self.seq_lens_cpu = _seq_lens_cpu
+
+    def __repr__(self) -> str:
+        """Tensors by dtype, shape and device: printing their values would wait for the device."""
+        fields = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))
+        return f"CommonAttentionMetadata({', '.join(f'{name}={_shown(value)}' for name, value in fields)})"
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
         """A copy with `changes`; a known host copy stays known unless `seq_lens` or the epoch is replaced.
@@ -89,7 +95,6 @@ class CommonAttentionMetadata(HostLengths):
             MetadataError: a changed field is invalid.
             TypeError: a change names no field.
         """
-        # Given explicitly, because dataclasses.replace would give the old host lengths to a new `seq_lens`.
         known = None if changes.keys() & {"seq_lens", "epoch"} else self._seq_lens_cpu
         return dataclasses.replace(self, **{"_seq_lens_cpu": known} | changes)
 
@@ -155,20 +160,25 @@ class CommonAttentionMetadata(HostLengths):
         """Add `num_tokens` tokens to every live request, in place on the device, as a draft step does.
 
         The bounds rise by the same number, and the epoch advances. A known host copy advances into a new tensor,
-        because a copy in flight may still read the old one. A pending prefetch is dropped.
+        because a copy in flight may still read the old one. A pending prefetch is dropped. A part shares `seq_lens`
+        with the batch that it was cut from, whose bounds do not rise: advance one of the two.
 
         Raises:
             MetadataError: `num_tokens` is negative.
         """
         _check_count("num_tokens", num_tokens)
         _check_count("max_seq_len + num_tokens", self.max_seq_len + num_tokens)
-        known = self._seq_lens_cpu
-        self.seq_lens.copy_(_grown(self.seq_lens, num_tokens))
+        # All are made before one is written, because on a CPU they may be one tensor.
+        grown = _grown(self.seq_lens, num_tokens)
+        known, bound = (
+            None if each is None else _grown(each, num_tokens)
+            for each in (self._seq_lens_cpu, self.seq_lens_cpu_upper_bound)
+        )
+        self.seq_lens.copy_(grown)
         self.seq_lens_changed()
         if known is not None:
-            self._seq_lens_cpu = _grown(known, num_tokens)
-        if self.seq_lens_cpu_upper_bound is not None:
-            self.seq_lens_cpu_upper_bound = _grown(self.seq_lens_cpu_upper_bound, num_tokens)
+            self._seq_lens_cpu = known
+        self.seq_lens_cpu_upper_bound = bound
         self.max_seq_len += num_tokens
 
     def _token_range(self, first: int, end: int) -> CommonAttentionMetadata:
@@ -249,6 +259,10 @@ _INT32_MAX = torch.iinfo(torch.int32).max
 def _grown(lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """`lengths` with `num_tokens` more on every row but padding."""
     return lengths + (lengths > 0).to(lengths.dtype) * num_tokens
+
+
+def _shown(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def _maybe(tensor: torch.Tensor | None, rows: slice) -> torch.Tensor | None:

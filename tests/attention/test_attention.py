@@ -1,4 +1,6 @@
+import contextlib
 import importlib
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -85,7 +87,28 @@ def test_flash_attention_2_with_kvcache_takes_uniform_batches(name: str):
 
 def test_a_ragged_batch_is_refused_where_the_kernel_needs_a_uniform_one():
     arguments = FlashAttentionAdapter().arguments(make_case(BATCHES["mixed"]).metadata)
-    with pytest.raises(ValueError, match=r"16 query tokens; flash_attn_with_kvcache needs 9 for each of 4 requests"):
+    with pytest.raises(
+        ValueError, match=r"16 query tokens, .* \[1, 4, 9, 2\]; flash_attn_with_kvcache needs 9 for each"
+    ):
+        arguments.with_kvcache()
+
+
+@pytest.mark.parametrize(
+    ("starts", "tokens", "taken"),
+    [
+        ([0, 4, 8], 8, True),
+        ([0, 4, 4], 8, True),  # a padding row, with as many padding tokens
+        ([0, 4, 6], 8, False),  # padding makes up for what the second request lacks
+        ([0, 2, 6], 8, False),
+        ([0, 4, 8], 9, False),
+        ([0, 0, 0], 0, True),
+    ],
+)
+def test_padding_does_not_make_a_ragged_batch_uniform(starts: list[int], tokens: int, taken: bool):
+    lens = [b - a for a, b in itertools.pairwise(starts)]
+    metadata = Batch(tuple(lens), tuple(each and 32 for each in lens), token_padding=tokens - starts[-1]).metadata()
+    arguments = FlashAttentionAdapter().arguments(metadata)
+    with contextlib.nullcontext() if taken else pytest.raises(ValueError, match="needs 4 for each"):
         arguments.with_kvcache()
 
 

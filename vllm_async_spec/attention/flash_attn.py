@@ -22,6 +22,8 @@ class FlashAttentionArguments:
 
     cu_seqlens_q: torch.Tensor
     """(batch + 1,) int32, device: cumulative query lengths."""
+    cu_seqlens_q_cpu: torch.Tensor
+    """The same on the host."""
     seqused_k: torch.Tensor
     """(batch,) int32, device: exact number of keys of each request."""
     block_table: torch.Tensor
@@ -68,16 +70,18 @@ class FlashAttentionArguments:
         """Keyword arguments of flash-attn 2's `flash_attn_with_kvcache`.
 
         The query is (batch, `max_seqlen_q`, heads, head size), so every request must have `max_seqlen_q` query
-        tokens, as in a decode or speculative batch.
+        tokens, as in a decode or speculative batch, and padding rows as many padding tokens.
 
         Raises:
             ValueError: the batch is ragged.
         """
-        uniform = self.seqused_k.shape[0] * self.max_seqlen_q
-        if self.num_tokens != uniform:
+        starts = self.cu_seqlens_q_cpu
+        begins = torch.arange(0, starts.shape[0], dtype=starts.dtype) * self.max_seqlen_q
+        live = (starts < starts[-1]).sum()  # the first padding row begins where the last request ends
+        if self.num_tokens != begins[-1] or not torch.equal(starts[: live + 1], begins[: live + 1]):
             raise ValueError(
-                f"the batch has {self.num_tokens} query tokens; flash_attn_with_kvcache needs {self.max_seqlen_q} for "
-                f"each of {self.seqused_k.shape[0]} requests, so use the arguments of varlen()"
+                f"the batch has {self.num_tokens} query tokens, of which requests have {starts.diff().tolist()}; "
+                f"flash_attn_with_kvcache needs {self.max_seqlen_q} for each, so use the arguments of varlen()"
             )
         return {
             "cache_seqlens": self.seqused_k,
@@ -129,6 +133,7 @@ class FlashAttentionAdapter:
         back = -1 if self.sliding_window is None else self.sliding_window - 1
         return FlashAttentionArguments(
             cu_seqlens_q=metadata.query_start_loc,
+            cu_seqlens_q_cpu=metadata.query_start_loc_cpu,
             seqused_k=metadata.seq_lens,
             block_table=metadata.block_table_tensor,
             num_tokens=metadata.num_actual_tokens,
