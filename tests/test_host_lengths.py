@@ -1,8 +1,11 @@
 """A host length is exact when it is returned: whoever wrote the device's, however, in whatever mode."""
 
+import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from interpreted import compare_on_a_gpu_or_interpreted
 from length_writers import MODES, writers
 
 from vllm_async_spec import CommonAttentionMetadata, Epoch, HostCopy, HostSyncWarning, reset_sync_report, sync_report
+from vllm_async_spec.host_lengths import _described, is_of_others
 
 MIXED = Batch(query_lens=(1, 4, 7, 0), seq_lens=(33, 100, 7, 0), token_padding=2)
 
@@ -141,3 +145,13 @@ def test_what_cannot_be_used_without_an_epoch_is_said_where_it_was_asked_for(ask
     with pytest.warns(HostSyncWarning, match=f"{said}.* because no Epoch was given") as caught:
         ask()
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_what_is_copied_with_its_lengths_is_of_none(copied: Callable[[object], Any]):
+    """A copied tensor counts its versions anew, so that a stale value of vLLM's could look current."""
+    lengths, other = torch.zeros(4), torch.zeros(4)
+    value = _described(torch.zeros(4), lengths)
+    assert (is_of_others(value, lengths), is_of_others(value, other)) == (False, True)
+    value, lengths = copied((value, lengths))
+    assert is_of_others(value, lengths)
