@@ -19,6 +19,7 @@ from vllm_async_spec import (
     sync_policy,
     sync_report,
 )
+from vllm_async_spec.streams import waits_refused
 
 MIXED = Batch(query_lens=(1, 4, 7, 0), seq_lens=(33, 100, 7, 0), token_padding=2)
 PER_REQUEST = ("seq_lens", "block_table_tensor", "seq_lens_cpu_upper_bound", "is_prefilling")
@@ -215,8 +216,7 @@ def test_on_a_gpu(prefetch: bool):
     moved["query_start_loc_cpu"] = metadata.query_start_loc_cpu.pin_memory()
     metadata = metadata.replace(**moved, epoch=Epoch())
     torch.cuda._sleep(20_000_000)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         metadata.advance(1)
         part = metadata.split(6)[0]
         if prefetch:
@@ -224,8 +224,6 @@ def test_on_a_gpu(prefetch: bool):
             torch.cuda._sleep(20_000_000)
             assert metadata.seq_lens_cpu.is_pinned()
             assert metadata.num_computed_tokens_cpu.tolist() == [33, 97, 1, 0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert metadata.seq_lens_cpu.tolist() == [34, 101, 8, 0]
     assert part.seq_lens_cpu.tolist() == part.seq_lens.tolist()
     metadata.seq_lens.add_(1)

@@ -81,24 +81,18 @@ def refuse_waits(run: Callable[[], object]) -> None:
 
     Found during a capture, the wait would leave the allocator and the random generator in capture state.
     """
-    mode = torch.cuda.get_sync_debug_mode()
-    with _waits_refused():
-        # The mode is process-wide: "error" would also make other threads' reads fail.
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            run()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+    with waits_refused():
+        run()
 
 
 @contextlib.contextmanager
-def _waits_refused() -> Iterator[None]:
+def waits_refused() -> Iterator[None]:
     """Turn PyTorch's warning of a device wait into an error in this thread, and drop it in others.
 
     Raises:
         RuntimeError: the block waits for the device.
     """
-    here = threading.get_ident()
+    here, mode = threading.get_ident(), torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_WAITS)
         show = warnings.showwarning
@@ -110,4 +104,9 @@ def _waits_refused() -> Iterator[None]:
                 raise RuntimeError(str(message))
 
         warnings.showwarning = refuse
-        yield
+        # The mode is process-wide: "error" would also make other threads' reads fail.
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)

@@ -12,6 +12,7 @@ from trtllm_shapes import PAGE, SM90
 
 from vllm_async_spec import CommonAttentionMetadata, sync_policy
 from vllm_async_spec.attention import FlashInferFeatures, ReferenceAdapter, TrtllmAdapter, bmm_scales, paged_attention
+from vllm_async_spec.streams import waits_refused
 
 
 @dataclass
@@ -98,12 +99,8 @@ def test_xqa_equals_the_oracle_and_its_own_result_from_exact_maxima(
     seen = set()
     for seed in range(60):
         case = on_gpu(seed, dtype)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with sync_policy("error"):
-                arguments = adapter.arguments(case.metadata)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with sync_policy("error"), waits_refused():
+            arguments = adapter.arguments(case.metadata)
         decode = arguments.decode
         if decode is None:
             continue

@@ -12,6 +12,7 @@ import transformers
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
+from vllm_async_spec.streams import waits_refused
 
 pytestmark = pytest.mark.gpu
 
@@ -108,14 +109,11 @@ def test_no_step_makes_the_host_wait_for_the_device():
     # The first call opens the channel, which may wait.
     unfinished = torch.ones(4, dtype=torch.long, device="cuda") & ~criteria(ids, None)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_refused():
         while not bool(unfinished.max() == 0):
             chosen = end if ids.shape[1] >= 40 else tokens
             ids = torch.cat([ids, (chosen * unfinished + 0 * (1 - unfinished))[:, None]], dim=-1)
             unfinished = unfinished & ~criteria(ids, None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     length = ids.shape[1] - criteria.finish()
     assert length == 41
     assert ids[:, length - 1].tolist() == [7] * 4

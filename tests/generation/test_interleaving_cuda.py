@@ -24,6 +24,7 @@ from interleaving_controls import (
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import decode_loops, workspace
+from vllm_async_spec.streams import waits_refused
 
 pytestmark = pytest.mark.gpu
 
@@ -118,11 +119,8 @@ def test_no_step_makes_the_host_wait_for_the_device(model: Any, monkeypatch: pyt
 
     def watched(*args: Any, **kwargs: Any) -> int:
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waits_refused():
             return loop(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(decode_loops, "interleaved", watched)
     tokens, _ = generate(model, inputs, **settings, **INTERLEAVED)

@@ -17,7 +17,7 @@ from small_batchers import DRAFTS
 from vllm_async_spec.generation import ContinuousBatcher
 from vllm_async_spec.generation.batching import Request
 from vllm_async_spec.generation.batching.streams import CudaStreams, Work
-from vllm_async_spec.streams import Arrival
+from vllm_async_spec.streams import Arrival, refuse_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -198,11 +198,7 @@ def test_drafts_make_the_host_wait_for_nothing(subject: tuple[Any, str]):
         with batcher_of(model, cuda_graphs=cuda_graphs, **(SETTINGS | options)) as batcher:
             found = [batcher.submit(prompt, max_new_tokens=30) for prompt in prompts()]
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                batcher.run()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            refuse_waits(batcher.run)
             assert all(request.result() for request in found)
 
 
@@ -276,11 +272,7 @@ def test_no_step_makes_the_host_wait_for_the_device(subject: tuple[Any, str]):
     with batcher_of(model, max_batch=4, max_length=160, eos_token_id=EOS, attention=attention) as batcher:
         found = [batcher.submit(prompt, max_new_tokens=30, temperature=0.5) for prompt in prompts()]
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            batcher.run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        refuse_waits(batcher.run)
         assert all(request.result() for request in found)
 
 
