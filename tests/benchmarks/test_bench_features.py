@@ -16,7 +16,7 @@ from benchmarks.acceptance import arrange, make_orbit
 from benchmarks.arms import Plugin
 from benchmarks.child import ChildError
 from benchmarks.features import run as feature_runs
-from benchmarks.features.cases import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Ask, Feature, banned_pairs, find_feature
+from benchmarks.features.cases import FEATURES, LOAD, MIN_TOKENS, TEXT_BYTES, Feature, banned_pairs, find_feature
 from benchmarks.features.checks import CHECKS, check
 from benchmarks.features.files import write_adapter
 from benchmarks.features.run import Place, Seen, arm_of, judge
@@ -244,13 +244,13 @@ def test_an_eagle3_drafter_is_wrong_after_the_marked_tokens_only():
 
 def test_the_table_has_a_row_for_each_case_and_says_what_was_not_run(tmp_path: Path):
     assert all("not run" in row for row in feature_grid(tmp_path).rows)
+    biased = find_feature("logit-bias")
+    refused = Seen(error=biased.refused)
     results = {
         "eagle": judged(plain(), seen(plain(), planted(5, 3, 999))),
         "logprobs": judged(plain("logprobs"), seen(plain("logprobs"), planted(5, 3, 997))),
         "mtp": judge(plain("mtp"), Seen(error="no device"), Seen(), GPU, Plugin.ON),
-        "logit-bias": judge(
-            *[find_feature("logit-bias")], *[Seen(error=find_feature("logit-bias").refused)] * 2, GPU, Plugin.ON
-        ),
+        "logit-bias": judge(biased, refused, refused, GPU, Plugin.ON),
     }
     for name, found in results.items():
         (tmp_path / f"features-{name}.json").write_text(json.dumps(found))
@@ -293,8 +293,3 @@ def test_a_control_breaks_what_it_names(control: str, monkeypatch: pytest.Monkey
     CONTROLS[control](None)
     assert (DeviceProgress.correct is correct) is (control != "positions")
     assert (optimistic_runner.needed_by is needed_by) is (control != "exact")
-
-
-def test_asks_are_as_declared():
-    assert find_feature("lora").asks()[1].adapter
-    assert Ask((1,), 1).sampling == {}
