@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 from bench_command import bench
-from bench_documents import document
+from bench_documents import STEADY, document
 
 from benchmarks.results import RESULTS, read_result, result_files
 from benchmarks.stored import ARCHIVE, exists, files, keep, read_json, rounded, write_archive
 from vllm_async_spec.compat.json_text import unpacked
-
-STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from bench_command import bench
-from bench_documents import FACTS, PLAN, document
+from bench_documents import FACTS, PLAN, STEADY, document
 from test_bench_waits_page import generated
 
 from benchmarks import published
@@ -20,7 +20,6 @@ from benchmarks.serving.results import served_files
 from benchmarks.tables import TableError, documents, rewrite
 
 __all__ = ["generated"]  # a fixture
-STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
 def test_the_tables_of_the_documents_are_those_of_the_results():

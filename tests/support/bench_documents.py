@@ -23,6 +23,7 @@ PLAN = Plan(
     reference="stock",
     control="noop",
 )
+STEADY = {"stock": [100, 101, 102, 100], "noop": [101, 100, 101, 101], "plugin": [105, 106, 107, 105]}
 
 
 def measured(speed: float) -> dict[str, Any]:
