@@ -56,6 +56,21 @@ from bench_command import bench
             "--control exact breaks the plugin, and --plugin is stock; leave out one of the two",
         ),
         (["features", "eagle", "--release", "0.18.1"], "no environment has vLLM 0.18.1; give --env 0.18.1=FILE"),
+        (["features", "--audit", "no-such"], "there is no case 'no-such'; there are plain, json-1, "),
+        (["features", "--audit", "--only", "0.99"], "--only is '0.99', which is in none of 0.32.0-V2-1b, "),
+        (
+            ["features", "--audit", "--only", "1b", "--cpu"],
+            "--only is '1b', and --cpu has one group; leave out one of the two",
+        ),
+        (
+            ["features", "--audit", "--release", "0.32.0"],
+            "--release is not for --audit; leave it out, and choose releases with --only",
+        ),
+        (["features", "--audit", "--control", "exact"], "--control is not for --audit; leave it out"),
+        (
+            ["features", "--audit"],
+            "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu",
+        ),
         (["run", "nothing"], "there is no plan 'nothing'; there are overhead-tiny"),
         (["run", "overhead-tiny", "--turns", "3"], "3 turns can't be balanced"),
         (["run", "overhead-tiny", "--env", "0.32.0"], "--env is '0.32.0'; it must be RELEASE=FILE"),

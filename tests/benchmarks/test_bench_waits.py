@@ -286,26 +286,6 @@ def test_a_result_that_can_not_be_written_is_kept_elsewhere(engines: Engines, tm
         run(tmp_path / "in-the-way", "plain")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("no-such",), "there is no case 'no-such'; there are plain, json-1, "),
-        (("--only", "0.99"), "--only is '0.99', which is in none of 0.32.0-V2-1b, "),
-        (("--only", "1b", "--cpu"), "--only is '1b', and --cpu has one group; leave out one of the two"),
-        (("--release", "0.32.0"), "--release is not for --audit; leave it out, and choose releases with --only"),
-        (("--control", "exact"), "--control is not for --audit; leave it out"),
-        ((), "the cases need a GPU, and this machine has none; run them where there is one, or give --cpu"),
-    ],
-)
-def test_a_mistake_is_one_sentence_with_audit_too(
-    arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setattr("benchmarks.machine.has_gpu", lambda: False)
-    result = bench("features", "--audit", "--out", str(tmp_path), *arguments)
-    assert result.exit_code == (1 if arguments else 2)
-    assert result.stderr.startswith(f"benchmarks: {sentence}")
-
-
 @pytest.mark.parametrize("option", [("--only", "1b"), ("--seconds", "3"), ("--budget-s", "9"), ("--retry",)])
 def test_an_option_of_audits_alone_is_refused_without(option: tuple[str, ...]):
     result = bench("features", *option)
