@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 try:
     from benchmarks.cli import app
 except KeyboardInterrupt:  # the imports take seconds

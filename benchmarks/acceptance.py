@@ -18,8 +18,6 @@ Marks are spread over the cycle at random, and every step begins at a token that
 is accepted with probability `share`, independently of the others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Comparisons as plain data: an arm is one way of serving, a plan is arms, loads and the order of turns."""
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

@@ -8,8 +8,6 @@ A router of random weights would make a small difference of rounding a large one
 almost equal. So each token has a class, and in each layer a class ranks all experts, with a wide gap between any two.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """What the audits in the results of plans say: the host time of a step by phase, and the waits of each rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a result keeps of an audit: shares of the time, and the code that waits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_async_spec.audit.report import Place, Report, WaitKind

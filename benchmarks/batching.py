@@ -29,8 +29,6 @@ and is left out of both.
 Kernels that FlashInfer has not compiled on this machine compile when a batcher is made (docs/batching.md).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

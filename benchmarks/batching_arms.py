@@ -1,7 +1,5 @@
 """The arms of the continuous batching benchmark, which `batching` times in turns and `tracing` records."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

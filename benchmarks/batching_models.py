@@ -5,8 +5,6 @@ next token then depends on the last token alone, by a margin that no rounding re
 bfloat16 too, but they show nothing about attention.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Whether vLLM's caches of compiled code are cold or warm for an arm; a start with cold caches takes minutes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

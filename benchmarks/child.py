@@ -1,7 +1,5 @@
 """The process of one arm's engine: its command line and its environment."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

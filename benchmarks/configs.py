@@ -1,7 +1,5 @@
 """The config.json of each model that a shape names, and of their drafters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 COMMON: dict[str, Any] = {

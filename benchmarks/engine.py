@@ -5,8 +5,6 @@ error. The engine core is in this process, and so is the worker of an engine of 
 goes through `worker.BenchWorker`, wherever they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Facts of a running engine for its result, and the choice of the plugins that vLLM loads into it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -26,8 +26,6 @@ tokens. If the arms' tokens differ, there is no ratio. The arms' kernels round d
 embeddings in another order: the next token is then never a near tie.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -6,8 +6,6 @@ Before each call the device gets a tenth of a second of work. A call that waits 
 that only launches takes microseconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

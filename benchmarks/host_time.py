@@ -7,8 +7,6 @@ rounds' ratios, their spread, and the difference in microseconds. A step of vLLM
 group, and calls `unpadded` at most once.
 """
 
-from __future__ import annotations
-
 import importlib
 import statistics
 import time

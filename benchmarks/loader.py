@@ -6,8 +6,6 @@ with every linear layer), and later writes into the originals have no effect.
 Importing this module registers the loader; import it in the process that loads the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

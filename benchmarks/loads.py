@@ -1,7 +1,5 @@
 """Loads of an engine: how many requests, how long, and how many at once. All are seeded."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What this machine has: a GPU, its memory, a vLLM."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Records the middle of a loop's run in this process: with the audit's recorder and host waits, or with CUPTI alone."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile

@@ -4,8 +4,6 @@ All of vLLM's models with M-RoPE take images and need a processor. A runner's wo
 only, both here: a model that gives its positions, and a rotary embedding of three axes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ On Hopper its wrappers choose FlashAttention 3, elsewhere FlashAttention 2, whic
 arm that requests FlashAttention 2 runs what an Ampere or Ada GPU would run, though not at that GPU's speed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

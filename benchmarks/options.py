@@ -1,7 +1,5 @@
 """Arguments of vLLM for an arm's model, its drafter and their random weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ It needs vLLM with FlashInfer and a GPU. vLLM's builder and the plugin's take tu
 a model. The device is idle, so nothing waits: the result is a step's cost on the host, without stock vLLM's waits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """A result as a table of strings, for the terminal and for the documents alike."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ WORDS of a figure in a sentence:
 RESULT and LOAD may end in `*`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase

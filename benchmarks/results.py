@@ -1,7 +1,5 @@
 """Result files, written after every turn, so that a run can be interrupted and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence

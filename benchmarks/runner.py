@@ -1,7 +1,5 @@
 """Runs a plan: each turn starts an engine, runs the loads, stops the engine, and is written at once."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ No shape ties its head to its embeddings, because the two are arranged different
 whole head and a few rows of the embeddings whether they are one matrix or two.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """How long arms take to start: with cold caches, with those that another arm warmed, and with warm ones."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ independent. A bootstrap of four values covers the true ratio far less often tha
 no normality, but can't reach 95 % with fewer than six passes.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence

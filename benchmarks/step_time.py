@@ -6,8 +6,6 @@ It needs vLLM 0.14 to 0.18 and a GPU. Both runners are vLLM's own class, stock a
 alternate. The device is idle, so nothing waits: the result is a step's cost on the host, not what it saves.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace

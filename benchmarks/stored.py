@@ -5,8 +5,6 @@ result is that of its file also where only the archive has it; a file goes befor
 `python -m benchmarks keep` puts files into the archive, and `xz -dc benchmarks/results/archive.json.xz` shows it.
 """
 
-from __future__ import annotations
-
 import copy
 import fnmatch
 import functools

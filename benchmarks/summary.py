@@ -1,7 +1,5 @@
 """Rows from turns: medians, spreads, and ratios unless noise forbids them."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict

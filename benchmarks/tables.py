@@ -10,8 +10,6 @@ key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.
 between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from functools import partial

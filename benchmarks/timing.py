@@ -1,7 +1,5 @@
 """Milliseconds a step, tokens a second and acceptance length, from an engine's outputs and their times."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ stretches nearer to each other than `join_us` are one block. The step times and 
 recorded steps and ignore the joining. Recording makes steps longer, above all steps with many launches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

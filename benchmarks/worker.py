@@ -4,8 +4,6 @@ vLLM imports this module in each worker, before it loads the model: it is the en
 several ranks each worker is a process of its own, so whatever needs a model runner goes through these methods.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

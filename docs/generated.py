@@ -8,8 +8,6 @@
 - The table of a result, in the place of `<!-- table: NAME -->` in a page.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

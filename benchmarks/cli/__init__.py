@@ -1,7 +1,5 @@
 """The command line: `python -m benchmarks COMMAND`; `--help` lists the commands."""
 
-from __future__ import annotations
-
 import typer
 
 from benchmarks.cli import measurements, results, serving, tokens

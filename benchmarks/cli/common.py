@@ -1,7 +1,5 @@
 """Shared by the commands: options, one-sentence errors, and output of results."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

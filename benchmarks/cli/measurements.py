@@ -1,7 +1,5 @@
 """Commands that measure one thing each, and those of transformers; each imports what it measures when it runs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands of plans: run a plan, show and draw results, write their tables."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated, Any, TypeVar

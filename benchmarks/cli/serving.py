@@ -1,7 +1,5 @@
 """The command of served plans."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Commands that compare an engine's tokens with stock's: soaks, and cases of vLLM's features."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

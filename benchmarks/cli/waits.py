@@ -1,7 +1,5 @@
 """`python -m benchmarks features --audit`: what waits, by feature."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn

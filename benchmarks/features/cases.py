@@ -3,8 +3,6 @@
 Features that vLLM itself refuses with speculative decoding are here too, with the words of the refusal.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Checks of a case beyond stock's tokens: that the feature was active and did its work."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Serves a case in the process of its engine, and records tokens, steps and waits."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections import Counter

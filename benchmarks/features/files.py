@@ -1,7 +1,5 @@
 """Files that a case needs beside its model: a byte tokenizer, a LoRA adapter. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import string

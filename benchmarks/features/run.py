@@ -3,8 +3,6 @@
 Cases with equal engines share one engine, which starts once. An engine that dies fails only the case that it served.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections import Counter

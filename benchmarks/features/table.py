@@ -1,7 +1,5 @@
 """The table of cases, from their results: one row a case, also for cases that have not run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """All plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

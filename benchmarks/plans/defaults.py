@@ -1,7 +1,5 @@
 """vLLM's default configuration, as operators get it: what is published for each release, runner and shape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Engine arguments, environments and acceptances that several plans share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.arms import Acceptance, Arm, Means, Plugin

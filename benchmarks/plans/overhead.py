@@ -1,7 +1,5 @@
 """The plugin's cost or gain against stock."""
 
-from __future__ import annotations
-
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
 from benchmarks.plans.engines import ACCEPTANCE, DEFAULT_ENGINE, tiny_arm

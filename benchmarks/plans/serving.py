@@ -1,7 +1,5 @@
 """Plans of servers, at vLLM's default configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

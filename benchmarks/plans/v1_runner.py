@@ -1,7 +1,5 @@
 """The V1 runner of vLLM 0.19 to 0.29 with and without the plugin, and the V2 runner of the same release beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

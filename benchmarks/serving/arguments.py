@@ -1,7 +1,5 @@
 """Command lines of `vllm serve` and `vllm bench serve`, which vLLM 0.18 to 0.32 take alike."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 once, and runs it for each line of JSON on its standard input, with the arguments that the command line would have had.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Plans of servers as plain data: arms, the loads that a client puts on them, and the order of steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar

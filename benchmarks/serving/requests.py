@@ -6,8 +6,6 @@ https://github.com/Azure/AzurePublicDataset. In the trace half of the prompts ha
 the outputs 129 or fewer; the means are 1,155 and 211. Token ids are random, as the trace has no text.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -1,7 +1,5 @@
 """Result files of served plans, written after every step, and their summary."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Collection
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Runs a served plan: starts the servers, drives one at a time, and writes the result after every step."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ command line after `vllm serve`. The process says when the server is ready, and 
 `json_child`). It ends the server when its standard input ends.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

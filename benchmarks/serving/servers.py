@@ -1,7 +1,5 @@
 """Servers and clients as child processes of this one: started together, and ended with it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """A served plan's result as a table and notes, for the terminal and for the documents alike."""
 
-from __future__ import annotations
-
 from benchmarks.facts import captions
 from benchmarks.present import Grid
 from benchmarks.serving.results import SPEEDS, Document, engines, machines, starts, summarise, unlike

@@ -4,8 +4,6 @@ The models have random weights and no tokenizer of their own. With this one noth
 as many tokens as it should, and served texts can be compared token for token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which controls, deliberate breakages, can show in which engine; `soak.engine` implements them."""
 
-from __future__ import annotations
-
 from benchmarks.arms import Arm
 from benchmarks.shapes import find_shape
 from vllm_async_spec.vllm_plugin.ledger import find_patch

@@ -1,7 +1,5 @@
 """Random work on the device of one rank, so that the device falls behind the host."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Delays put the device behind the host, so that a buffer reused too early, or a l
 `soaks.Soak.noisy`.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import random

@@ -1,7 +1,5 @@
 """The parent process of a soak: stock gives the expected tokens, then the subject serves the same requests."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

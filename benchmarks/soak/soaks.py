@@ -1,7 +1,5 @@
 """All soaks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Most cases are sampling parameters, so one engine serves them in turn. The other
 case has a reference, plain decoding under the same load, which the same engine or its base serves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -3,8 +3,6 @@
 A case that vLLM refuses, or for which this environment lacks a package, is answered and leaves the engine running.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """Result files of the cases: one for each release, runner and shape, written after every case."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

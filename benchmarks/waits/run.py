@@ -5,8 +5,6 @@ wave the other engines come before the base's own cases. Each of these is audite
 may leave a process slower.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

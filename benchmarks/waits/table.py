@@ -1,7 +1,5 @@
 """The tables of the page: a row for each feature and engine, and what each engine was."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 

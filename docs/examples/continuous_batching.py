@@ -7,8 +7,6 @@ And the same again with a draft model, several in a step.
 Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing is fetched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 

@@ -6,8 +6,6 @@ Needs `vllm-async-spec[transformers]`. The model has random weights, so nothing 
 CUDA graph; elsewhere the same loop runs without streams and graphs, and says so.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

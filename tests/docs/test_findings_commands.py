@@ -1,7 +1,5 @@
 """What docs/findings.md says of stock vLLM, on a GPU (`-m gpu`): a test passes where stock vLLM is wrong."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

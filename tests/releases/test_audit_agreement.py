@@ -1,7 +1,5 @@
 """The audit's time of data-parallel agreement, on the functions of a real vLLM release."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The V1 runners of 0.19 to 0.29 whose tokens and indices stay on the device, in simulated engines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

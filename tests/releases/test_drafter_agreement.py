@@ -1,7 +1,5 @@
 """The patch `drafter-agreement` on the proposers of a real vLLM release, with two engines that are not there."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What docs/findings.md says of stock vLLM, shown with the real Python of a release; other nodes are named there."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Metadata of linear attention that is kept from step to step, compared with what vLLM builds anew in each."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator

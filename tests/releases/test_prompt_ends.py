@@ -1,7 +1,5 @@
 """A prompt's last chunk that is as long as a decode step of a hybrid: what vLLM's runner and builder make of it."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The patch `rank-agreement` on the executor of a real vLLM release: when it asks the ranks."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace

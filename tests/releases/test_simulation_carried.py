@@ -3,8 +3,6 @@
 Stock waits for no accepted count there, so stock itself must be right. `SIMULATION_LOADS=100` makes a hundred loads.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import random

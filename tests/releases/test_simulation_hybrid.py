@@ -1,7 +1,5 @@
 """A hybrid in the V1 runner from 0.19 on, under random loads on a late device: its states decide its tokens."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace

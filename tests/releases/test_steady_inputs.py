@@ -1,7 +1,5 @@
 """The V1 runners of 0.19 to 0.29 whose steady steps are prepared by one kernel, in simulated engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

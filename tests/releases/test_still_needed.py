@@ -1,7 +1,5 @@
 """A patch's entry names the releases that need it, as the bytecode and source of this release say."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

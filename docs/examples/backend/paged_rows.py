@@ -6,8 +6,6 @@ is an upper bound, and `query_start_loc_cpu`. What masks comes from the device: 
 `WaitingMetadataBuilder` is how the builder began: it asks the device for a size, and the host waits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

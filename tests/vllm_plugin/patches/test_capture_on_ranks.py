@@ -1,7 +1,5 @@
 """Ranks capture together or not at all, in two real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

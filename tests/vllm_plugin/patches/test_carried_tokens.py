@@ -3,8 +3,6 @@
 tests/releases compares vLLM's runners with stock's.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Each rank's part of a sequence, as vLLM's arithmetic has it, from the device's lengths alone."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where drafting is left as it is, and that the operator is told."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Whether FlashInfer decodes with XQA is asked of the machine; and its kernels are compiled before any request."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Ranks that decided differently end the start in one sentence, before they capture anything."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Which batches are drafted for by graphs, and what graphs are given of them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from types import SimpleNamespace
