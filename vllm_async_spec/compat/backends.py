@@ -43,8 +43,6 @@ from vllm_async_spec.compat.subject import Subject
 from vllm_async_spec.compat.vllm_source import loaded_source
 
 _IN = "vllm.v1.attention.backends."
-_LAYERS = ("vllm.model_executor.layers.attention.", "vllm.attention.layers.")
-"""Where attention layers live, in newer releases and in older ones."""
 _LOCAL_CHUNK = 64
 """Tokens per chunk of chunked local attention."""
 
@@ -96,6 +94,12 @@ class Backend:
     capability: tuple[int, int] | None = None
     on_host: bool = False
     layer: MakeLayer | str = _LAYER
+
+
+def _of_layer(name: str) -> tuple[str, ...]:
+    """The factory's places in newer releases and in older ones."""
+    layers = ("vllm.model_executor.layers.attention", "vllm.attention.layers")
+    return tuple(f"{folder}.{name}_attention:create_{name}_attention_backend" for folder in layers)
 
 
 def _mla(block_size: int) -> Callable[[Any, BuilderInputs], Any]:
@@ -244,7 +248,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             "CHUNKED_LOCAL",
-            tuple(f"{layers}chunked_local_attention:create_chunked_local_attention_backend" for layers in _LAYERS),
+            _of_layer("chunked_local"),
             _chunked_local,
             remakes=FIELDS,
             layer=_triton_layer(chunk=_LOCAL_CHUNK),
@@ -259,7 +263,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             "CROSS_ATTENTION",
-            tuple(f"{layers}cross_attention:create_cross_attention_backend" for layers in _LAYERS),
+            _of_layer("cross"),
             cross_attention_builder,
             fields=encoder_fields,
             remakes=("seq_lens", "max_seq_len", "slot_mapping"),
@@ -267,7 +271,7 @@ BACKENDS: dict[str, Backend] = {
         ),
         Backend(
             "ENCODER_ONLY",
-            tuple(f"{layers}encoder_only_attention:create_encoder_only_attention_backend" for layers in _LAYERS),
+            _of_layer("encoder_only"),
             encoder_only_builder,
             not_for=_no_encoder_batch,
             layer=_triton_layer(encoder=True),
