@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from vllm_async_spec.patching import temporarily
 
 _FEWEST = 4 * (SETTLING + 2)
 
-OnStep = Callable[[], None]
+OnStep = Callable[[], object]
 Run = Callable[[OnStep], object]
 """Runs a loop to its end, and calls its argument, on the thread that launches, as each step begins."""
 
@@ -51,13 +52,7 @@ def record_middle(run: Run, *, at_most: int | None = None) -> Middle:
     Raises:
         MiddleError: the loop has too few steps, or recording failed.
     """
-    steps = 0
-
-    def count() -> None:
-        nonlocal steps
-        steps += 1
-
-    run(count)
+    steps = _steps_of(run)
     if steps < _FEWEST:
         raise MiddleError(
             f"a run of {steps} steps has no middle to record; give more new tokens, for at least {_FEWEST} steps"
@@ -104,13 +99,7 @@ def shares_of_run(run: Callable[[], object]) -> Shares:
 
 def shares_of_steps(run: Run) -> Shares:
     """Shares of the device's time in the third quarter of a run's steps, when long prompts have been prefilled."""
-    steps = 0
-
-    def count() -> None:
-        nonlocal steps
-        steps += 1
-
-    run(count)
+    steps = _steps_of(run)
     profiler, step = _profiler(), 0
 
     def on_step() -> None:
@@ -126,6 +115,12 @@ def shares_of_steps(run: Run) -> Shares:
     # The trace lacks earlier launches and ends within a step, so cut off an eighth at each end.
     start, end = int(trace.start[0]), int(trace.end.max())
     return shares_between(trace, start + (end - start) // 8, end - (end - start) // 8)
+
+
+def _steps_of(run: Run) -> int:
+    steps = itertools.count()
+    run(lambda: next(steps))
+    return next(steps)
 
 
 def _profiler() -> torch.profiler.profile:
