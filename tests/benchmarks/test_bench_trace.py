@@ -65,8 +65,8 @@ def asynchronous() -> Recording:
     return made
 
 
-def middle(made: Recording, folder: Path, name: str, steps: int = 6) -> Middle:
-    return Middle(made.load(folder, [STEP_US * step for step in range(steps + 1)], name))
+def middle(made: Recording, folder: Path, name: str) -> Middle:
+    return Middle(made.load(folder, [STEP_US * step for step in range(7)], name))
 
 
 @pytest.fixture

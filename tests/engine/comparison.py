@@ -23,8 +23,8 @@ class Outcome:
     def __getitem__(self, mode: Mode) -> Result:
         return self.results[mode]
 
-    def difference(self, mode: Mode, reference: Mode = Mode.SYNC) -> str | None:
-        return first_difference(self[reference].completions, self[mode].completions)
+    def difference(self, mode: Mode) -> str | None:
+        return first_difference(self[Mode.SYNC].completions, self[mode].completions)
 
 
 def first_difference(expected: Sequence[Completion], got: Sequence[Completion]) -> str | None:

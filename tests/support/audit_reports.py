@@ -78,7 +78,7 @@ def waiting() -> Report:
                 Gap(67_333.2, 1240.8, f"input preparation 71 %, waiting at {ACCEPTED} 29 %"),
             ),
         ),
-        timeline=_timeline(4, wait=True),
+        timeline=_timeline(wait=True),
         notes=(
             "3 of 412 steps had a prefill and are not in the per-step figures.",
             "Waits inside libraries are seen by their kernels' records only: 8 of them had no Python call.",
@@ -121,7 +121,7 @@ def flowing() -> Report:
             host_gaps_per_step=1.5,
             gaps=(Gap(12_006.5, 214.2, "scheduling 80 %, input preparation 20 %"),),
         ),
-        timeline=_timeline(4, wait=False),
+        timeline=_timeline(wait=False),
         notes=before.notes[:1],
         command=before.command.replace("audit --model", "audit --plugin --model"),
         date="2026-11-21 04:31 UTC",
@@ -174,7 +174,7 @@ def _engine(plugin: str) -> EngineFacts:
     )
 
 
-def _timeline(steps: int, *, wait: bool) -> Timeline:
+def _timeline(*, wait: bool) -> Timeline:
     """Consecutive steps of one shape: with the waits the device stands still while the host catches up."""
     host: list[Item] = []
     output: list[Item] = []
@@ -182,7 +182,7 @@ def _timeline(steps: int, *, wait: bool) -> Timeline:
     copies: list[Item] = []
     starts = []
     now = 0.0
-    for step in range(steps):
+    for step in range(4):
         starts.append(now)
         shift = 35.0 * (step % 3)
         now = _host_step(host, now, shift, wait=wait)

@@ -54,12 +54,12 @@ def trtllm_batch_decode_with_kv_cache(
     if q_len_per_req is not None:
         assert max_q_len is None, "not looked at beside q_len_per_req"
         assert cum_seq_lens_q is None, "not looked at beside q_len_per_req"
-        _check_integer(q_len_per_req, least=1)
+        _check_integer(q_len_per_req)
         assert query.shape[0] % q_len_per_req == 0, "the kernel would count requests by rounding down"
         starts = list(range(0, query.shape[0] + 1, q_len_per_req))
     else:
         starts = _cumulative(cum_seq_lens_q, query)
-        _check_integer(max_q_len, least=1)
+        _check_integer(max_q_len)
         assert all(b - a <= max_q_len for a, b in pairwise(starts)), "the grid has too few rows"
     _check_batch(query, block_tables, seq_lens, max_seq_len, len(starts) - 1)
     scales = bmm1_scale, bmm2_scale
@@ -81,7 +81,7 @@ def xqa_batch_decode_with_kv_cache(
     mask: torch.Tensor | None = None,
     q_cu_seq_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _check_integer(q_len_per_req, least=1)
+    _check_integer(q_len_per_req)
     if q_cu_seq_lens is not None:
         assert q_len_per_req > 1, "q_cu_seq_lens requires q_seq_len > 1 (the max draft len)"
         starts = _cumulative(q_cu_seq_lens, query)
@@ -139,9 +139,9 @@ def trtllm_batch_context_with_kv_cache(
     kv_layout: str = "HND",
 ) -> torch.Tensor:
     starts = _cumulative(cum_seq_lens_q, query)
-    _check_integer(batch_size, least=1)
+    _check_integer(batch_size)
     assert batch_size == len(starts) - 1
-    _check_integer(max_q_len, least=1)
+    _check_integer(max_q_len)
     assert all(b - a <= max_q_len for a, b in pairwise(starts)), "the grid has too few rows"
     _check_batch(query, block_tables, seq_lens, max_kv_len, batch_size)
     page_size = kv_cache[0].shape[1 if kv_layout == "NHD" else 2]
@@ -155,9 +155,9 @@ def trtllm_batch_context_with_kv_cache(
     return _attend(query, kv_cache, block_tables, seq_lens, starts, scales, window_left, kv_layout)
 
 
-def _check_integer(value: object, least: int) -> None:
+def _check_integer(value: object) -> None:
     assert type(value) is int, f"an integer of the host, not {value!r}"
-    assert value >= least
+    assert value >= 1
 
 
 def _check_int32(tensor: torch.Tensor | None, query: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -185,7 +185,7 @@ def _check_batch(
     assert query.dim() == 3
     _check_int32(seq_lens, query, (requests,))
     _check_int32(block_tables, query, (requests, block_tables.shape[1]))
-    _check_integer(most, least=1)
+    _check_integer(most)
     assert most >= int(seq_lens.max()), "keys behind the maximum are not reached"
 
 

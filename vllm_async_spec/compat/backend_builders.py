@@ -106,7 +106,7 @@ def flash_attention_2_builder(cls: Any, setting: BuilderInputs) -> Any:
 def flash_attention_dcp_builder(cls: Any, setting: BuilderInputs) -> Any:
     """Make FlashAttention's builder with each request's KV cache spread over two GPUs."""
     arguments = _with_layers(cls, setting)
-    with context_parallel(arguments[2], 2):
+    with context_parallel(arguments[2]):
         return setting.construct(cls, *arguments)
 
 
@@ -235,7 +235,7 @@ def flashinfer_builder(cls: Any, setting: BuilderInputs, way: Way) -> Any:
     if loaded_source() is not None:
         _no_workspace()
     if way is Way.CONTEXT_PARALLEL:
-        with context_parallel(config, 2):
+        with context_parallel(config):
             return setting.construct(cls, *arguments)
     builder = setting.construct(cls, *arguments)
     kernel = getattr(builder, "flashinfer_trtllm_api_decode_kernel", None)

@@ -190,14 +190,14 @@ def _forget() -> None:
 
 
 @contextlib.contextmanager
-def context_parallel(config: Any, ranks: int) -> Iterator[None]:
-    """Make `config` and the process look like rank 0 of `ranks` that share each request's KV cache.
+def context_parallel(config: Any) -> Iterator[None]:
+    """Make `config` and the process look like rank 0 of two that share each request's KV cache.
 
     There is only one process, so code inside the context must not communicate. The change of `config` is not undone.
     """
-    config.parallel_config.decode_context_parallel_size = ranks
+    config.parallel_config.decode_context_parallel_size = 2
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
-    group = SimpleNamespace(world_size=ranks, rank_in_group=0)
+    group = SimpleNamespace(world_size=2, rank_in_group=0)
     with temporarily() as changes:
         changes.set(state, "_DCP", group)
         yield

@@ -12,8 +12,8 @@ from vllm_async_spec.compat.builder_inputs import HOPPER
 from vllm_async_spec.vllm_plugin.patches import flashinfer_graphs
 
 
-def drafts(exact: list[int], padding: int = 0, slack: int = DRAFTS, tokens: int = 1 + DRAFTS) -> Any:
-    given = metadata([tokens] * len(exact) + [0] * padding, exact + [0] * padding, slack)
+def drafts(exact: list[int], padding: int = 0, tokens: int = 1 + DRAFTS) -> Any:
+    given = metadata([tokens] * len(exact) + [0] * padding, exact + [0] * padding, DRAFTS)
     table = torch.randint(1, 10_000, (given.num_reqs, LONGEST // PAGE), dtype=torch.int32)
     return dataclasses.replace(given, block_table_tensor=table)
 

@@ -119,7 +119,7 @@ def _to(call: ast.Call) -> WaitKind | None:
     """Only a copy to `"cpu"` or `torch.device("cpu")`: any other device is a variable."""
     named = [*call.args, *(each.value for each in call.keywords if each.arg == "device")]
     to_host = any(text(each) in ("'cpu'", "torch.device('cpu')") for each in named)
-    return WaitKind.COPY_TO_HOST if to_host and not _is_true(call, "non_blocking") else None
+    return WaitKind.COPY_TO_HOST if to_host and not _is_non_blocking(call) else None
 
 
 def _copy(call: ast.Call) -> WaitKind | None:
@@ -127,7 +127,7 @@ def _copy(call: ast.Call) -> WaitKind | None:
     assert isinstance(call.func, ast.Attribute)
     if any(isinstance(each, ast.Call) for each in ast.walk(call.func)):
         return None  # into a new buffer, such as a pinned one on the way to the device
-    is_blocking = not _is_true(call, "non_blocking") and not any(text(each) == "True" for each in call.args[1:])
+    is_blocking = not _is_non_blocking(call) and not any(text(each) == "True" for each in call.args[1:])
     into_host = any(word in text(call.func) for word in ("_cpu", "host", "pinned"))
     return WaitKind.COPY_TO_HOST if into_host and is_blocking else None
 
@@ -147,8 +147,8 @@ def _repeat(call: ast.Call) -> WaitKind | None:
     return None if any(each.arg == "output_size" for each in call.keywords) else WaitKind.READ
 
 
-def _is_true(call: ast.Call, name: str) -> bool:
-    return any(each.arg == name and text(each.value) == "True" for each in call.keywords)
+def _is_non_blocking(call: ast.Call) -> bool:
+    return any(each.arg == "non_blocking" and text(each.value) == "True" for each in call.keywords)
 
 
 _CALLS: dict[str, Callable[[ast.Call], WaitKind | None]] = {
