@@ -1,8 +1,7 @@
 """Inputs of a step with a static cache, made of those of the step before, are those that transformers 5 makes."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,26 +10,26 @@ import torch
 import transformers
 from generating import RowsStopAt, late
 from late_device import LateChannel
-from prepared_inputs import HAS_POSITIONS, PREPARE, UPDATE, Seen, attending, masks_made, prompts, shown
+from prepared_inputs import (
+    HAS_POSITIONS,
+    PREPARE,
+    UPDATE,
+    Seen,
+    attending,
+    given_to_forward,
+    masks_made,
+    prompts,
+    shown,
+)
 from transformers import GenerationMixin
 
 NEW = 12
 pytestmark = pytest.mark.skipif(HAS_POSITIONS, reason="with transformers 4.57 nothing is reused")
 
 
-@contextlib.contextmanager
-def given_to_forward(model: Any) -> Iterator[list[Seen]]:
-    steps: list[Seen] = []
-    handle = model.register_forward_pre_hook(lambda module, args, kwargs: steps.append(shown(kwargs)), with_kwargs=True)
-    try:
-        yield steps
-    finally:
-        handle.remove()
-
-
 def generated(model: Any, **kwargs: Any) -> tuple[Any, list[Seen], int]:
     settings = {"max_new_tokens": NEW, "cache_implementation": "static", "eos_token_id": tiny_models.VOCABULARY}
-    with given_to_forward(model) as given, masks_made() as made:
+    with given_to_forward(model, shown) as given, masks_made() as made:
         output = model.generate(**{**settings, **kwargs})
     return output, given, len(made)
 

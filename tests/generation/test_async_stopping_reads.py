@@ -15,7 +15,7 @@ import transformers
 from generating import EVERYTHING, RowsStopAt, assert_same, late, seeded
 from late_device import LateArrival, LateChannel
 from packaging.version import Version
-from prepared_inputs import HAS_POSITIONS, attending
+from prepared_inputs import HAS_POSITIONS, attending, given_to_forward
 from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.utils._pytree import tree_map_only
 
@@ -225,19 +225,9 @@ def prompts(kind_of_mask: str) -> dict[str, Any]:
     return inputs
 
 
-@contextlib.contextmanager
-def given_to_forward(model: Any) -> Iterator[list[dict[str, torch.Tensor]]]:
-    steps: list[dict[str, torch.Tensor]] = []
-
-    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        tensors = {name: each for name, each in kwargs.items() if isinstance(each, torch.Tensor)}
-        steps.append({name: each.as_subclass(torch.Tensor).clone() for name, each in tensors.items()})
-
-    handle = model.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield steps
-    finally:
-        handle.remove()
+def tensors_of(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {name: each for name, each in given.items() if isinstance(each, torch.Tensor)}
+    return {name: each.as_subclass(torch.Tensor).clone() for name, each in tensors.items()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
@@ -252,7 +242,7 @@ def test_inputs_and_outputs_are_those_of_the_synchronous_loop(kind: str, attenti
     settings = {name: value for name, value in EVERYTHING.items() if attention == "eager" or "attentions" not in name}
     found, given = [], []
     for way in ({}, late(LateChannel(2), max_in_flight=3)):
-        with attending(kind, attention) as model, given_to_forward(model) as steps:
+        with attending(kind, attention) as model, given_to_forward(model, tensors_of) as steps:
             found.append(seeded(model, inputs, way, max_new_tokens=12, do_sample=True, stopping_criteria=stopping,
                                 cache_implementation=cache, **settings))  # fmt: skip
         given.append(steps)

@@ -1,8 +1,8 @@
 """What transformers prepares for a step: of which release, with which attention, and what the model is then given."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import tiny_models
@@ -11,6 +11,7 @@ import transformers
 
 HAS_POSITIONS = hasattr(transformers.GenerationMixin, "_get_initial_cache_position")  # 4.57
 PREPARE, UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+Kept = TypeVar("Kept")
 
 
 @contextlib.contextmanager
@@ -47,6 +48,16 @@ def shown(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, value.shape, value.stride(), value.tolist()
     return value if isinstance(value, bool | int | str | type(None)) else type(value)
+
+
+@contextlib.contextmanager
+def given_to_forward(model: Any, kept: Callable[[dict[str, Any]], Kept]) -> Iterator[list[Kept]]:
+    steps: list[Kept] = []
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: steps.append(kept(kwargs)), with_kwargs=True)
+    try:
+        yield steps
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager
