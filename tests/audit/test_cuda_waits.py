@@ -73,30 +73,18 @@ def test_a_wait_for_an_event_of_torch_cuda_is_noted(mode, monkeypatch: pytest.Mo
     assert [(call.what, *site(call)) for call in waits.calls] == [("event", HERE, expected)]
 
 
+def changeable() -> tuple[object, ...]:
+    functions = torch.cuda.synchronize, torch.cuda.Event.synchronize, torch.Tensor.to, torch.Tensor.copy_
+    return *functions, warnings.showwarning, list(warnings.filters), set(vars(torch.Tensor))
+
+
 def test_nothing_is_left_behind(mode):
-    before = (
-        torch.cuda.synchronize,
-        torch.cuda.Event.synchronize,
-        torch.Tensor.to,
-        torch.Tensor.copy_,
-        warnings.showwarning,
-    )
-    filters = list(warnings.filters)
-    own = set(vars(torch.Tensor))
+    before = changeable()
     waits = CudaWaits()
     waits.start()
     assert torch.cuda.synchronize is not before[0]
     waits.stop()
-    after = (
-        torch.cuda.synchronize,
-        torch.cuda.Event.synchronize,
-        torch.Tensor.to,
-        torch.Tensor.copy_,
-        warnings.showwarning,
-    )
-    assert before == after
-    assert filters == list(warnings.filters)
-    assert own == set(vars(torch.Tensor))
+    assert changeable() == before
 
 
 def test_copies_within_one_device_are_not_noted(mode):
