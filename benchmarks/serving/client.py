@@ -104,16 +104,13 @@ def digest(found: Mapping[str, Any]) -> dict[str, Any]:
         kept["acceptance_length"] = accepted
     if kept["failed"]:
         kept["why"] = _last_line(errors)
-    return kept | {"texts": "".join(_hash(text) for text in found.get("generated_texts", []))}
+    hashes = [hashlib.sha256(text.encode()).hexdigest()[:_HEX] for text in found.get("generated_texts", [])]
+    return kept | {"texts": "".join(hashes)}
 
 
 def requests_of(texts: str) -> list[str]:
     """The hashes of each request's tokens, from `texts` of a digest."""
     return [texts[place : place + _HEX] for place in range(0, len(texts), _HEX)]
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_HEX]
 
 
 def _last_line(errors: Sequence[str]) -> str:

@@ -146,7 +146,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         stack = contextlib.ExitStack()
         process = stack.enter_context(
             json_child.start(
-                [*child.interpreter(self._env(arm)), *SERVER, json.dumps(setup)],
+                [*self._interpreter(arm.release), *SERVER, json.dumps(setup)],
                 log=self._log(arm.name),
                 env=server_environment(arm, os.environ, audit=audit),
                 fail=lambda why: ChildError(f"the server of {arm.name!r} failed: {why}"),
@@ -159,10 +159,9 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         return arm, process, port, tokenizer, started, stack
 
     def _client(self, release: str | None) -> contextlib.AbstractContextManager[json_child.Child]:
-        env = self._envs.get(release) if release else None
         kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         return json_child.start(
-            [*child.interpreter(env), *CLIENT],
+            [*self._interpreter(release), *CLIENT],
             log=self._log(f"client-{release or 'installed'}"),
             env=kept | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""},
             fail=lambda why: ChildError(f"vLLM's client failed: {why}"),
@@ -170,8 +169,8 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
             ready_s=_CLIENT_START_S,
         )
 
-    def _env(self, arm: Arm) -> Path | None:
-        return self._envs.get(arm.release) if arm.release else None
+    def _interpreter(self, release: str | None) -> list[str]:
+        return child.interpreter(self._envs.get(release) if release else None)
 
     def _log(self, name: str) -> Path:
         return self._cache / "logs" / f"{self._plan}-{name}.log"

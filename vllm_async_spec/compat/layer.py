@@ -131,11 +131,6 @@ class Layer(Protocol):
         """The right output of `attend`, float32, computed from the batch alone, without metadata."""
 
 
-def _blocks_of(block_size: int) -> int:
-    """Blocks of a layer's KV cache, which holds as many tokens as `NUM_BLOCKS` blocks of `BLOCK_SIZE`."""
-    return NUM_BLOCKS * BLOCK_SIZE // block_size
-
-
 def random(device: Device, seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Normally distributed numbers of this shape on the device, the same for the same seed and shape."""
     return device.place(_random(seed, shape).to(dtype, copy=True))
@@ -299,12 +294,14 @@ def kv_cache(
 ) -> torch.Tensor:
     """An uninitialised KV cache as the loaded release makes it for one layer, bfloat16.
 
+    It holds as many tokens as `NUM_BLOCKS` blocks of `BLOCK_SIZE`.
+
     The builder's spec of the KV cache may say its shape. The caller must be watching the device.
 
     Raises:
         NoForwardError: Neither the backend nor vLLM says its shape.
     """
-    blocks = _blocks_of(block_size)
+    blocks = NUM_BLOCKS * BLOCK_SIZE // block_size
     if hasattr(backend, "get_kv_cache_shape"):
         shape = backend.get_kv_cache_shape(blocks, block_size, kv_heads, head_size)
         try:
