@@ -16,14 +16,10 @@ REAL = {name: getattr(Carried, name) for name in ("tokens_of", "metadata")}
 
 
 @pytest.fixture(scope="module")
-def stock(release: str) -> Any:
-    return module_of(release, "carried-inputs").GPUModelRunner
-
-
-@pytest.fixture(scope="module")
-def subject(stock: Any) -> Iterator[Any]:
+def subject(release: str) -> Iterator[Any]:
+    module = module_of(release, "carried-inputs")
     with applied("carried-inputs"):
-        yield stock
+        yield module.GPUModelRunner
 
 
 @pytest.fixture

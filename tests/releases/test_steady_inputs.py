@@ -19,16 +19,12 @@ HANDED = SteadyBatch.handed
 
 
 @pytest.fixture(scope="module")
-def stock(release: str) -> Any:
-    return module_of(release, "steady-inputs").GPUModelRunner
-
-
-@pytest.fixture(scope="module")
-def subject(stock: Any) -> Iterator[Any]:
+def subject(release: str) -> Iterator[Any]:
+    module = module_of(release, "steady-inputs")
     with pytest.MonkeyPatch.context() as patch, applied("carried-inputs", "steady-inputs"):
         # A late device would run this when its memory is another's; a GPU gives memory back in order.
         patch.setattr(kernels, "compile_advance_batch", lambda device: None)
-        yield stock
+        yield module.GPUModelRunner
 
 
 @pytest.fixture
