@@ -95,11 +95,7 @@ def banned_pairs() -> list[str]:
     return ["".join(chr(ord("!") + token) for token in pair) for pair in pairs]
 
 
-def _plain() -> list[Ask]:
-    return [Ask(prompt, 16 + 2 * number) for number, prompt in enumerate(prompts(24, "tiny"))]
-
-
-def _of(shape: str) -> Callable[[], list[Ask]]:
+def _plain(shape: str = "tiny") -> Callable[[], list[Ask]]:
     return lambda: [Ask(prompt, 16 + 2 * number) for number, prompt in enumerate(prompts(24, shape))]
 
 
@@ -172,19 +168,19 @@ _STOPS = {"stop_token_ids": list(range(0, 1024, 8)), "ignore_eos": False}
 FEATURES: dict[str, Feature] = {
     feature.name: feature
     for feature in (
-        Feature("eagle", "drafts of an EAGLE head", _plain, ("accepted",)),
-        Feature("eagle3", "drafts of an EAGLE-3 head", _plain, ("accepted",), method=Method.EAGLE3),
+        Feature("eagle", "drafts of an EAGLE head", _plain(), ("accepted",)),
+        Feature("eagle3", "drafts of an EAGLE-3 head", _plain(), ("accepted",), method=Method.EAGLE3),
         Feature(
             "mtp",
             "drafts of a prediction layer, MLA",
-            _of("tiny-mtp"),
+            _plain("tiny-mtp"),
             ("accepted",),
             shape="tiny-mtp",
             method=Method.MTP,
             engine={"attention_config": {"backend": "FLASH_ATTN_MLA"}, "block_size": 64},
             no_cpu="multi-head latent attention",
         ),
-        Feature("draft_model", "drafts of a model of their own", _plain, ("accepted",), method=Method.DRAFT_MODEL),
+        Feature("draft_model", "drafts of a model of their own", _plain(), ("accepted",), method=Method.DRAFT_MODEL),
         Feature(
             "ngram",
             "drafts from what was said before, found on the host",
@@ -265,7 +261,7 @@ FEATURES: dict[str, Feature] = {
         Feature(
             "logits-processor",
             "a processor of one's own",
-            _plain,
+            _plain(),
             engine={"logits_processors": ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]},
             refused="Custom logits processors are not supported when speculative decoding is enabled",
         ),
@@ -288,7 +284,7 @@ FEATURES: dict[str, Feature] = {
         Feature(
             "mrope",
             "positions of three axes, which differ over the prompt",
-            _of("tiny-mrope"),
+            _plain("tiny-mrope"),
             ("accepted", "M-RoPE"),
             shape="tiny-mrope",
         ),

@@ -104,7 +104,11 @@ class CaseRequest(Request):
 
 
 _MLA = {"1b": "mla-dense", "8b": "mla", "tiny": "tiny-mtp"}
-_XGRAMMAR = Package("xgrammar", "xgrammar")
+_JSON: dict[str, Any] = {
+    "sampling": {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
+    "tokenizer": True,
+    "package": Package("xgrammar", "xgrammar"),
+}
 _DRAWN = {"temperature": 0.8}
 
 ENGINES: dict[str, Engine] = {
@@ -133,21 +137,8 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (
         Case("plain", "plain greedy decoding", reference=None),
-        Case(
-            "json-1",
-            "a JSON schema on one request of 32",
-            sampling={"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
-            special=1,
-            tokenizer=True,
-            package=_XGRAMMAR,
-        ),
-        Case(
-            "json-all",
-            "a JSON schema on all requests",
-            sampling={"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
-            tokenizer=True,
-            package=_XGRAMMAR,
-        ),
+        Case("json-1", "a JSON schema on one request of 32", special=1, **_JSON),
+        Case("json-all", "a JSON schema on all requests", **_JSON),
         Case("logprobs-1", "`logprobs=1`", sampling={"logprobs": 1}),
         Case("logprobs-20", "`logprobs=20`", sampling={"logprobs": 20}),
         Case(
