@@ -12,7 +12,7 @@ from benchmarks import machine
 from benchmarks.arms import PlanError, Plugin
 from benchmarks.child import ChildError
 from benchmarks.cli.common import CACHE, Cache, Env, fail, failing, find_environments, output_folder, say, write
-from benchmarks.cli.waits import run_waits
+from benchmarks.cli.waits import check_gpu, run_waits
 from benchmarks.features.cases import FEATURES, FeatureError, find_feature
 from benchmarks.features.run import Place, in_short, run_features
 from benchmarks.soak.controls import BREAKS, BREAKS_ANY, FEATURE_CONTROLS, RUNNER_RELEASES, SOAK_CONTROLS, can_show
@@ -193,8 +193,7 @@ def _compare_tokens(
     envs = find_environments(env, release or None)
     with failing(FeatureError):
         chosen = [find_feature(name) for name in names or FEATURES]
-    if not cpu and not machine.has_gpu():
-        fail("the cases need a GPU, and this machine has none; run them where there is one, or give --cpu", 2)
+    check_gpu(cpu=cpu)
     for feature in chosen:
         if cpu and feature.no_cpu:
             say(f"{feature.name}: not run, vLLM's CPU platform has no {feature.no_cpu}")

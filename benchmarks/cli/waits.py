@@ -70,9 +70,13 @@ def _groups(only: str, *, cpu: bool) -> list[Group]:
     return chosen
 
 
-def _check_machine(groups: Sequence[Group], envs: dict[str, Path], *, cpu: bool) -> None:
+def check_gpu(*, cpu: bool) -> None:
     if not cpu and not machine.has_gpu():
         fail("the cases need a GPU, and this machine has none; run them where there is one, or give --cpu", 2)
+
+
+def _check_machine(groups: Sequence[Group], envs: dict[str, Path], *, cpu: bool) -> None:
+    check_gpu(cpu=cpu)
     if cpu and installed_vllm() is None:
         fail("vLLM is not installed in this environment; install it", 2)
     without = sorted({group.release for group in groups} - envs.keys() - {installed_vllm()})
