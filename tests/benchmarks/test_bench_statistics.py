@@ -2,6 +2,7 @@
 
 import random
 import re
+from typing import Any
 
 import pytest
 from bench_documents import FACTS, document, row
@@ -14,6 +15,11 @@ from benchmarks.summary import against, summarise
 
 def noisy(source: random.Random, factor: float = 1.0, passes: int = 4, noise: float = 0.005) -> list[float]:
     return [100 * factor * (1 + source.gauss(0, noise)) for _ in range(passes)]
+
+
+def measured(seed: int, noop: float = 1.0) -> dict[str, Any]:
+    source = random.Random(seed)
+    return document({"stock": noisy(source), "noop": noisy(source, noop), "plugin": noisy(source, 1.05)})
 
 
 @pytest.mark.parametrize(("degrees", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (30, 2.042)])
@@ -56,16 +62,14 @@ def test_one_pass_gives_no_interval():
 
 
 def test_a_noop_that_is_stock_lets_the_ratio_be_told():
-    source = random.Random(3)
-    found = document({"stock": noisy(source), "noop": noisy(source), "plugin": noisy(source, 1.05)})
+    found = measured(3)
     for load in ("decode-1", "mixed"):
         assert row(found, "plugin", load)["ratio"]["value"] == pytest.approx(1.05, abs=0.02)
     assert notes(found) == []
 
 
 def test_a_noop_that_is_not_stock_refuses_every_ratio_and_says_why():
-    source = random.Random(4)
-    found = document({"stock": noisy(source), "noop": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    found = measured(4, noop=0.95)
     refused = row(found, "plugin")
     assert "ratio" not in refused
     words = (
@@ -105,8 +109,7 @@ def test_arms_can_be_compared_with_another_than_the_reference():
 
 
 def test_noise_that_forbids_ratios_forbids_those_to_another_arm_too():
-    source = random.Random(4)
-    found = document({"stock": noisy(source), "noop": noisy(source, 0.95), "plugin": noisy(source, 1.05)})
+    found = measured(4, noop=0.95)
     compared = against(found, "plugin")
     assert "ratio" not in row(compared, "noop")
     assert row(compared, "noop")["refused"] == row(found, "plugin")["refused"]
