@@ -11,6 +11,8 @@ from benchmarks.cli.common import command_line, failing, output_file, tell, writ
 
 app = typer.Typer()
 _Json = Annotated[Path | None, typer.Option("--json", callback=output_file, help="Write the result to this file too.")]
+_Device = Annotated[str, typer.Option(help="cuda or cpu; if unset, cuda where available.")]
+_Rounds = Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")]
 
 
 @app.command()
@@ -39,7 +41,7 @@ def trace(
 @app.command()
 def host_time(
     json_file: _Json = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+    rounds: _Rounds = 20,
 ) -> None:
     """Measure the host time that the plugin adds to constructing vLLM's attention metadata."""
     from benchmarks.host_time import measure, table
@@ -94,7 +96,7 @@ def plan_time(
 def step_time(
     json_file: _Json = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 32,
-    rounds: Annotated[int, typer.Option(min=2, help="Rounds, half of them in each order.")] = 20,
+    rounds: _Rounds = 20,
 ) -> None:
     """Measure the host time that the optimistic runner of vLLM 0.14 to 0.18 adds to a step, and saves."""
     from benchmarks.step_time import measure, table
@@ -108,7 +110,7 @@ def step_time(
 def generation(
     json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny, gpt2 or medium, with random weights.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cuda or cpu; if unset, cuda where available.")] = "",
+    device: _Device = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences.")] = 1,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of each sequence.")] = 200,
     passes: Annotated[int, typer.Option(min=1, help="Passes; in each, every arm has two turns.")] = 10,
@@ -134,7 +136,7 @@ def generation(
 def batching(
     json_file: _Json = None,
     model: Annotated[str, typer.Option(help="tiny, 1b or 8b, with random weights.")] = "tiny",
-    device: Annotated[str, typer.Option(help="cuda or cpu; if unset, cuda where available.")] = "",
+    device: _Device = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 32,
     requests: Annotated[int, typer.Option(min=0, help="Sequences in total; one batch if 0.")] = 0,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 16,
