@@ -59,7 +59,8 @@ def _lane(process: int, thread: int, lane: Lane) -> Iterator[Event]:
     """The events of a host thread, or of a stream of the device."""
     yield from _track(process, thread, lane.name)
     for item in lane.items:
-        yield _span(process, thread, _name(item), item.kind, item.start_us, item.us, **_details(item))
+        where = {"where": item.where} if item.where else {}
+        yield _span(process, thread, _name(item), item.kind, item.start_us, item.us, **where)
 
 
 def _track(process: int, thread: int, name: str) -> Iterator[Event]:
@@ -88,7 +89,3 @@ def _name(item: Item) -> str:
     if item.kind == "wait":
         return f"{'critical ' if item.critical else ''}wait: {item.label}"
     return item.label
-
-
-def _details(item: Item) -> dict[str, Any]:
-    return {"where": item.where} if item.where else {}

@@ -156,7 +156,7 @@ def flash_attention_builder(*, spec_tokens: int = 0) -> FlashAttentionMetadataBu
 
 @contextlib.contextmanager
 def flashinfer_setting(
-    *, block_size: int = 16, spec_tokens: int = 0, max_model_len: int = 2048, trtllm: bool | None = None
+    *, block_size: int, spec_tokens: int, max_model_len: int = 2048, trtllm: bool | None
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of the release's FlashInfer metadata builder, while their configuration is vLLM's current.
 
