@@ -117,7 +117,9 @@ def test_a_bad_setting_stops_vllms_command_line_with_one_sentence():
     [
         ("/usr/bin/vllm", True),
         ("/x/site-packages/vllm/entrypoints/openai/api_server.py", True),
-        ("/home/me/serve.py", False),
+        ("/x/site-packages/vllm/entrypoints/launchers/api_server/entry.py", True),
+        ("/x/site-packages/vllm/entrypoints/cli/main.py", True),
+        ("/home/vllm/serve.py", False),
     ],
 )
 def test_only_vllms_own_command_lines_end_without_a_traceback(program, ends):

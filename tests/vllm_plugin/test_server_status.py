@@ -1,8 +1,10 @@
 """`status --url`."""
 
+import contextlib
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +31,15 @@ PAGES: dict[str, Snapshot] = {
 }
 
 
+FOREIGN = {
+    "html": b"<!doctype html>\n<p class=x>{}",
+    "json": b'{"ok": true}',
+    "bytes": b"\xff",
+    "cut": b"vllm:",
+    "endless": b"# \n",
+}
+
+
 class Page(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         registry = CollectorRegistry()
@@ -36,8 +47,14 @@ class Page(http.server.BaseHTTPRequestHandler):
         if name in PAGES:
             registry.register(Collector(lambda: PAGES[name], Settings.read({})))
         self.send_response(200)
+        if name == "cut":
+            self.send_header("Content-Length", "100")
         self.end_headers()
-        self.wfile.write(generate_latest(registry))
+        self.wfile.write(FOREIGN.get(name) or generate_latest(registry))
+        with contextlib.suppress(OSError):
+            while name == "endless":
+                self.wfile.write(FOREIGN[name])
+                time.sleep(0.01)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -89,3 +106,23 @@ def test_a_server_without_the_plugin_and_arguments_that_it_has_itself_get_one_se
     done = status(address, "healthy", "--max-model-len", "8")
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "leave out --max-model-len" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        *[(f"{{}}/{name}", "can't be read: ") for name in ("html", "json", "bytes")],
+        ("{}/cut", "95 more expected"),
+        ("{}/endless", "it does not end within 0.2 s"),
+        ("http://127.0.0.1:abc", "nonnumeric port"),
+        ("http://a b", "can't contain control characters"),
+        ("http://x\n", "can't contain control characters"),
+    ],
+)
+def test_what_is_no_server_of_vllm_gets_one_sentence(
+    address: str, url: str, reason: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("vllm_async_spec.vllm_plugin.server_status._SECONDS", 0.2)
+    done = CliRunner().invoke(app, ["status", "--url", url.format(address)])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert reason in done.stderr

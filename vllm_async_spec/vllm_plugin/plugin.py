@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import runpy
 import sys
@@ -143,8 +144,8 @@ def _publish() -> None:
 
 
 def _is_vllms_command_line(program: Path) -> bool:
-    # The second condition is for `python -m vllm.entrypoints.openai.api_server`.
-    return program.name == "vllm" or program.parts[-4:-1] == ("vllm", "entrypoints", "openai")
+    # The second condition is for `python -m vllm.entrypoints.cli.main` and the like.
+    return program.name == "vllm" or ("vllm", "entrypoints") in itertools.pairwise(program.parts)
 
 
 def _report(settings: Settings) -> None:

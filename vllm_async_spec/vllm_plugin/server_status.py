@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
+import time
 import urllib.error
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _SECONDS = 30
+_MOST = 1 << 26
+"""Bytes of a page; a server's metrics are far below."""
 
 
 class ServerError(RuntimeError):
@@ -54,13 +58,24 @@ def read_server(url: str) -> ServerStatus:
     page = f"{url.rstrip('/')}/metrics"
     try:
         with urllib.request.urlopen(page, timeout=_SECONDS) as response:
-            text = response.read().decode()
+            return _parsed(url, _text(response))
     except urllib.error.HTTPError as error:
         raise ServerError(f"{page} answered with HTTP status {error.code}; give the address of a vLLM server") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ServerError(f"{page} can't be read: {reason}; give the address of a running vLLM server") from None
-    return _parsed(url, text)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = " ".join(f"{getattr(error, 'reason', error)}".split()) or type(error).__name__
+        raise ServerError(f"{page!r} can't be read: {reason}; give the address of a running vLLM server") from None
+
+
+def _text(response: http.client.HTTPResponse) -> str:
+    """The page, within the time and the size that a server's metrics need; the timeout is for each part of it."""
+    told, page, end = int(response.headers.get("Content-Length", -1)), b"", time.monotonic() + _SECONDS
+    while len(page) != told and (part := response.read1(_MOST)):
+        page += part
+        if len(page) > _MOST or time.monotonic() > end:
+            raise OSError(f"it does not end within {_SECONDS} s and {_MOST >> 20} MiB")
+    if len(page) < told:
+        raise http.client.IncompleteRead(page, told - len(page))
+    return page.decode()
 
 
 def _parsed(url: str, text: str) -> ServerStatus:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from vllm_async_spec.sync_policy import CallSite, ReadKind, SiteReport, SyncPoli
 from vllm_async_spec.vllm_plugin.ledger import Outcome, PatchSpec, State, count_states
 from vllm_async_spec.vllm_plugin.log import logger
 from vllm_async_spec.vllm_plugin.metrics.collector import MAX_CAUSES, Collector
-from vllm_async_spec.vllm_plugin.metrics.publisher import SnapshotFile
+from vllm_async_spec.vllm_plugin.metrics.publisher import Publisher, SnapshotFile
 from vllm_async_spec.vllm_plugin.metrics.snapshot import Engine, Snapshot
 from vllm_async_spec.vllm_plugin.settings import Settings
 
@@ -197,6 +198,24 @@ def test_a_file_that_cannot_be_written_is_warned_about_once(tmp_path: Path, monk
     ]
     file.replace("two")
     assert SnapshotFile(tmp_path).others() == ["two"]
+
+
+def test_counts_that_are_gone_with_their_directory_are_warned_about_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda message, *arguments: warnings.append(message % arguments))
+    publisher = Publisher()
+    publisher.snapshot()  # without a shared directory nothing is lost
+    publisher._file = SnapshotFile(tmp_path / "run")
+    publisher._file.directory.mkdir()
+    publisher.snapshot()
+    assert warnings == []
+    shutil.rmtree(publisher._file.directory)
+    for _ in range(2):
+        publisher.snapshot()
+    (said,) = warnings
+    assert f"/metrics lacks the counts of other processes, because {tmp_path / 'run'} was removed; restart" in said
 
 
 def site(line: int, *, count: int = 1, seconds: float = 0.5, file: str = "/x/model.py") -> SiteReport:

@@ -46,6 +46,16 @@ class SnapshotFile:
                     logger.warning("vllm-async-spec: /metrics lacks new counts of process %d: %s", os.getpid(), error)
                 self._warned = True
 
+    def warn_if_gone(self) -> None:
+        """Warn once if the directory is gone. For a process that answers scrapes, so that its server has not ended."""
+        if not self._warned and not self.directory.is_dir():
+            self._warned = True
+            logger.warning(
+                "vllm-async-spec: /metrics lacks the counts of other processes, because %s was removed; restart the "
+                "server to have them again",
+                self.directory,
+            )
+
     def claim(self, sentence: str) -> bool:
         """Whether no process of the server has claimed this sentence before."""
         try:
@@ -104,6 +114,8 @@ class Publisher:
 
     def snapshot(self) -> Snapshot:
         """The sum over all processes that this server has or had on this machine."""
+        if self._file is not None:
+            self._file.warn_if_gone()
         self.publish()
         others = self._file.others() if self._file is not None else []
         return Snapshot.together([self._own(), *map(Snapshot.from_json, others)])
