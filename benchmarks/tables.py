@@ -1,13 +1,8 @@
-"""Makes the tables of the documents from benchmarks/results, so that no measured number is typed by hand.
+"""Makes tables and figures of the documents from benchmarks/results, so that no measured number is typed by hand.
 
-A document that is read without the site has a table between two comments, each on a line of its own:
-
-    <!-- results: NAME -->
-    <!-- end of results -->
-
-For all others the site's build (docs/generated.py) puts the table in the place of `<!-- table: NAME -->`. NAME is a
-key of `_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure
-between two comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
+The site's build (docs/generated.py) puts a table in the place of `<!-- table: NAME -->`. NAME is a key of
+`_MADE_OF_SEVERAL`, below, or the name of a plan's result file without `.json`. A sentence has a figure between two
+comments in its line, `<!-- measured: WORDS -->` and `<!-- end of measured -->`; `published` has the WORDS.
 """
 
 import re
@@ -29,9 +24,6 @@ from benchmarks.waits.table import SHAPES, waits_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 
-_PLACE = re.compile(
-    r"(?P<begin>^<!-- results: (?P<name>\S+) -->\n)(?P<table>.*?)(?P<end>^<!-- end of results -->$)", re.M | re.S
-)
 _FIGURE = re.compile(r"(?P<begin><!-- measured: (?P<words>.+?) -->).*?(?P<end><!-- end of measured -->)")
 
 
@@ -44,27 +36,18 @@ def documents(root: Path = ROOT) -> list[Path]:
 
 
 def rewrite(paths: Iterable[Path], results: Path = RESULTS) -> dict[Path, str]:
-    """The new text of every document whose tables are stale.
+    """The new text of every document whose figures are stale.
 
     Raises:
-        TableError: a document names a result that does not exist.
+        TableError: a document asks for a figure that no result has.
     """
     stale = {}
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        if (new := filled(text, results, path)) != text:
+        new = _FIGURE.sub(partial(_figure, results=results, document=path), text)
+        if new != text:
             stale[path] = new
     return stale
-
-
-def filled(text: str, results: Path, document: Path) -> str:
-    """The text of `document` with the tables of `results`. Raises what `rewrite` raises."""
-    parts, end = [], 0
-    for place in _PLACE.finditer(text):
-        table = make_table(place["name"], results, document)
-        parts += [text[end : place.start()], f"{place['begin']}\n{table}\n{place['end']}"]
-        end = place.end()
-    return _FIGURE.sub(lambda place: _figure(place, results, document), "".join([*parts, text[end:]]))
 
 
 def _figure(place: re.Match[str], results: Path, document: Path) -> str:
@@ -77,7 +60,11 @@ def _figure(place: re.Match[str], results: Path, document: Path) -> str:
 
 
 def make_table(name: str, results: Path, document: Path) -> str:
-    """The table of this name for `document`, as Markdown. Raises what `rewrite` raises."""
+    """The table of this name for `document`, as Markdown.
+
+    Raises:
+        TableError: there is no such result.
+    """
     make = _MADE_OF_SEVERAL.get(name)
     if make is not None:
         return make(results)

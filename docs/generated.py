@@ -60,12 +60,12 @@ def _importing_benchmarks() -> Iterator[None]:
         sys.path.remove(str(ROOT))
 
 
-def with_tables(markdown: str, page: Path) -> str:
+def with_tables(markdown: str, page: Path, results: Path | None = None) -> str:
     """The text of `page` with the tables that it asks for; raises `TableError` for a result that is not there."""
     from benchmarks.results import RESULTS
     from benchmarks.tables import make_table
 
-    return _TABLE.sub(lambda asked: make_table(asked[1], RESULTS, page), markdown)
+    return _TABLE.sub(lambda asked: make_table(asked[1], results or RESULTS, page), markdown)
 
 
 def compatibility() -> Iterator[tuple[str, str]]:
@@ -107,13 +107,12 @@ def waits(results: Path | None = None) -> list[tuple[str, str]]:
         results: folder of the results; this repository's if None.
     """
     from benchmarks.results import RESULTS
-    from benchmarks.tables import filled
     from benchmarks.waits.result import published
 
     folder, template = results or RESULTS, DOCS / "templates" / WAITS
     if not published(folder):
         return []
-    return [(WAITS, filled(template.read_text(encoding="utf-8"), folder, template))]
+    return [(WAITS, with_tables(template.read_text(encoding="utf-8"), template, folder))]
 
 
 def list_after(nav: list[Any], page: str, entry: dict[str, str]) -> None:

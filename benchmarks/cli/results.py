@@ -1,4 +1,4 @@
-"""Commands of plans: run a plan, show and draw results, write their tables."""
+"""Commands of plans: run a plan, show and draw results, write their figures into sentences."""
 
 import dataclasses
 from pathlib import Path
@@ -129,15 +129,15 @@ def plot(
 
 
 @app.command()
-def tables(
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a table is stale.")] = False,
+def fill(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a figure is stale.")] = False,
 ) -> None:
-    """Write the tables of docs/measured.md from the results; the site makes the others."""
+    """Write the figures in sentences of README.md and docs/ from the results; the site makes the tables."""
     with failing(TableError, PlanError):
         stale = rewrite(documents())
     if check and stale:
         fail(
-            f"stale tables in {', '.join(path.name for path in stale)}; run `python -m benchmarks tables` to write them"
+            f"stale figures in {', '.join(path.name for path in stale)}; run `python -m benchmarks fill` to write them"
         )
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")

@@ -289,15 +289,9 @@ def test_ratios_are_omitted_where_noop_differs_from_stock(tmp_path: Path):
     assert note.startswith("Ratios omitted for rate-2, rate-4, closed-4: the noop arm, ")
 
 
-def test_a_document_with_another_figure_is_stale(tmp_path: Path):
+def test_a_page_gets_the_table_of_a_served_result(tmp_path: Path):
     written(tmp_path / "serve-tiny.json", {"stock": 1.0, "noop": 1.0, "plugin": 2.0})
-    page = tmp_path / "page.md"
-    page.write_text("<!-- results: serve-tiny -->\n\n<!-- end of results -->\n")
-    page.write_text(tables.rewrite([page], tmp_path)[page])
-    assert "| rate-2 | plugin | 14 / 26 / 28 |" in page.read_text()
-    assert tables.rewrite([page], tmp_path) == {}
-    page.write_text(page.read_text().replace("14 / 26 / 28", "13 / 26 / 28"))
-    assert page in tables.rewrite([page], tmp_path)
+    assert "| rate-2 | plugin | 14 / 26 / 28 |" in tables.make_table("serve-tiny", tmp_path, tmp_path / "page.md")
 
 
 def test_every_served_result_has_a_section_with_its_figure(tmp_path: Path):

@@ -22,8 +22,8 @@ from benchmarks.tables import TableError, documents, rewrite
 __all__ = ["generated"]  # a fixture
 
 
-def test_the_tables_of_the_documents_are_those_of_the_results():
-    done = bench("tables", "--check")
+def test_the_figures_of_the_documents_are_those_of_the_results():
+    done = bench("fill", "--check")
     assert done.exit_code == 0, done.output
 
 
@@ -35,44 +35,34 @@ def test_the_site_makes_each_table_that_a_page_asks_for(generated: ModuleType):
         generated.with_tables("<!-- table: nothing -->", Path("a.md"))
 
 
+PLACE = "before <!-- measured: ratios made-up plugin decode-* -->0.9<!-- end of measured --> after\n"
+
+
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "made-up.json").write_text(json.dumps(document(STEADY)))
     readme = tmp_path / "README.md"
-    readme.write_text("before\n\n<!-- results: made-up -->\n<!-- end of results -->\n\nafter\n")
+    readme.write_text(PLACE)
     monkeypatch.setattr("benchmarks.cli.results.documents", lambda: [readme])
     monkeypatch.setattr("benchmarks.cli.results.rewrite", lambda paths: rewrite(paths, tmp_path))
     return readme
 
 
-def test_a_table_is_written_between_its_comments_and_stale_when_the_result_changes(written: Path):
-    assert bench("tables", "--check").exit_code == 1
-    assert bench("tables").exit_code == 0
-    text = written.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("<!-- end of results -->\n\nafter\n")
-    assert "| decode-1 | plugin | yes | 9.48 (9.35-9.52) | 211 (210-214) | 2.00 | 1.050 (1.0" in text
-    assert bench("tables", "--check").exit_code == 0
-
-    (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [110] * 4})))
-    stale = bench("tables", "--check")
-    assert stale.exit_code == 1
-    assert "stale tables in README.md" in stale.output
-
-
-def test_a_result_that_is_not_there_is_named(tmp_path: Path):
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results: nothing -->\n<!-- end of results -->\n")
-    with pytest.raises(TableError, match=r"README.md asks for the results 'nothing', and .* does not exist"):
-        rewrite([readme], tmp_path)
-
-
-def test_a_figure_in_a_sentence_is_stale_when_its_result_changes(written: Path):
-    place = "before <!-- measured: ratios made-up plugin decode-* -->0.9<!-- end of measured --> after"
-    written.write_text(place + "\n")
-    assert rewrite([written], written.parent) == {written: place.replace(">0.9<", ">1.0<") + "\n"}
+def test_a_figure_is_written_into_its_sentence_and_stale_when_its_result_changes(written: Path):
+    assert bench("fill", "--check").exit_code == 1
+    assert bench("fill").exit_code == 0
+    assert written.read_text() == PLACE.replace(">0.9<", ">1.0<")
+    assert bench("fill", "--check").exit_code == 0
     (written.parent / "made-up.json").write_text(json.dumps(document(STEADY | {"plugin": [121] * 4})))
+    stale = bench("fill", "--check")
+    assert stale.exit_code == 1
+    assert "stale figures in README.md" in stale.output
     assert ">1.2<" in rewrite([written], written.parent)[written]
+
+
+def test_a_page_gets_the_table_of_a_result(generated: ModuleType, written: Path):
+    page = generated.with_tables("<!-- table: made-up -->\n", written, written.parent)
+    assert "| decode-1 | plugin | yes | 9.48 (9.35-9.52) | 211 (210-214) | 2.00 | 1.050 (1.0" in page
 
 
 @pytest.mark.parametrize(
