@@ -21,7 +21,7 @@ from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import WaitKind
 from vllm_async_spec.audit.stack import RawStack, take
 from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, readable_wait
-from vllm_async_spec.patching import temporarily
+from vllm_async_spec.compat.stream_stand_ins import stand_in_streams
 
 _DEPTH = 64
 
@@ -76,7 +76,7 @@ class SimulatedDevice(CpuProbe):
 
     def asked_by_name(self) -> contextlib.AbstractContextManager[None]:
         """A context in which explicit waits for the device, a stream or an event are recorded."""
-        return _explicit_waits(self.waited)
+        return stand_in_streams(self.waited, self.device)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is the device's."""
@@ -283,73 +283,3 @@ class _Sides(TorchFunctionMode):
             self._device.waited(WaitKind.COPY_TO_DEVICE, "to")
         self._device.mark(moved, _DEVICE_MEMORY)
         return moved
-
-
-_Tell = Callable[[WaitKind, str], None]
-
-
-@contextlib.contextmanager
-def _explicit_waits(tell: _Tell) -> Iterator[None]:
-    """Make `torch.cuda` and `torch.accelerator` return this file's streams and events, and `tell` of waits for them.
-
-    In PyTorch's CPU build these functions raise, so a builder that calls one could not be judged. The replacements do
-    nothing but report, since a simulated device finishes all work at once.
-    """
-    event = type("Event", (_Event,), {"tell": staticmethod(tell)})
-    stream = type("Stream", (_Stream,), {"tell": staticmethod(tell), "event": event})
-
-    def synchronize(device: Any = None) -> None:
-        tell(WaitKind.DEVICE, "synchronize")
-
-    def current_stream(device: Any = None) -> Any:
-        return stream()
-
-    stands_for = {"Event": event, "Stream": stream, "synchronize": synchronize, "current_stream": current_stream}
-    with temporarily() as changes:
-        changes.set(torch, "Event", event)
-        for module in (torch.cuda, getattr(torch, "accelerator", None)):
-            for name, value in stands_for.items():
-                if hasattr(module, name):
-                    changes.set(module, name, value)
-        yield
-
-
-class _Done:
-    """Stand-in whose work is all done: the host waits only in `synchronize`, which tells so."""
-
-    tell: _Tell
-    kind: WaitKind
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept any arguments, such as a device, timing or a priority."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        self.tell(self.kind, "synchronize")
-
-
-class _Event(_Done):
-    """Stand-in for `torch.Event` and `torch.cuda.Event`."""
-
-    kind = WaitKind.EVENT
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-
-class _Stream(_Done):
-    """Stand-in for `torch.cuda.Stream`."""
-
-    kind = WaitKind.STREAM
-    event: type[_Event]
-    cuda_stream = 0
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or self.event()
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
