@@ -139,6 +139,54 @@ class Numpy(Blocks, wait="read (numpy)"):
         return metadata.seq_lens.numpy()  # here
 
 
+class Print(Blocks, wait="read (repr)"):
+    def extra(self, metadata: Any) -> Any:
+        return len(str(metadata.seq_lens))  # here
+
+
+class FString(Blocks, wait="read (repr)"):
+    def extra(self, metadata: Any) -> Any:
+        return len(f"{metadata.seq_lens}")  # here
+
+
+class Allclose(Blocks, wait="read (item)"):
+    def extra(self, metadata: Any) -> Any:
+        return torch.allclose(metadata.seq_lens, metadata.seq_lens)  # here
+
+
+class ListOfScalars(Blocks, wait="read (item)"):
+    def extra(self, metadata: Any) -> Any:
+        return torch.tensor([metadata.seq_lens[0], metadata.seq_lens[-1]])  # here
+
+
+class AsTensor(Blocks, wait="copy to host (as_tensor)"):
+    def extra(self, metadata: Any) -> Any:
+        return torch.as_tensor(metadata.seq_lens, device="cpu")  # here
+
+
+class ReadsBesideAsTensor(Blocks, wait="read (item)"):
+    """The copy leaves the original on the device."""
+
+    def extra(self, metadata: Any) -> Any:
+        torch.as_tensor(metadata.seq_lens, device="cpu")
+        return metadata.seq_lens.max().item()  # here
+
+
+class TensorOfTensor(Blocks, wait="copy to host (tensor)"):
+    def extra(self, metadata: Any) -> Any:
+        return torch.tensor(data=metadata.seq_lens, device="cpu")  # here
+
+
+class NewTensor(Blocks, wait="read (item)"):
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.new_tensor([1, 2]).max().item()  # here
+
+
+class TypeAs(Blocks, wait="copy to host (to)"):
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens.type_as(torch.zeros(1))  # here
+
+
 class Mask(Blocks, wait="read (boolean index)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.block_table_tensor[metadata.seq_lens > 40]  # here

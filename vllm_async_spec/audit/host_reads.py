@@ -164,6 +164,7 @@ _OPERATORS = {
     _ATEN._local_scalar_dense.default: "item",
     _ATEN.is_nonzero.default: "item",
     _ATEN.equal.default: "item",
+    _ATEN.allclose.default: "item",
     _ATEN.nonzero.default: "nonzero",
     _ATEN.masked_select.default: "boolean index",
     _ATEN._unique2.default: "nonzero",
@@ -206,7 +207,8 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        what = _READS.get(func)
+        # A formatted scalar is read by `item`.
+        what = None if func is torch.Tensor.__format__ and args[0].dim() == 0 else _READS.get(func)
         if what is None or (what == "to" and not _is_blocking_copy_to_host(args, kwargs)):
             out = func(*args, **kwargs)
             if kwargs.get("non_blocking") and func in (torch.Tensor.to, torch.Tensor.copy_):
@@ -229,6 +231,8 @@ _READS = {
     torch.Tensor.tolist: "tolist",
     torch.Tensor.numpy: "numpy",
     torch.Tensor.__array__: "numpy",
+    torch.Tensor.__repr__: "repr",
+    torch.Tensor.__format__: "repr",
 }
 
 

@@ -225,6 +225,7 @@ class _Sides(TorchFunctionMode):
         self._special: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: lambda tensor, *args, **kwargs: self._to(tensor, "cuda", **kwargs),
+            torch.Tensor.type_as: self._to,
             torch.Tensor.pin_memory: lambda tensor, *args: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args: not self._device.holds(tensor),
             _DEVICE_OF: lambda tensor: self._device.device if self._device.holds(tensor) else torch.device("cpu"),
@@ -236,6 +237,8 @@ class _Sides(TorchFunctionMode):
             return special(*args, **kwargs)
         kwargs.pop("pin_memory", None)  # a CPU build of PyTorch refuses it
         device = kwargs.get("device")
+        if device is None and func in _FROM_DATA:
+            device = self._device_of_data(func, args)
         if device is None:
             out = func(*args, **kwargs)
         else:
@@ -248,16 +251,34 @@ class _Sides(TorchFunctionMode):
         out = func(*args, **kwargs | {"device": "cpu"})
         if not isinstance(out, torch.Tensor):
             return out
-        if not on_device:
-            self._device.to_host(out)
-            return out
         if func in _FROM_DATA:
-            data = args[0] if func is not torch.Tensor.new_tensor else args[1]
-            if isinstance(data, torch.Tensor) and self._device.holds(data):
-                return out
-            self._device.waited(WaitKind.COPY_TO_DEVICE, func.__name__)
-            out = out.clone()
-        self._device.mark(out, _DEVICE_MEMORY)
+            given = args[1:] if func is torch.Tensor.new_tensor else args
+            data = given[0] if given else kwargs.get("data", kwargs.get("obj"))
+            return self._from_data(func.__name__, data, out, on_device)
+        if on_device:
+            self._device.mark(out, _DEVICE_MEMORY)
+        else:
+            self._device.to_host(out)
+        return out
+
+    def _device_of_data(self, func: Any, args: Any) -> Any:
+        """Where a function of `_FROM_DATA` makes a tensor that is given no device; None if PyTorch knows."""
+        if func is torch.Tensor.new_tensor:
+            return self._device.device if self._device.holds(args[0]) else "cpu"
+        # A list is read on the host.
+        return "cpu" if args and not isinstance(args[0], torch.Tensor) else None
+
+    def _from_data(self, name: str, data: Any, out: torch.Tensor, on_device: bool) -> torch.Tensor:
+        held = self._device.step_of(data) is not None
+        if held and not isinstance(data, torch.Tensor):  # each tensor of a list is read
+            self._device.read("item", _DEVICE_MEMORY)
+            held = False
+        if held == on_device:
+            return out
+        self._device.waited(WaitKind.COPY_TO_DEVICE if on_device else WaitKind.COPY_TO_HOST, name)
+        out = self._device.fetched(out)  # `as_tensor` returns the memory of its argument
+        if on_device:
+            self._device.mark(out, _DEVICE_MEMORY)
         return out
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
