@@ -3,6 +3,7 @@
 `need` and, in the case `case`, a sentence with `fault` must be found; the site that must be named ends in `# here`.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -79,6 +80,13 @@ class CleanOnStreams(Builder):
             metadata.seq_lens.record_stream(side)
         with side:
             return torch.zeros(2, device=side.device)
+
+
+class CleanOperators(Builder):
+    """What reads on a CPU only."""
+
+    def extra(self, metadata: Any) -> Any:
+        return copy.deepcopy(metadata.seq_lens), torch.nn.functional.one_hot(metadata.seq_lens.long() % 8, num_classes=8)
 
 
 class FromTheBound(Builder):
@@ -185,6 +193,11 @@ class NewTensor(Blocks, wait="read (item)"):
 class TypeAs(Blocks, wait="copy to host (to)"):
     def extra(self, metadata: Any) -> Any:
         return metadata.seq_lens.type_as(torch.zeros(1))  # here
+
+
+class OneHot(Blocks, wait="read (item)"):
+    def extra(self, metadata: Any) -> Any:
+        return torch.nn.functional.one_hot(metadata.seq_lens.long() % 8)  # here
 
 
 class Mask(Blocks, wait="read (boolean index)"):
@@ -392,7 +405,7 @@ class OnlyManyRequests(Blocks, wait="read (item)"):
         return metadata.seq_lens[-1].item() if metadata.num_reqs > 128 else 0  # here
 
 
-CLEAN = (Clean, CleanOnStreams, FromTheBound, FromPrefills, TrustsGivenLengths, TrustsLengthsBesideTheBound)
+CLEAN = (Clean, CleanOperators, CleanOnStreams, FromTheBound, FromPrefills, TrustsGivenLengths, TrustsLengthsBesideTheBound)
 PLANTED = tuple(
     kind
     for kind in list(globals().values())

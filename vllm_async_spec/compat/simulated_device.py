@@ -226,6 +226,8 @@ class _Sides(TorchFunctionMode):
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: lambda tensor, *args, **kwargs: self._to(tensor, "cuda", **kwargs),
             torch.Tensor.type_as: self._to,
+            torch.Tensor.__deepcopy__: self._deepcopy,
+            torch.nn.functional.one_hot: self._one_hot,
             torch.Tensor.pin_memory: lambda tensor, *args: tensor,
             torch.Tensor.is_pinned: lambda tensor, *args: not self._device.holds(tensor),
             _DEVICE_OF: lambda tensor: self._device.device if self._device.holds(tensor) else torch.device("cpu"),
@@ -280,6 +282,19 @@ class _Sides(TorchFunctionMode):
         if on_device:
             self._device.mark(out, _DEVICE_MEMORY)
         return out
+
+    def _deepcopy(self, tensor: Any, memo: dict[int, Any]) -> Any:
+        """`Tensor.__deepcopy__`, which copies between storages, and those have no side."""
+        if type(tensor) is not torch.Tensor or id(tensor) in memo or not self._device.holds(tensor):
+            return torch.Tensor.__deepcopy__(tensor, memo)
+        memo[id(tensor)] = copy = tensor.clone()
+        return copy
+
+    def _one_hot(self, tensor: Any, num_classes: int = -1) -> Any:
+        """`one_hot`, which only on a CPU reads the classes that it is given the number of."""
+        if num_classes < 0 or not self._device.holds(tensor):
+            return torch.nn.functional.one_hot(tensor, num_classes)
+        return tensor.new_zeros((*tensor.shape, num_classes)).scatter_(-1, tensor.unsqueeze(-1), 1)
 
     def _to(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.to`, in any of its forms: `(device, dtype, non_blocking)`, `(dtype, non_blocking)`, `(other)`."""
