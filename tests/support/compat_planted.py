@@ -21,7 +21,7 @@ class Built:
 
 
 class Builder:
-    need: ClassVar[Need] = Need.NONE
+    need: ClassVar[Need | None] = Need.NONE
     fault: ClassVar[str | None] = None
     note: ClassVar[str | None] = None
     case: ClassVar[str] = "spec K + 1"
@@ -83,10 +83,14 @@ class CleanOnStreams(Builder):
 
 
 class CleanOperators(Builder):
-    """What reads on a CPU only."""
+    """What reads on a CPU only, and both sides in one operator where PyTorch allows it."""
 
     def extra(self, metadata: Any) -> Any:
-        return copy.deepcopy(metadata.seq_lens), torch.nn.functional.one_hot(metadata.seq_lens.long() % 8, num_classes=8)
+        arrives = metadata.seq_lens.to("cpu", non_blocking=True)
+        torch.add(arrives[:1] * 2, torch.ones(1))
+        self.lengths[: len(arrives)] = metadata.seq_lens * torch.tensor(2)
+        classes = torch.nn.functional.one_hot(metadata.seq_lens.long() % 8, num_classes=8)
+        return copy.deepcopy(metadata.seq_lens), classes
 
 
 class FromTheBound(Builder):
@@ -384,6 +388,20 @@ class TrustsLengthsBesideTheBound(FromTheBound):
         return int((metadata.seq_lens_cpu_upper_bound if given is None else given).sum())
 
 
+class MixesSides(Builder):
+    need, fault = None, "it fails: RuntimeError: Expected all tensors to be on the same device"
+
+    def extra(self, metadata: Any) -> Any:
+        return metadata.seq_lens - metadata.query_start_loc_cpu.diff()  # here
+
+
+class MixesSidesInAList(Builder):
+    need, fault = None, MixesSides.fault
+
+    def extra(self, metadata: Any) -> Any:
+        return torch.cat([torch.zeros(1, dtype=torch.int32), metadata.seq_lens])  # here
+
+
 class OnlyDrafting(Blocks, wait="read (item)"):
     case = "draft step 2"
 
@@ -405,7 +423,8 @@ class OnlyManyRequests(Blocks, wait="read (item)"):
         return metadata.seq_lens[-1].item() if metadata.num_reqs > 128 else 0  # here
 
 
-CLEAN = (Clean, CleanOperators, CleanOnStreams, FromTheBound, FromPrefills, TrustsGivenLengths, TrustsLengthsBesideTheBound)
+CLEAN = (Clean, CleanOperators, CleanOnStreams, FromTheBound, FromPrefills)
+CLEAN += (TrustsGivenLengths, TrustsLengthsBesideTheBound)
 PLANTED = tuple(
     kind
     for kind in list(globals().values())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import WaitKind
@@ -28,8 +29,11 @@ _DEPTH = 64
 _ONLY_READ = {"_copy_page_indices_kernel": ("block_table", "cu_num_blocks")}
 """Arguments that vLLM's kernels do not write, by kernel. Any other tensor argument counts as written."""
 
-_DEVICE_MEMORY, _NOT_VALIDATED = 0, 1
-"""Marks of tensors, in place of `CpuProbe`'s steps; a tensor computed from both kinds gets the greater."""
+_IN_FLIGHT, _DEVICE_MEMORY, _NOT_VALIDATED = -1, 0, 1
+"""Marks of tensors, in place of `CpuProbe`'s steps; a tensor computed from several kinds gets the greatest.
+
+In flight is host memory into which a non-blocking copy was started; a read of it is a wait too.
+"""
 
 
 class SimulatedDevice(CpuProbe):
@@ -45,6 +49,7 @@ class SimulatedDevice(CpuProbe):
         # PyTorch makes tensors on it, and it is not equal to torch.device("cpu").
         self.device = torch.device("cpu", 0)
         self.found: list[Wait] = []
+        self.given: Any = None  # the arguments of the call of PyTorch that runs
         self._known: set[tuple[WaitKind, str, RawStack]] = set()
         self._inputs: set[int] = set()
         self._calls: dict[str, Mapping[str, object]] = {}
@@ -143,6 +148,20 @@ class SimulatedDevice(CpuProbe):
         """Make the tensor's memory the host's from now on."""
         self._written.pop(_key(tensor), None)
 
+    def copy_started(self, tensor: torch.Tensor) -> None:
+        """Note a non-blocking copy into a host tensor."""
+        if self.is_validated(tensor):
+            self.mark(tensor, _IN_FLIGHT)
+
+    def mixes(self, values: Any) -> bool:
+        """Whether tensors of both sides are among an operator's `values`, which PyTorch refuses.
+
+        Only what the caller gave counts, and not what PyTorch makes in between. A host scalar is allowed.
+        """
+        given = {_key(each) for each in tree_leaves(self.given) if isinstance(each, torch.Tensor)}
+        tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
+        return {None, _DEVICE_MEMORY} <= {self.step_of(each) for each in tensors if _key(each) in given}
+
     def on_device(self, device: Any) -> bool:
         """Whether an argument names this device rather than the host: `cuda`, or a CPU with an index."""
         named = torch.device(device)
@@ -189,6 +208,11 @@ class _Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _ATEN.copy_.default:
             return self._copy(func, args, kwargs)
+        one_side = torch.Tag.pointwise in getattr(func, "tags", ()) or getattr(func, "overloadpacket", 0) in _ONE_SIDE
+        if one_side and self._device.mixes((args, kwargs)):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+            )
         if func in (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default):
             indices = [i for i in args[1] if i is not None and i.dtype is not torch.bool]
             if self._device.holds(args[0]) and any(not self._device.holds(i) for i in indices):
@@ -204,12 +228,14 @@ class _Copies(TorchDispatchMode):
         if blocking and sides == (False, True):
             self._device.waited(WaitKind.COPY_TO_HOST, "copy_")
         out = func(*args, **kwargs)
-        if blocking and sides == (False, True):
-            self._device.to_host(target)
+        if sides == (False, True):
+            (self._device.to_host if blocking else self._device.copy_started)(target)
         return out
 
 
 _ATEN = torch.ops.aten
+_ONE_SIDE = {_ATEN.cat, _ATEN.stack, _ATEN.index_select, _ATEN.gather, _ATEN.masked_fill, _ATEN.mm, _ATEN.floor_divide}
+"""Operators beside the pointwise ones that take tensors of one side only; others may take an index of the other."""
 _DEVICE_OF = torch.Tensor.device.__get__
 # These copy the caller's data, which is the host's unless it is a device tensor.
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
@@ -237,6 +263,13 @@ class _Sides(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if (special := self._special.get(func)) is not None:
             return special(*args, **kwargs)
+        self._device.given = args, kwargs
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            self._device.given = None
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs.pop("pin_memory", None)  # a CPU build of PyTorch refuses it
         device = kwargs.get("device")
         if device is None and func in _FROM_DATA:
@@ -313,7 +346,10 @@ class _Sides(TorchFunctionMode):
         if target is None or self._device.on_device(target) == held:
             return tensor.to(**kwargs) if kwargs else tensor
         if held:
-            return tensor.to("cpu", **kwargs)
+            out = tensor.to("cpu", **kwargs)
+            if kwargs.get("non_blocking"):
+                self._device.copy_started(out)
+            return out
         moved = tensor.to(**kwargs | {"copy": True})
         if not kwargs.get("non_blocking"):
             self._device.waited(WaitKind.COPY_TO_DEVICE, "to")
