@@ -371,6 +371,13 @@ class ReplacesAField(Builder):
         metadata.slot_mapping = metadata.slot_mapping[:1]
 
 
+class ChangesANumber(Builder):
+    fault = "it changes max_seq_len of"
+
+    def extra(self, metadata: Any) -> Any:
+        metadata.max_seq_len = 1
+
+
 class TrustsGivenLengths(Builder):
     note = "needs no host lengths, but uses them where they are given"
 

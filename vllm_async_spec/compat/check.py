@@ -289,7 +289,7 @@ def build_batch(
     metadata = subject.metadata(
         case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
     )
-    before = _tensors(metadata)
+    before = _kept(metadata)
     arguments = dict(subject.arguments(case, device))
     built, failure = None, None
     watching = device.watching() if watched else contextlib.nullcontext(())
@@ -323,18 +323,26 @@ def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments
     return builder.build(common_prefix_len=common_prefix, common_attn_metadata=metadata, **extra)
 
 
-def _tensors(metadata: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The metadata's tensors by name, each with a copy."""
-    return {name: (value, value.clone()) for name, value in _named(metadata) if isinstance(value, torch.Tensor)}
+def _kept(metadata: Any) -> dict[str, tuple[Any, Any]]:
+    """The metadata's tensors and plain values by name, each with a copy; other fields may be caches."""
+    kept = {}
+    for name, value in _named(metadata):
+        if isinstance(value, torch.Tensor):
+            kept[name] = value, value.clone()
+        elif isinstance(value, bool | int | float | str) and not name.startswith("_"):
+            kept[name] = value, value
+    return kept
 
 
-def _changed(metadata: Any, before: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> tuple[str, ...]:
+def _changed(metadata: Any, before: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
     now = dict(_named(metadata))
-    return tuple(
-        name
-        for name, (tensor, copy) in before.items()
-        if now[name] is not tensor or tensor.shape != copy.shape or not torch.equal(tensor, copy)
-    )
+    return tuple(name for name, (value, copy) in before.items() if not _unchanged(now[name], value, copy))
+
+
+def _unchanged(now: Any, value: Any, copy: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return type(now) is type(copy) and bool(now == copy)
+    return now is value and value.shape == copy.shape and torch.equal(value, copy)
 
 
 def _named(metadata: Any) -> list[tuple[str, Any]]:
