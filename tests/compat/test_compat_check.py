@@ -143,6 +143,38 @@ def test_a_builders_buffer_is_judged_by_the_part_in_use():
     assert "extra.1 is" in checked(InUse, "decode").explain()
 
 
+class Slotted:
+    __slots__ = ("lengths", "unset")
+
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+
+class Forwards:
+    def __init__(self, lengths: Any) -> None:
+        self.lengths = lengths
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("holds", [Slotted, Forwards, lambda lengths: {lengths}])
+def test_what_any_object_holds_is_compared(holds: Any):
+    class Wrong(planted.Builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return holds(torch.full_like(common_attn_metadata.seq_lens, common_attn_metadata.max_seq_len))
+
+    assert checked(Wrong, "decode").need is Need.EXACT
+
+
+def test_a_builder_that_builds_nothing_fails():
+    class Nothing(planted.Builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return None
+
+    assert "it fails: TypeError: the builder returns None" in checked(Nothing, "decode").explain()
+
+
 def test_a_builder_can_not_live_on_what_an_earlier_batch_told_it():
     class Remembers(planted.Builder):
         known: Any = None

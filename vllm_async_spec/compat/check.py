@@ -297,6 +297,8 @@ def build_batch(
     with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:
         try:
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
+            if built is None:
+                raise TypeError("the builder returns None, which is no metadata")
         except Exception as error:
             failure = failure_sentence(error)
     return Built(case, builder, built, failure, tuple(waits), _changed(metadata, before))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from types import MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -183,7 +185,8 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
         return None
     if hasattr(type(value), "compared"):
         return list(value.compared().items())  # type: ignore[attr-defined]
-    if hasattr(value, "_pin_memory_int_workspace_buffer"):
+    own = _attributes(value)
+    if own is not None and "_pin_memory_int_workspace_buffer" in own:
         return list(_planned(value).items())
     if type(value).__name__ == "VllmConfig":  # kernel arguments carry it; it is no metadata
         return None
@@ -195,9 +198,25 @@ def _parts(value: object) -> list[tuple[str, object]] | None:
         return list(value._asdict().items())
     if isinstance(value, Sequence):
         return [(str(at), part) for at, part in enumerate(value)]
-    if callable(value) or not hasattr(value, "__dict__"):
+    if isinstance(value, Set):
+        return [(str(at), part) for at, part in enumerate(sorted(value, key=repr))]
+    if callable(value) or own is None:
         return None
-    return [(name, part) for name, part in vars(value).items() if not callable(part)]
+    return [(name, part) for name, part in own.items() if not callable(part)]
+
+
+def _attributes(value: object) -> dict[str, object] | None:
+    """What the object itself holds, without a call of its `__getattr__`; None if its class has no attributes."""
+    classes = [vars(each) for each in type(value).__mro__ if "__slots__" in vars(each)]
+    slots = {name: slot for each in classes for name, slot in each.items() if isinstance(slot, MemberDescriptorType)}
+    found: dict[str, object] = {}
+    for name, slot in slots.items():
+        with contextlib.suppress(AttributeError):  # not set
+            found[name] = slot.__get__(value)
+    try:
+        return found | object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return found if slots else None
 
 
 def _planned(wrapper: Any) -> dict[str, object]:
