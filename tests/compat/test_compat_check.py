@@ -121,6 +121,7 @@ def test_larger_device_memory_is_not_judged_and_host_numbers_may_be_bounds():
         "extra.0": Judgement.BOUNDED,
         "extra.1": Judgement.BOUNDED,
         "extra.2": Judgement.LARGER,
+        "extra.3": Judgement.BOUNDED,
     }
 
 

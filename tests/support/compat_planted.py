@@ -100,7 +100,8 @@ class FromTheBound(Builder):
 
     def extra(self, metadata: Any) -> Any:
         pages = (metadata.seq_lens_cpu_upper_bound + 15) // 16
-        return int(pages.sum()), pages, torch.zeros(int(pages.sum()), device=self.device)
+        cost = metadata.max_seq_len * 1.5
+        return int(pages.sum()), pages, torch.zeros(int(pages.sum()), device=self.device), cost
 
 
 class FromPrefills(Builder):

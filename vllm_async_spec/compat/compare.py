@@ -68,7 +68,7 @@ class Judgement(str, enum.Enum):
     """What a difference from the exact metadata means."""
 
     BOUNDED = "bounded"
-    """Integers on the host, nowhere less than the exact ones: a size."""
+    """Numbers on the host, nowhere less than the exact ones: a size."""
     LARGER = "larger"
     """A device tensor of a larger shape, sized by a bound; its contents are not judged."""
     WRONG = "wrong"
@@ -311,13 +311,13 @@ def _is_bounded(exact: object, found: object) -> bool:
 
 
 def _numbers(value: object) -> np.ndarray[Any, Any] | None:
-    """`value` as an array if it holds integers, else None; booleans and strings are no sizes."""
+    """`value` as an array if it holds numbers, else None; booleans and strings are no sizes."""
     if isinstance(value, torch.Tensor):
         value = value.numpy() if value.dtype is not torch.bfloat16 else None
     if value is None or isinstance(value, bool):
         return None
     array = np.asarray(value)
-    return array if array.dtype.kind in "iu" else None
+    return array if array.dtype.kind in "iuf" else None
 
 
 def _show(leaf: Leaf | None) -> str:
