@@ -2,12 +2,14 @@
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import compat_planted as planted
+import numpy as np
 import pytest
 import torch
 from compat_checked import NAMED, checked, line_of, subject
@@ -292,6 +294,17 @@ def test_on_a_gpu_what_lay_in_memory_before_makes_no_difference(zeroed: bool, mo
         monkeypatch.setattr(device, "MAKE_UNINITIALISED", ())
     found = checked(Scratch, "decode", device=PassesForCuda())
     assert (found.cases[0].unsteady == ()) is zeroed
+
+
+def test_numpys_memory_is_zero_too(monkeypatch: pytest.MonkeyPatch):
+    class Scratch(planted.Clean):
+        def extra(self, metadata: Any) -> Any:
+            return np.empty(8)
+
+    garbage = itertools.count(1)
+    monkeypatch.setattr(np, "empty", lambda size: np.full(size, next(garbage)))
+    found = checked(Scratch, "decode")
+    assert (found.passed, found.cases[0].unsteady) == (True, ())
 
 
 def test_a_flashinfer_wrapper_is_what_its_plan_was_given():

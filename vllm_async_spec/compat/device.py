@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from vllm_async_spec.audit.cuda_waits import AuditedEvent, CudaWaits
@@ -102,7 +103,7 @@ class CudaDevice:
         recorder = CudaWaits()
         recorder.start()
         try:
-            with temporarily() as changes, torch.no_grad():  # as in vLLM's runner
+            with temporarily() as changes, numpy_zeroed(), torch.no_grad():  # as in vLLM's runner
                 # torch.Event is written in C, so its waits can't be observed.
                 changes.set(torch, "Event", AuditedEvent)
                 for owner, name in MAKE_UNINITIALISED:
@@ -168,6 +169,25 @@ def _zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return out.zero_() if out.nbytes <= MAPPED else out
 
     return zeroed
+
+
+@contextlib.contextmanager
+def numpy_zeroed() -> Iterator[None]:
+    """NumPy's uninitialised memory is zero while this is open, for the same reason."""
+
+    def zeroed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            out = function(*args, **kwargs)
+            if out.nbytes <= MAPPED and not out.dtype.hasobject:
+                out.fill(0)
+            return out
+
+        return made
+
+    with temporarily() as changes:
+        for name in ("empty", "empty_like"):
+            changes.set(np, name, zeroed(getattr(np, name)))
+        yield
 
 
 def readable_wait(stack: RawStack) -> tuple[Frame, ...]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from vllm_async_spec.audit.host_reads import CpuProbe
 from vllm_async_spec.audit.report import WaitKind
 from vllm_async_spec.audit.stack import RawStack, take
-from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, readable_wait
+from vllm_async_spec.compat.device import MAKE_UNINITIALISED, MAPPED, Wait, numpy_zeroed, readable_wait
 from vllm_async_spec.compat.stream_stand_ins import stand_in_streams
 
 _DEPTH = 64
@@ -75,6 +75,7 @@ class SimulatedDevice(CpuProbe):
             if "torch._dynamo" in sys.modules:  # else nothing has been compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self.asked_by_name())
+            stack.enter_context(numpy_zeroed())
             for mode in self.modes():
                 stack.enter_context(mode)
             yield found
