@@ -111,6 +111,7 @@ def test_a_file_in_a_directory_that_is_not_there():
     [
         ("WantsMore", "its constructor also wants metadata_cls, table_width, which vLLM does not give; name a factory"),
         ("AsksForMore", "its constructor asked device for 'number_of_heads', which it does not have (AttributeError"),
+        ("Exits", "its constructor fails: SystemExit: 0 at support/compat_outside.py:"),
         ("Breaks", "its constructor fails: ValueError: no heads at support/compat_outside.py:"),
     ],
 )

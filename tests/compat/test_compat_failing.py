@@ -1,8 +1,10 @@
 """What fails in an engine is a fault everywhere, and what a declaration excludes is listed with that declaration."""
 
 import json
+import sys
 import xml.etree.ElementTree as ET
 from io import StringIO
+from typing import Any
 
 import compat_failing as planted
 import pytest
@@ -50,6 +52,19 @@ def test_a_builder_that_raises_with_every_batch_is_a_fault_and_not_untried():
     assert found.steps == ()
     assert report(found).exit_code == 1
     assert "spec K + 1: told exact lengths, it fails: ValueError: one token each" in found.explain()
+
+
+def test_a_builder_that_ends_python_is_a_fault():
+    class Exits(planted.compat_planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            sys.exit(0)
+
+    def stops(device: Any) -> Any:
+        sys.exit(0)
+
+    assert "it fails: SystemExit: 0 at compat/test_compat_failing.py:" in checked(Exits, "decode").explain()
+    assert str(checked(stops).failure).startswith("can't be made: SystemExit: 0 at ")
+    assert "its forward fails: SystemExit: 0 at " in attended(planted.ForwardExits, "decode").explain()
 
 
 def test_what_fails_while_a_graph_is_recorded_is_a_fault():

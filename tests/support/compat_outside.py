@@ -1,5 +1,6 @@
 """What `--backend module:name` may name, and mistakes in it."""
 
+import sys
 from typing import Any
 
 import compat_planted
@@ -43,6 +44,11 @@ class AsksForMore(compat_planted.Clean):
 class Breaks(compat_planted.Clean):
     def __init__(self, device: Any) -> None:
         raise ValueError("no heads")
+
+
+class Exits(compat_planted.Clean):
+    def __init__(self, device: Any) -> None:
+        sys.exit(0)
 
 
 class NoBuilder:

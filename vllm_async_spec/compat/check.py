@@ -64,9 +64,9 @@ def check(
     found = BackendResult(subject.name, subject.name, subject.source, patched, device_name, model=subject.model)
     try:
         builder = make_builder(subject, device)
-    except AbsentError:
+    except (AbsentError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # a `sys.exit(0)` of the builder must not end the suite as if all were right
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
     if cases is None:
@@ -164,7 +164,9 @@ def check_case(
             reason = reason or declared.has_no_such_call(builder, case)
             refused = declared.refusal(builder, case) or subject.may_refuse(case)
             unpadded = declared.pads_no_rows(builder, case)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return replace(result, failure=f"get_cudagraph_support() fails: {failure_sentence(error)}"), None
     if reason is not None:
         return replace(result, not_run=reason), None
@@ -299,7 +301,9 @@ def build_batch(
             built = _call(builder, case, metadata, subject.common_prefix(case), arguments)
             if built is None:
                 raise TypeError("the builder returns None, which is no metadata")
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             failure = failure_sentence(error)
     return Built(case, builder, built, failure, tuple(waits), _changed(metadata, before))
 

@@ -178,7 +178,9 @@ def _attend(subject: Subject, case: Case, host: Host, device: Device) -> Attende
         return _run(subject, case, host, device)
     except NoForwardError as error:
         return Attended(host, str(error))
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         failure = failure_sentence(error)
         if is_lost(device):
             told = f"batch {case.name!r}, told {host.value}"

@@ -76,7 +76,9 @@ def _resolve(name: str) -> Any:
         missing = f"there is no module {error.name!r}"
         needed_by = "" if error.name == module_name else f", which {module_name} imports"
         raise SubjectError(f"{name}: {missing}{needed_by}; install the module, or start in its directory") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise SubjectError(f"{name}: importing {module_name} fails: {failure_sentence(error)}") from None
     for part in qualname.split("."):
         if not hasattr(value, part):
@@ -106,7 +108,9 @@ def _maker(name: str, target: Any, model: Model, asked: list[str]) -> Callable[[
 def _call_factory(name: str, factory: Callable[[BuilderInputs], Any], setting: BuilderInputs) -> Any:
     try:
         builder = factory(setting)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise SubjectError(f"{name}: the factory fails: {failure_sentence(error)}") from error
     if not hasattr(builder, "build") and not hasattr(builder, "arguments"):
         raise SubjectError(f"{name}: the factory returned {type(builder).__name__}, which has no build()")
@@ -134,7 +138,9 @@ def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
     except AttributeError as error:
         asked = f"asked {type(error.obj).__name__} for {error.name!r}, which it does not have"
         raise SubjectError(f"its constructor {asked} ({failure_sentence(error)}); {_FACTORY}") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise SubjectError(f"its constructor fails: {failure_sentence(error)}; {_FACTORY}") from error
 
 
