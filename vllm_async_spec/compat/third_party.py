@@ -119,22 +119,26 @@ def _call_factory(name: str, factory: Callable[[BuilderInputs], Any], setting: B
 
 def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
     """Make the builder as vLLM does; an error names the argument or attribute that is missing."""
-    parameters = list(inspect.signature(cls).parameters.values())
+    signature = inspect.signature(cls)
+    parameters = list(signature.parameters.values())
     passes_on = any(each.kind in _VARIABLE for each in parameters)
     required = [each.name for each in parameters if each.default is each.empty and each.kind not in _VARIABLE]
     more = [each for each in required if each not in _GIVEN]
-    if more:
+    # vLLM gives all four by position, whatever their names; a builder for other engines may take some by name.
+    some = set(required) < set(_GIVEN) and all(each.kind is not each.VAR_POSITIONAL for each in parameters)
+    positional = not some and _binds(signature)
+    if more and not positional:
         wanted = ", ".join(more)
         raise SubjectError(f"its constructor also wants {wanted}, which vLLM does not give; {_FACTORY}")
     wanted_names = _GIVEN if passes_on else required
     try:
         given: dict[str, Any] = {"device": setting.device}
-        if set(wanted_names) - given.keys():
+        if positional or set(wanted_names) - given.keys():
             given = dict(zip(_GIVEN, setting.arguments(), strict=True))
     except ImportError as error:
         raise SubjectError(f"its constructor needs vLLM's configuration, and {error}; {_FACTORY}") from error
     try:
-        return cls(**{each: given[each] for each in wanted_names})
+        return cls(*given.values()) if positional else cls(**{each: given[each] for each in wanted_names})
     except AttributeError as error:
         asked = f"asked {type(error.obj).__name__} for {error.name!r}, which it does not have"
         raise SubjectError(f"its constructor {asked} ({failure_sentence(error)}); {_FACTORY}") from error
@@ -142,6 +146,14 @@ def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
         raise
     except BaseException as error:
         raise SubjectError(f"its constructor fails: {failure_sentence(error)}; {_FACTORY}") from error
+
+
+def _binds(signature: inspect.Signature) -> bool:
+    try:
+        signature.bind(*_GIVEN)
+    except TypeError:
+        return False
+    return True
 
 
 def _metadata_for(cls: type[Any]) -> tuple[MetadataFactory, str]:
