@@ -40,6 +40,11 @@ def test_what_is_no_release_is_refused_by_name(version: str, tmp_path: Path):
         fetch.fetch_release(version, tmp_path)
 
 
+def test_a_cache_that_can_not_be_written_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert fetch.main(["--cache", "/proc/cache", "0.21.0"]) == 1
+    assert "--cache is '/proc/cache', which can't be written (" in capsys.readouterr().err
+
+
 Answer = Callable[[list[str]], subprocess.CompletedProcess[str]]
 
 

@@ -155,8 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.update(task, description=f"vLLM {version}")
                 fetch_release(version, options.cache)
                 progress.advance(task)
-    except FetchError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, soft_wrap=True)
+    except (FetchError, OSError) as error:
+        said = f"--cache is {str(options.cache)!r}, which can't be written ({error}); name a directory that can"
+        said = str(error) if isinstance(error, FetchError) else said
+        Console(stderr=True).print(said, style="red", markup=False, soft_wrap=True)
         return 1
     return 0
 
