@@ -15,7 +15,6 @@ pytest imports this file in every run, so the file is not part of the package, w
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,12 @@ _SUITE = "vllm_async_spec.compat"
 _NO_BACKEND = "no backend is named; set async_spec_backends in pytest's settings, or give --async-spec-backend NAME"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options; all have long names, to avoid those of other plugins."""
     group = parser.getgroup("async-spec", "vllm-async-spec: does your attention backend make the host wait?")
     names = ["--async-spec-backend"]
-    if any(argument.startswith(_SUITE) for argument in sys.argv):
+    config: Any = pluginmanager.get_plugin("pytestconfig")  # sys.argv has no arguments in a worker of pytest-xdist
+    if any(str(argument).startswith(_SUITE) for argument in config.invocation_params.args):
         names.append("--backend")  # here the suite itself runs, so no other plugin's option is meant
     group.addoption(*names, action="append", default=[], metavar="NAME", help="module:Builder, or one of vLLM's")
     group.addoption("--async-spec-device", default="cpu", metavar="cpu|cuda", help="cpu simulates a device")

@@ -132,6 +132,12 @@ def test_the_suite_itself(tmp_path: Path):
     assert "told exact lengths, it fails: ValueError: no graphs at support/compat_failing.py:" in done.stdout
 
 
+def test_the_suite_in_processes_of_xdist(tmp_path: Path):
+    options = ["--backend=compat_planted:Clean", "-n", "2", "-k", "decode"]
+    done = run_pytest(tmp_path, "--pyargs", "vllm_async_spec.compat", *options)
+    assert outcome(done) == {"passed": 1}, done.stdout + done.stderr
+
+
 def test_lines_that_no_batch_reached(tmp_path: Path):
     code = "def test_it(async_spec_backend): assert not async_spec_backend.unreached, async_spec_backend.explain()\n"
     (tmp_path / "test_it.py").write_text(code)
