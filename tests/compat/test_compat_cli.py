@@ -106,7 +106,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str):
 
 def test_a_file_in_a_directory_that_is_not_there():
     result = compat("--backend", "compat_outside:factory", "--json", "/nowhere/found.json")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--json is '/nowhere/found.json', whose directory does not exist" in one_line(result)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.cli.common import fail, write_outputs
 from vllm_async_spec.cli.interrupts import exit_code, signal_of
+from vllm_async_spec.cli.outputs import check_file, checked_option
 from vllm_async_spec.compat.model_shapes import MODELS
 from vllm_async_spec.process_group import NewProcess
 
@@ -26,6 +27,7 @@ _MODELS = (
     f" There are {', '.join(MODELS)}."
 )
 _FORWARD_SECONDS = 600.0
+_output_file = checked_option(check_file, functools.partial(fail, code=2))
 
 
 def compat(
@@ -49,21 +51,21 @@ def compat(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", callback=output_file, help="Write all evidence to this JSON file, while the suite runs."
+            "--json", callback=_output_file, help="Write all evidence to this JSON file, while the suite runs."
         ),
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", callback=_output_file, help="Write the table to this Markdown file.")
     ] = None,
     junit_file: Annotated[
         Path | None,
-        typer.Option("--junit", callback=output_file, help="Write a test for each batch to this JUnit file, for CI."),
+        typer.Option("--junit", callback=_output_file, help="Write a test for each batch to this JUnit file, for CI."),
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", callback=output_file, help="Write the table to this HTML file.")
+        Path | None, typer.Option("--html", callback=_output_file, help="Write the table to this HTML file.")
     ] = None,
     badge_file: Annotated[
-        Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
+        Path | None, typer.Option("--badge", callback=_output_file, help="Write the last line to this SVG badge.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also if a builder is not shown clean.")] = False,
     forward_seconds: Annotated[
