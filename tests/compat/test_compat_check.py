@@ -355,7 +355,7 @@ def test_on_a_gpu_waits_for_events_of_either_class_are_heard(monkeypatch: pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [planted.Clean, planted.FromTheBound, *planted.PLANTED])
+@pytest.mark.parametrize("kind", [*planted.CLEAN, *planted.PLANTED])
 def test_on_a_gpu_the_same_builders_are_found_to_be_the_same(kind: type[planted.Builder]):
     found = check(subject(kind), CudaDevice(), cases=[NAMED[kind.case]], device_name="cuda")
     if kind is planted.UnfencedCopy:

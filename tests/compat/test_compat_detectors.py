@@ -58,6 +58,7 @@ DETECTORS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[planted.Bu
     "bincount": (without_operator("bincount"), planted.Bincount),
     "cpu": (without_method("cpu"), planted.CopiesToHost),
     "to": (without_method("to"), planted.MovesToHost),
+    "repr": (without_method("repr"), planted.Print),
     "tolist": (without_method("tolist"), planted.ToList),
     "numpy": (without_method("numpy"), planted.Numpy),
     "unfenced copies": (without_method("numpy"), planted.UnfencedCopy),

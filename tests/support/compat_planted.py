@@ -21,7 +21,7 @@ class Built:
 
 
 class Builder:
-    need: ClassVar[Need | None] = Need.NONE
+    need: ClassVar[Need] = Need.NONE
     fault: ClassVar[str | None] = None
     note: ClassVar[str | None] = None
     case: ClassVar[str] = "spec K + 1"
@@ -155,54 +155,6 @@ class Numpy(Blocks, wait="read (numpy)"):
 class Print(Blocks, wait="read (repr)"):
     def extra(self, metadata: Any) -> Any:
         return len(str(metadata.seq_lens))  # here
-
-
-class FString(Blocks, wait="read (repr)"):
-    def extra(self, metadata: Any) -> Any:
-        return len(f"{metadata.seq_lens}")  # here
-
-
-class Allclose(Blocks, wait="read (item)"):
-    def extra(self, metadata: Any) -> Any:
-        return torch.allclose(metadata.seq_lens, metadata.seq_lens)  # here
-
-
-class ListOfScalars(Blocks, wait="read (item)"):
-    def extra(self, metadata: Any) -> Any:
-        return torch.tensor([metadata.seq_lens[0], metadata.seq_lens[-1]])  # here
-
-
-class AsTensor(Blocks, wait="copy to host (as_tensor)"):
-    def extra(self, metadata: Any) -> Any:
-        return torch.as_tensor(metadata.seq_lens, device="cpu")  # here
-
-
-class ReadsBesideAsTensor(Blocks, wait="read (item)"):
-    """The copy leaves the original on the device."""
-
-    def extra(self, metadata: Any) -> Any:
-        torch.as_tensor(metadata.seq_lens, device="cpu")
-        return metadata.seq_lens.max().item()  # here
-
-
-class TensorOfTensor(Blocks, wait="copy to host (tensor)"):
-    def extra(self, metadata: Any) -> Any:
-        return torch.tensor(data=metadata.seq_lens, device="cpu")  # here
-
-
-class NewTensor(Blocks, wait="read (item)"):
-    def extra(self, metadata: Any) -> Any:
-        return metadata.seq_lens.new_tensor([1, 2]).max().item()  # here
-
-
-class TypeAs(Blocks, wait="copy to host (to)"):
-    def extra(self, metadata: Any) -> Any:
-        return metadata.seq_lens.type_as(torch.zeros(1))  # here
-
-
-class OneHot(Blocks, wait="read (item)"):
-    def extra(self, metadata: Any) -> Any:
-        return torch.nn.functional.one_hot(metadata.seq_lens.long() % 8)  # here
 
 
 class Mask(Blocks, wait="read (boolean index)"):
@@ -394,20 +346,6 @@ class TrustsLengthsBesideTheBound(FromTheBound):
     def extra(self, metadata: Any) -> Any:
         given = metadata._seq_lens_cpu
         return int((metadata.seq_lens_cpu_upper_bound if given is None else given).sum())
-
-
-class MixesSides(Builder):
-    need, fault = None, "it fails: RuntimeError: Expected all tensors to be on the same device"
-
-    def extra(self, metadata: Any) -> Any:
-        return metadata.seq_lens - metadata.query_start_loc_cpu.diff()  # here
-
-
-class MixesSidesInAList(Builder):
-    need, fault = None, MixesSides.fault
-
-    def extra(self, metadata: Any) -> Any:
-        return torch.cat([torch.zeros(1, dtype=torch.int32), metadata.seq_lens])  # here
 
 
 class OnlyDrafting(Blocks, wait="read (item)"):
