@@ -331,7 +331,7 @@ def _call(builder: Any, case: Case, metadata: Any, common_prefix: int, arguments
 
 def _kept(metadata: Any) -> dict[str, tuple[Any, Any]]:
     """The metadata's tensors and plain values by name, each with a copy; other fields may be caches."""
-    kept = {}
+    kept: dict[str, tuple[Any, Any]] = {}
     for name, value in _named(metadata):
         if isinstance(value, torch.Tensor):
             kept[name] = value, value.clone()

@@ -214,9 +214,10 @@ def _attributes(value: object) -> dict[str, object] | None:
         with contextlib.suppress(AttributeError):  # not set
             found[name] = slot.__get__(value)
     try:
-        return found | object.__getattribute__(value, "__dict__")
+        found |= object.__getattribute__(value, "__dict__")
     except AttributeError:
         return found if slots else None
+    return found
 
 
 def _planned(wrapper: Any) -> dict[str, object]:

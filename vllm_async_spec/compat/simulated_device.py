@@ -320,7 +320,7 @@ class _Sides(TorchFunctionMode):
     def _deepcopy(self, tensor: Any, memo: dict[int, Any]) -> Any:
         """`Tensor.__deepcopy__`, which copies between storages, and those have no side."""
         if type(tensor) is not torch.Tensor or id(tensor) in memo or not self._device.holds(tensor):
-            return torch.Tensor.__deepcopy__(tensor, memo)
+            return torch.Tensor.__deepcopy__(tensor, memo)  # type: ignore[no-untyped-call]
         memo[id(tensor)] = copy = tensor.clone()
         return copy
 
