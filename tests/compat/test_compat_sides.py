@@ -25,6 +25,7 @@ def read_after_as_tensor(lengths: torch.Tensor) -> None:
         ("read (item)", read_after_as_tensor),
         ("read (item)", lambda lengths: torch.tensor([lengths[0], lengths[1]])),
         ("read (item)", lambda lengths: lengths.new_tensor([1, 2]).max().item()),
+        ("read (item)", lambda lengths: torch.zeros(2).fill_(lengths[0])),
         ("read (item)", lambda lengths: torch.allclose(lengths, lengths)),
         ("read (item)", lambda lengths: torch.nn.functional.one_hot(lengths.long())),
         ("read (repr)", lambda lengths: f"{lengths}"),

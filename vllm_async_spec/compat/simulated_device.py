@@ -209,6 +209,8 @@ class _Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _ATEN.copy_.default:
             return self._copy(func, args, kwargs)
+        if func is _ATEN.fill_.Tensor and self._device.holds(args[1]) and not self._device.holds(args[0]):
+            return args[0].fill_(args[1].item())
         one_side = torch.Tag.pointwise in getattr(func, "tags", ()) or getattr(func, "overloadpacket", 0) in _ONE_SIDE
         if one_side and self._device.mixes((args, kwargs)):
             raise RuntimeError(
