@@ -36,6 +36,10 @@ ALSO = {
     "an index of Python's": ("item", lambda t: range(t[0])),
     "a condition": ("item", lambda t: bool(t[0])),
     "equal": ("item", lambda t: torch.equal(t, t + 1)),
+    "allclose": ("item", lambda t: torch.allclose(t, t)),
+    "printed": ("repr", lambda t: str(t)),
+    "formatted": ("repr", lambda t: f"{t}"),
+    "a formatted scalar": ("item", lambda t: f"{t[0]}"),
 }
 FREE = {
     "a length that the host knows": lambda t: t.repeat_interleave(t, output_size=6),
