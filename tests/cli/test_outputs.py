@@ -18,6 +18,7 @@ from benchmarks.plans import find_plan
 from benchmarks.results import ResultFile
 from vllm_async_spec.audit.report import Report
 from vllm_async_spec.cli import app
+from vllm_async_spec.cli.common import distinct_files
 from vllm_async_spec.cli.interrupts import Interrupted
 from vllm_async_spec.cli.outputs import OutputError, check_file, check_folder, write_output
 
@@ -110,6 +111,18 @@ def test_every_option_is_checked_before_work_starts(command: str):
     assert done.exit_code == (2 if arguments[0] == "compat" else 1)
     assert done.stderr.startswith(f"{program}: {arguments[-1]} is {path!r}, ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["audit --url x --json same --html", "audit --model m --log same --json", "compat --html same --badge"]
+)
+def test_two_options_do_not_name_one_file(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("same")
+    done = CliRunner().invoke(app, [*command.split(), "link"])
+    first, _, second = command.split()[-3:]
+    assert done.stderr == f"vllm-async-spec: {first} and {second} both name 'link'; name two files\n"
+    distinct_files(dict.fromkeys((first, second), Path("/dev/null")))
 
 
 def test_an_audit_that_fills_the_disk_is_shown_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

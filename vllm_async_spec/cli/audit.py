@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail, output_file, write_outputs
+from vllm_async_spec.cli.common import distinct_files, fail, output_file, write_outputs
 from vllm_async_spec.cli.outputs import OutputError, check_file
 
 
@@ -72,13 +72,15 @@ def audit(
     source = context.get_parameter_source("api_key")
     if model is not None and source is not None and source.name == "COMMANDLINE":
         fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
-    if model is not None:
-        if trace_file is not None and not torch.cuda.is_available():
-            fail(NO_TIMES)
-        try:
+    if model is not None and trace_file is not None and not torch.cuda.is_available():
+        fail(NO_TIMES)
+    try:
+        if model is not None:
             check_file("--log", log)
-        except OutputError as error:
-            fail(str(error))
+    except OutputError as error:
+        fail(str(error))
+    outputs = {"--json": json_file, "--html": html_file, "--trace": trace_file}
+    distinct_files(outputs if model is None else {"--log": log, **outputs})
     errors = Console(stderr=True)
     before = None
     try:

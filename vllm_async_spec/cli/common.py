@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -24,6 +25,16 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 output_file = checked_option(check_file, fail)
 """Callback of an option that names a file for output: ends the command if the file can't be written."""
+
+
+def distinct_files(outputs: Mapping[str, Path | None]) -> None:
+    """End the command if two options name one file; several may name one device or pipe, such as `/dev/null`."""
+    options: dict[Path, str] = {}
+    for option, path in outputs.items():
+        if path is not None and (os.path.isfile(path) or not os.path.exists(path)):
+            other = options.setdefault(path.resolve(), option)
+            if other != option:
+                fail(f"{other} and {option} both name {str(path)!r}; name two files")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

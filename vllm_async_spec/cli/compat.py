@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import fail, write_outputs
+from vllm_async_spec.cli.common import distinct_files, fail, write_outputs
 from vllm_async_spec.cli.interrupts import exit_code, signal_of
 from vllm_async_spec.cli.outputs import check_file, checked_option
 from vllm_async_spec.compat.model_shapes import MODELS
@@ -91,6 +91,7 @@ def compat(
         "--html": (html_file, lambda report: render_html([report.published])),
         "--badge": (badge_file, lambda report: badge(report.published)),
     }
+    distinct_files({option: path for option, (path, _) in written.items()})
     if plugin:
         _insist_on_the_plugin()
     console = Console(stderr=True)
