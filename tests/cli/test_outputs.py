@@ -32,6 +32,7 @@ READ_ONLY = Path("/proc/sys/kernel/osrelease")
         (check_file, "/no/such/file", "whose directory does not exist; create the directory, or name another"),
         (check_file, "/tmp", "which is a directory; name a file"),
         (check_file, str(READ_ONLY), "which can't be written (Permission denied); name a file that can"),
+        (check_file, "/tmp/" + 300 * "a", "which can't be written (File name too long); name a file that can"),
         (check_file, "/proc/new", "which can't be written ("),
         (check_folder, f"{READ_ONLY}/deeper/folder", f"but {READ_ONLY} is not a directory; name another"),
         (check_folder, "/proc/new/folder", "which can't be written ("),
@@ -54,7 +55,8 @@ def test_a_check_leaves_everything_as_it_was(tmp_path: Path):
 @pytest.mark.parametrize("lost", ["the disk is full", "its directory is gone", "the temporary directory is full too"])
 def test_what_can_not_be_written_is_kept_elsewhere(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere" if "too" in lost else tmp_path))
-    path = tmp_path / "gone" / "found.json" if "gone" in lost else Path("/dev/full")
+    name = 80 * "\N{EURO SIGN}" + ".json"  # 245 bytes, of at most 255
+    path = tmp_path / "gone" / name if "gone" in lost else Path("/dev/full")
     said = write_output("--json", path, "{}")
     assert said is not None
     why = "No such file or directory" if "gone" in lost else "No space left on device"
@@ -66,6 +68,7 @@ def test_what_can_not_be_written_is_kept_elsewhere(lost: str, tmp_path: Path, mo
     kept = Path(said.rpartition(" is kept in ")[2])
     assert kept.read_text() == "{}"
     assert kept.parent == tmp_path
+    assert kept.suffix == path.suffix
     assert kept.stat().st_mode & 0o777 == 0o600
 
 

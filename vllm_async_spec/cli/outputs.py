@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -49,10 +50,13 @@ def check_file(option: str, path: Path) -> None:
             f"{option} is {str(path)!r}, whose directory does not exist; create the directory, or name another"
         )
     try:
-        if os.path.isfile(path):
-            os.close(os.open(path, os.O_WRONLY))
-        elif not os.path.exists(path):  # else a device or a pipe, which opening could block
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
             tempfile.TemporaryFile(dir=folder).close()
+        else:
+            if stat.S_ISREG(mode):  # else a device or a pipe, which opening could block
+                os.close(os.open(path, os.O_WRONLY))
     except OSError as error:
         raise OutputError(
             f"{option} is {str(path)!r}, which can't be written ({error.strerror}); name a file that can"
@@ -98,7 +102,8 @@ def write_output(option: str, path: Path, text: str) -> str | None:
 def keep_elsewhere(path: Path, text: str) -> str:
     """Keep the text of a file that can't be written in the temporary directory; returns a clause that says where."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix="vllm-async-spec-", suffix=f"-{path.name}")
+        end = os.fsencode(path.name)[-100:].decode(errors="ignore")  # with more, the name could be too long
+        descriptor, name = tempfile.mkstemp(prefix="vllm-async-spec-", suffix=f"-{end}")
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
