@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 
 from vllm_async_spec.audit import spans as spans_module
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
-from vllm_async_spec.audit.loads import LoadError, Work
+from vllm_async_spec.audit.launch import _sending
+from vllm_async_spec.audit.loads import LoadError, Request, Work
 from vllm_async_spec.audit.recording import DONE, How, Order, Recorder, UnderWay
 from vllm_async_spec.audit.report import Phase
 from vllm_async_spec.audit.spans import Watch
@@ -292,7 +294,7 @@ def test_loads_fit_the_model_and_are_the_same_each_time():
 
 def test_a_file_of_requests(tmp_path):
     path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "Hello", "max_tokens": 7}\n\n{"prompt_token_ids": [1, 2]}\n')
+    path.write_text('{"prompt": "Hello", "max_tokens": 7}\r\n\n{"prompt_token_ids": [1, 2]}\n')
     asked = work(str(path))
     assert [(r.prompt, r.max_tokens) for r in asked.requests] == [("Hello", 7), ((1, 2), 128)]
     assert asked.name == "mine.jsonl"
@@ -303,17 +305,34 @@ def test_a_file_of_requests(tmp_path):
     [
         (None, "--load is .*, which is not a file; give decode, mixed, or a file of JSON lines"),
         ("\n", "is empty; give a JSON object a line, with prompt or prompt_token_ids"),
-        ('{"prompt": "a"}\n{"text": 1}', "line 2 of .* is '{\"text\": 1}'; it must be a JSON object with prompt"),
+        ('{"prompt": "a"}\n\n{"text": 1}', "line 3 of .* is '{\"text\": 1}'; it must be a JSON object with prompt"),
         ("hello", "line 1 of .* is 'hello'; it must be a JSON object"),
         ("[1]", "line 1 of .* it must be a JSON object"),
+        *(
+            (line, "line 1 of .* it must be a JSON object")
+            for line in (
+                '{"prompt": 5}',
+                '{"prompt": null}',
+                '{"prompt_token_ids": "hello"}',
+                '{"prompt_token_ids": ["a"]}',
+                '{"prompt_token_ids": []}',
+                '{"prompt": "a", "max_tokens": 1e400}',
+            )
+        ),
+        ("\udcff", "mine.jsonl can't be read .*; give"),
     ],
 )
 def test_a_bad_file_of_requests_is_refused_by_the_line(tmp_path, content, message):
     path = tmp_path / "mine.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_text(content, errors="surrogateescape")
     with pytest.raises(LoadError, match=message):
         work(str(path))
+
+
+def test_whatever_keeps_a_request_from_the_server_is_told():
+    with _sending("http://x", {}, "m", Work("", (Request({1}, 1),), 1)) as failed:
+        assert any(failed or time.sleep(0.01) for _ in range(1000))
 
 
 def test_a_stack_is_read_without_the_machinery():

@@ -85,7 +85,7 @@ def audit_server(
     headers = _headers(api_key)
     with contextlib.ExitStack() as stack:
         sent: Load | None = None
-        refused: list[AuditError] = []
+        refused: list[Exception] = []
         if load is not None:
             model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
             # Any vocabulary has 200 tokens; a step gives a request only a few.
@@ -149,9 +149,9 @@ def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
 
 
 @contextlib.contextmanager
-def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[list[AuditError]]:
-    """Send `work` to the server over and over; yield a list that collects the server's refusals."""
-    refused: list[AuditError] = []
+def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[list[Exception]]:
+    """Send `work` to the server over and over; yield a list that collects why requests failed."""
+    refused: list[Exception] = []
     requests = itertools.cycle(work.requests)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -161,14 +161,14 @@ def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Itera
                 request = next(requests)
             body = {
                 "model": model,
-                "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+                "prompt": request.prompt,  # a tuple is a list in JSON
                 "max_tokens": request.max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,
             }
             try:
                 _ask(f"{url}/v1/completions", headers, body, 600)
-            except AuditError as error:
+            except Exception as error:
                 refused.append(error)
                 stop.wait(1)
 

@@ -64,21 +64,35 @@ class Work:
                 requests.append(Request(tokens, min(rng.randrange(16, 128), longest - len(tokens))))
             return cls(f"mixed, {batch} together", tuple(requests), batch)
         path = Path(load)
-        if not path.is_file():
-            raise LoadError(f"--load is {load!r}, which is not a file; give decode, mixed, or a file of JSON lines")
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not lines:
+        try:
+            if not path.is_file():
+                raise LoadError(f"--load is {load!r}, which is not a file; give decode, mixed, or a file of JSON lines")
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", error)
+            raise LoadError(f"{load} can't be read ({why}); give a readable file in UTF-8") from None
+        asked = tuple(_request(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+        if not asked:
             raise LoadError(f"{load} is empty; give a JSON object a line, with prompt or prompt_token_ids")
-        return cls(path.name, tuple(_request(path, n, line) for n, line in enumerate(lines, 1)), batch)
+        return cls(path.name, asked, batch)
 
 
 def _request(path: Path, number: int, line: str) -> Request:
     try:
         data: Any = json.loads(line)
-        prompt = data["prompt"] if "prompt" in data else tuple(data["prompt_token_ids"])
-        return Request(prompt, int(data.get("max_tokens", 128)))
+        text = "prompt" in data
+        prompt = data["prompt"] if text else tuple(_whole(token) for token in data["prompt_token_ids"])
+        if not (isinstance(prompt, str) if text else prompt):
+            raise ValueError
+        return Request(prompt, _whole(data.get("max_tokens", 128)))
     except (ValueError, TypeError, KeyError):
         raise LoadError(
-            f"line {number} of {path} is {line[:60]!r}; it must be a JSON object with prompt or prompt_token_ids, and "
-            "max_tokens if not 128"
+            f"line {number} of {path} is {line[:60]!r}; it must be a JSON object with prompt (text) or "
+            "prompt_token_ids (numbers), and max_tokens (a number) if not 128"
         ) from None
+
+
+def _whole(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    raise ValueError
