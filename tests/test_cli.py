@@ -186,6 +186,7 @@ AUDIT_MISTAKES = {
     ),
     "nobody there": (("--url", "http://127.0.0.1:9"), "http://127.0.0.1:9/async_spec/audit can't be reached: "),
     "load": (("--url", "http://127.0.0.1:9", "--load", "decode"), "http://127.0.0.1:9/v1/models can't be reached: "),
+    "no port": (("--url", "http://x:abc"), "can't be reached: nonnumeric port: 'abc'; give the address of a running"),
     "no address": (("--url", "localhost"), "can't be reached: unknown url type"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import http.client
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_async_spec import json_child
+from vllm_async_spec._version import __version__
 from vllm_async_spec.audit.engine import AuditError, command_line, most_seconds
 from vllm_async_spec.audit.loads import Work
 from vllm_async_spec.audit.report import Load, Report
@@ -87,7 +89,9 @@ def audit_server(
         sent: Load | None = None
         refused: list[Exception] = []
         if load is not None:
-            model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
+            with _known_answer(url):
+                model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
+                name, longest = model["id"], int(model.get("max_model_len") or 2048)
             # Any vocabulary has 200 tokens; a step gives a request only a few.
             work = Work.make(
                 load,
@@ -95,9 +99,9 @@ def audit_server(
                 steps=steps,
                 tokens_a_step=4,
                 vocabulary=200,
-                longest=int(model.get("max_model_len") or 2048),
+                longest=longest,
             )
-            refused = stack.enter_context(_sending(url, headers, model["id"], work))
+            refused = stack.enter_context(_sending(url, headers, name, work))
             sent = Load(work.name, work.together, None, None)
         try:
             answer = _ask(
@@ -110,7 +114,8 @@ def audit_server(
             if refused:
                 raise AuditError(f"the server refuses the load: {refused[0]}") from None
             raise
-        report = Report.from_dict(answer)
+        with _known_answer(url):
+            report = Report.from_dict(answer)
     return dataclasses.replace(report, load=sent or report.load, command=command_line())
 
 
@@ -134,17 +139,30 @@ def _ask(url: str, headers: dict[str, str], body: Any, seconds: float) -> Any:
         AuditError: there is no such server, or it refuses; the message says why.
     """
     data = None if body is None else json.dumps(body).encode()
+    with _known_answer(url):
+        try:
+            request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+            for name, value in headers.items():
+                request.add_unredirected_header(name, value)  # a redirect must not get the key
+            with urllib.request.urlopen(request, timeout=seconds) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            raise AuditError(_refusal(url, error)) from None
+        except (OSError, ValueError, http.client.InvalidURL) as error:
+            raise AuditError(
+                f"{url} can't be reached: {getattr(error, 'reason', error)}; give the address of a running vLLM server"
+            ) from None
+        return json.loads(text)
+
+
+@contextlib.contextmanager
+def _known_answer(url: str) -> Iterator[None]:
+    """Make what an unknown answer raises an `AuditError`."""
     try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        for name, value in headers.items():
-            request.add_unredirected_header(name, value)  # a redirect must not get the key
-        with urllib.request.urlopen(request, timeout=seconds) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise AuditError(_refusal(url, error)) from None
-    except (OSError, ValueError) as error:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, http.client.HTTPException):
         raise AuditError(
-            f"{url} can't be reached: {getattr(error, 'reason', error)}; give the address of a running vLLM server"
+            f"{url} does not answer as a vLLM server with vllm-async-spec {__version__}; give the URL of one"
         ) from None
 
 
@@ -191,6 +209,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
         return f"{url} needs one of the server's keys; give a key with --api-key, or in VLLM_API_KEY"
     try:
         said = json.load(error)["error"]
-        return str(said["message"] if isinstance(said, dict) else said)
-    except (ValueError, KeyError, TypeError):
-        return f"{url} answered {error.code} {error.reason}"
+        message = str(said["message"] if isinstance(said, dict) else said)
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+        message = f"{url} answered {error.code} {error.reason}"
+    return " ".join(message.split())

@@ -1,5 +1,6 @@
-"""The key of a server that is audited."""
+"""The key of a server that is audited, and servers that can't be."""
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from vllm_async_spec.audit import engine
 from vllm_async_spec.cli import app
 
 KEY = "sk-of-nobody-else"
+FOREIGN, OK = "does not answer as a vLLM server with vllm-async-spec", "HTTP/1.1 200 OK\r\n"
 
 
 class Server(ThreadingHTTPServer):
@@ -22,6 +24,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
+        self.raw = ""
         self.seen: list[tuple[str, str | None]] = []
         super().__init__(("127.0.0.1", 0), Handler)
 
@@ -50,6 +53,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(401, {"error": "Unauthorized"})
 
     def _note(self) -> str | None:
+        if self.server.raw:
+            self.wfile.write(self.server.raw.encode())
+            self.wfile = io.BytesIO()  # the rest goes nowhere
         key = self.headers["Authorization"]
         self.server.seen.append((self.path, key))
         return key
@@ -138,3 +144,23 @@ def test_the_help_shows_no_key(monkeypatch: pytest.MonkeyPatch):
     done = audit("--help")
     assert "VLLM_API_KEY" in done.output
     assert KEY not in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "raw", "said"),
+    [
+        ("", "SSH-2.0-OpenSSH_9.6\r\n", FOREIGN),
+        ("", f"{OK}Content-Length: 999\r\n\r\n{{", FOREIGN),
+        ("", f'{OK}\r\n{{"ok": true}}', FOREIGN),
+        ("--load=decode", f'{OK}\r\n{{"ok": true}}', FOREIGN),
+        ("--load=decode", f"{OK}\r\n[]", FOREIGN),
+        ("--load=decode", f'{OK}\r\n{{"data": []}}', FOREIGN),
+        ("--load=decode", "HTTP/1.1 302 Found\r\nLocation: /v1/models\r\n\r\n", "answered 302 The HTTP server"),
+        ("", 'HTTP/1.1 400 Bad\r\n\r\n{"error": "one\\ntwo"}', "one two"),
+    ],
+)
+def test_what_is_no_server_to_audit_is_told_in_one_line(server: Server, options: str, raw: str, said: str):
+    server.raw = raw
+    done = audit("--url", server.url, *options.split())
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
