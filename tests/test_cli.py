@@ -187,12 +187,14 @@ AUDIT_MISTAKES = {
     "nobody there": (("--url", "http://127.0.0.1:9"), "http://127.0.0.1:9/async_spec/audit can't be reached: "),
     "load": (("--url", "http://127.0.0.1:9", "--load", "decode"), "http://127.0.0.1:9/v1/models can't be reached: "),
     "no port": (("--url", "http://x:abc"), "can't be reached: nonnumeric port: 'abc'; give the address of a running"),
+    "no plugin": (("--model", "m"), "does not load the plugin, because VLLM_PLUGINS is set and does not name"),
     "no address": (("--url", "localhost"), "can't be reached: unknown url type"),
 }
 
 
 @pytest.mark.parametrize("mistake", AUDIT_MISTAKES)
-def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_path):
+def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "x,y")
     arguments, message = AUDIT_MISTAKES[mistake]
     done = CliRunner().invoke(app, ["audit", *arguments, "--log", str(tmp_path / "log")])
     assert done.exit_code == 1

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import distinct_files, fail, output_file, write_outputs
+from vllm_async_spec.cli.common import LEFT_OUT, distinct_files, fail, output_file, write_outputs
 from vllm_async_spec.cli.outputs import OutputError, check_file
 
 
@@ -61,6 +61,7 @@ def audit(
     from vllm_async_spec.audit.launch import audit_model, audit_server
     from vllm_async_spec.audit.loads import LoadError
     from vllm_async_spec.audit.terminal import print_report
+    from vllm_async_spec.vllm_plugin.settings import left_out
 
     if (model is None) == (url is None):
         fail("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
@@ -81,6 +82,8 @@ def audit(
         fail(str(error))
     outputs = {"--json": json_file, "--html": html_file, "--trace": trace_file}
     distinct_files(outputs if model is None else {"--log": log, **outputs})
+    if model is not None and left_out():
+        fail(LEFT_OUT)
     errors = Console(stderr=True)
     before = None
     try:

@@ -16,6 +16,12 @@ from vllm_async_spec.cli.outputs import check_file, checked_option, write_output
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
+LEFT_OUT = (
+    "vLLM does not load the plugin, because VLLM_PLUGINS is set and does not name async_spec; add async_spec, or unset "
+    "VLLM_PLUGINS"
+)
+"""Said where `settings.left_out` is true."""
+
 
 def fail(message: str, code: int = 1) -> NoReturn:
     """End the command with one sentence on stderr, and no traceback."""

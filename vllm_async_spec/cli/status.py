@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_async_spec.cli.common import AsJson, fail, json_object, progress_on_stderr
+from vllm_async_spec.cli.common import LEFT_OUT, AsJson, fail, json_object, progress_on_stderr
 
 if TYPE_CHECKING:
     from vllm_async_spec.vllm_plugin.server_status import ServerStatus
@@ -142,11 +142,7 @@ def _print_status(found: Status) -> None:
     if found.failure is not None:
         console.print(f"The plugin failed, so vLLM runs as stock: {escape(found.failure)}", style="red")
     if not found.loaded:
-        console.print(
-            "vLLM does not load the plugin, because VLLM_PLUGINS is set and does not name async_spec; add async_spec, "
-            "or unset VLLM_PLUGINS.",
-            style="red",
-        )
+        console.print(f"{LEFT_OUT}.", style="red")
     table = Table(title="Patches", title_justify="left")
     for name in ("patch", "state", "why"):
         table.add_column(name, overflow="fold", no_wrap=name != "why")

@@ -87,6 +87,12 @@ class Settings:
         )
 
 
+def left_out() -> bool:
+    """Whether vLLM does not load the plugin, because `VLLM_PLUGINS` is set and does not name it."""
+    named = os.environ.get("VLLM_PLUGINS")
+    return named is not None and "async_spec" not in named.split(",")
+
+
 def _choice(environment: Mapping[str, str], name: str, default: _ChoiceT) -> _ChoiceT:
     if name not in environment:
         return default

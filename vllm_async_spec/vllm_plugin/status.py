@@ -27,7 +27,7 @@ from vllm_async_spec.vllm_plugin.ledger import (
 )
 from vllm_async_spec.vllm_plugin.scheduling import Decision, Stock, explain, one_line
 from vllm_async_spec.vllm_plugin.serve_arguments import ArgumentsError, read_arguments
-from vllm_async_spec.vllm_plugin.settings import Mode, Settings
+from vllm_async_spec.vllm_plugin.settings import Mode, Settings, left_out
 from vllm_async_spec.vllm_plugin.state import Plugin, active_plugin
 
 
@@ -114,8 +114,7 @@ def read_status(arguments: Sequence[str] | None = None, progress: Callable[[str]
     vllm = _import_vllm(progress)
     from vllm_async_spec.vllm_plugin.plugin import load
 
-    named = os.environ.get("VLLM_PLUGINS")
-    loaded = named is None or "async_spec" in named.split(",")
+    loaded = not left_out()
     # Asked before the plugin is loaded, where vLLM would not load the plugin.
     engine = None if loaded else _engine(arguments, _LEFT_OUT, progress)
     plugin = load(report=False)
