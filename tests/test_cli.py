@@ -179,6 +179,9 @@ AUDIT_MISTAKES = {
     "both": (("--model", "m", "--url", "http://x"), "an audit needs either --model"),
     "compare": (("--model", "m", "--compare", "sync"), "--compare is 'sync'; it must be off"),
     "server arguments": (("--url", "http://x", "--max-model-len", "8"), "--max-model-len 8 has no effect on a running"),
+    "log of a server": (("--url", "http://x", "--log", "l"), "--log has no effect on a running server; leave out"),
+    "no load": (("--url", "http://x", "--batch", "8"), "--batch has no effect on a server's own traffic; leave out"),
+    "seconds": (("--model", "m", "--seconds", "9"), "--seconds has no effect on an engine that the audit starts"),
     "compare a server": (("--url", "http://x", "--compare", "off"), "--compare has no effect on a running server"),
     "folder": (
         ("--model", "m", "--html", "/no/such/page.html"),
@@ -196,7 +199,8 @@ AUDIT_MISTAKES = {
 def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "x,y")
     arguments, message = AUDIT_MISTAKES[mistake]
-    done = CliRunner().invoke(app, ["audit", *arguments, "--log", str(tmp_path / "log")])
+    log = [] if "--url" in arguments else ["--log", str(tmp_path / "log")]
+    done = CliRunner().invoke(app, ["audit", *arguments, *log])
     assert done.exit_code == 1
     assert done.stderr.startswith("vllm-async-spec: ")
     assert message in done.stderr

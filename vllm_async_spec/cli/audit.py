@@ -67,12 +67,7 @@ def audit(
         fail("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
     if compare not in (None, "off"):
         fail(f"--compare is {compare!r}; it must be off")
-    if url is not None and (compare is not None or context.args):
-        unused = " ".join(context.args) or "--compare"
-        fail(f"{unused} has no effect on a running server; leave out {unused}, or use --model")
-    source = context.get_parameter_source("api_key")
-    if model is not None and source is not None and source.name == "COMMANDLINE":
-        fail("--api-key has no effect on an engine that the audit starts; leave out --api-key, or use --url")
+    _refuse_unused(context, url is not None, load is not None)
     if model is not None and trace_file is not None and not torch.cuda.is_available():
         fail(NO_TIMES)
     try:
@@ -116,3 +111,21 @@ def audit(
     if trace_file is not None and trace is None:
         fail(NO_TIMES)
     raise typer.Exit(1 if failed else 0)
+
+
+def _refuse_unused(context: typer.Context, server: bool, loaded: bool) -> None:
+    """End the command if an argument has no effect on what is audited."""
+
+    def given(*options: str) -> list[str]:
+        sources = {each: context.get_parameter_source(each[2:].replace("-", "_")) for each in options}
+        return [each for each, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
+
+    if server:
+        unused, where, remedy = [*context.args, *given("--compare", "--log")], "a running server", "use --model"
+        if not unused and not loaded:
+            unused, where, remedy = given("--batch"), "a server's own traffic", "give --load"
+    else:
+        unused, where, remedy = given("--api-key", "--seconds"), "an engine that the audit starts", "use --url"
+    if unused:
+        said = " ".join(unused)
+        fail(f"{said} has no effect on {where}; leave out {said}, or {remedy}")
