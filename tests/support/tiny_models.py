@@ -51,6 +51,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconForCausalLM",
         {**_ALL, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True},
     ),
+    "bias": ("DogeForCausalLM", {**_SMALL, "keep_window_size": 128}),
+    "masked": ("OPTForCausalLM", {**_SMALL, "init_std": 0.4, "ffn_dim": 32, "word_embed_proj_dim": 16}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-import transformers
 from small_batchers import EOS, LENGTH, make, submit_all, tokens
 
 from vllm_async_spec.generation import BatcherConfig, ContinuousBatcher
@@ -71,16 +70,18 @@ def test_settings_that_are_none_are_refused():
     assert model.config._attn_implementation == "eager"
 
 
-def test_a_model_that_can_not_be_batched_is_told_why():
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration has an encoder; only decoder-only models"):
-        make("encoder-decoder")
-    with pytest.raises(ModelError, match="Gemma2Attention attends with softcap, which no adapter supports"):
-        make("softcap")
-    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2))
-    with pytest.raises(
-        ModelError, match=r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"
-    ):
-        ContinuousBatcher(bloom.eval(), config=BatcherConfig(max_batch=1))
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("encoder-decoder", "T5ForConditionalGeneration has an encoder; only decoder-only models"),
+        ("softcap", "Gemma2Attention attends with softcap, which no adapter supports"),
+        ("bias", "DogeAttention attends with a mask or bias of its own, which no adapter supports; use model.generate"),
+        ("bloom", r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"),
+    ],
+)
+def test_a_model_that_can_not_be_batched_is_told_why(kind: str, message: str):
+    with pytest.raises(ModelError, match=message):
+        make(kind)
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,12 @@ def test_the_tokens_are_those_of_generate(kind: str, way: str):
     assert tokens(kind, **WAYS[way]) == expected
 
 
+@pytest.mark.parametrize("kind", ["masked"])
+def test_the_tokens_of_other_models_are_those_of_generate(kind: str):
+    expected = [generated(kind, prompt, 20) for prompt in PROMPTS]
+    assert tokens(kind) == expected
+
+
 @settings(max_examples=25)
 @given(**RUNS, temperature=st.sampled_from([0.0, 0.7]))
 def test_the_tokens_are_the_synchronous_ones(

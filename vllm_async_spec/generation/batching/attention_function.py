@@ -21,6 +21,9 @@ from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCac
 IMPLEMENTATION = "vllm_async_spec_paged"
 """The name in transformers' registry."""
 
+_HIDES = -1e4
+"""A mask that adds at most this to a score hides the token."""
+
 Attend = Callable[[LayerShape, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From a layer's shape, query (tokens, heads, head size) and pages of keys and values to (tokens, heads, head size)."""
 
@@ -63,7 +66,7 @@ def paged_attention_of_layer(
     """
     if torch.compiler.is_compiling():
         return _attend_in_layer(query, key, value, module.layer_idx), None
-    return _worker().layer(module, query, key, value, **options), None
+    return _worker().layer(module, query, key, value, attention_mask=attention_mask, **options), None
 
 
 def _worker() -> Any:
@@ -125,6 +128,7 @@ class Probe:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
@@ -143,6 +147,10 @@ class Probe:
             )
         if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
             raise ModelError(f"{name} is not causal; only decoders can be batched")
+        if attention_mask is not None and not _is_causal(attention_mask):
+            raise ModelError(
+                f"{name} attends with a mask or bias of its own, which no adapter supports; use model.generate"
+            )
         for option in ("softcap", "s_aux", "position_bias"):
             if options.get(option) is not None:
                 raise ModelError(f"{name} attends with {option}, which no adapter supports; use model.generate")
@@ -159,3 +167,10 @@ class Probe:
             sliding_window=sliding_window,
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    """Whether a mask, (batch, heads, queries, keys) bool or added to the scores, only hides later tokens."""
+    visible = torch.ones_like(mask, dtype=torch.bool).tril()
+    added = mask if mask.dtype != torch.bool else torch.where(mask, 0.0, -torch.inf)
+    return bool(torch.where(visible, added == 0, added <= _HIDES).all())
