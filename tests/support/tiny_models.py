@@ -29,6 +29,7 @@ _JAMBA = {
     "num_experts_per_tok": 1,
 }
 _BY_LAYER = {"head_dim": 8, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOW = {"sliding_window": 24, "pad_token_id": 0}
 _NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _SMALL),
@@ -53,6 +54,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bias": ("DogeForCausalLM", {**_SMALL, "keep_window_size": 128}),
     "masked": ("OPTForCausalLM", {**_SMALL, "init_std": 0.4, "ffn_dim": 32, "word_embed_proj_dim": 16}),
+    "window in mask": ("MoshiForCausalLM", {**_SMALL, "head_dim": 8, "ffn_dim": 32, **_WINDOW}),
+    "unused window": ("Qwen2ForCausalLM", {**_SMALL, "use_sliding_window": False, "sliding_window": 24}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

@@ -76,6 +76,7 @@ def test_settings_that_are_none_are_refused():
         ("encoder-decoder", "T5ForConditionalGeneration has an encoder; only decoder-only models"),
         ("softcap", "Gemma2Attention attends with softcap, which no adapter supports"),
         ("bias", "DogeAttention attends with a mask or bias of its own, which no adapter supports; use model.generate"),
+        ("window in mask", "MoshiForCausalLM (has sliding layers, and passes no window|does not use transformers')"),
         ("bloom", r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"),
     ],
 )

@@ -23,7 +23,7 @@ def test_the_tokens_are_those_of_generate(kind: str, way: str):
     assert tokens(kind, **WAYS[way]) == expected
 
 
-@pytest.mark.parametrize("kind", ["masked"])
+@pytest.mark.parametrize("kind", ["masked", "unused window"])
 def test_the_tokens_of_other_models_are_those_of_generate(kind: str):
     expected = [generated(kind, prompt, 20) for prompt in PROMPTS]
     assert tokens(kind) == expected

@@ -98,7 +98,7 @@ class ContinuousBatcher:
             pages = PageAllocator(cached + 1)
 
             def paged(each: Any, query_tokens: int) -> PagedModel:
-                layers = layers_of(each)
+                layers = layers_of(each, max_length)
                 backend = choose_backend(
                     config.attention,
                     layers.values(),

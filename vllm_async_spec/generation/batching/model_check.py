@@ -37,8 +37,8 @@ def take_over(model: Any) -> str:
     return before
 
 
-def layers_of(model: Any) -> dict[int, LayerShape]:
-    """Shape of each layer, by index, of a model that `take_over` has prepared.
+def layers_of(model: Any, max_length: int) -> dict[int, LayerShape]:
+    """Shape of each layer, by index, of a model that `take_over` has prepared, for sequences of this length.
 
     Raises:
         ModelError: the model can't be batched.
@@ -56,7 +56,7 @@ def layers_of(model: Any) -> dict[int, LayerShape]:
             "all must, because the paged cache holds no state of other layers"
         )
     windows = [layer.sliding_window for layer in probe.layers.values()]
-    if "sliding_attention" in _layer_types(config) and not any(windows):
+    if _has_window(config, max_length) and not any(windows):
         raise ModelError(f"{name} has sliding layers, and passes no window to its attention; use model.generate")
     return probe.layers
 
@@ -145,6 +145,14 @@ def _check_configuration(model: Any, name: str, config: Any) -> None:
                 raise ModelError(
                     f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
                 )
+
+
+def _has_window(config: Any, max_length: int) -> bool:
+    """Whether a layer must have a sliding window, which a model may also make in its mask."""
+    if types := _layer_types(config):
+        return "sliding_attention" in types
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return window is not None and window < max_length
 
 
 def _layer_types(config: Any) -> set[str]:
