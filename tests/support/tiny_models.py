@@ -29,6 +29,15 @@ _JAMBA = {
     "num_experts_per_tok": 1,
 }
 _BY_LAYER = {"head_dim": 8, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+_FALCON_H1 = {
+    "head_dim": 8,
+    "mamba_d_ssm": 16,
+    "mamba_n_heads": 2,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 4,
+    "mamba_chunk_size": 8,
+}
 _WINDOW = {"sliding_window": 24, "pad_token_id": 0}
 _NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +65,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "masked": ("OPTForCausalLM", {**_SMALL, "init_std": 0.4, "ffn_dim": 32, "word_embed_proj_dim": 16}),
     "window in mask": ("MoshiForCausalLM", {**_SMALL, "head_dim": 8, "ffn_dim": 32, **_WINDOW}),
     "unused window": ("Qwen2ForCausalLM", {**_SMALL, "use_sliding_window": False, "sliding_window": 24}),
+    "mamba beside": ("FalconH1ForCausalLM", {**_SMALL, **_FALCON_H1}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

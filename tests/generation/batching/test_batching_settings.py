@@ -77,6 +77,7 @@ def test_settings_that_are_none_are_refused():
         ("softcap", "Gemma2Attention attends with softcap, which no adapter supports"),
         ("bias", "DogeAttention attends with a mask or bias of its own, which no adapter supports; use model.generate"),
         ("window in mask", "MoshiForCausalLM (has sliding layers, and passes no window|does not use transformers')"),
+        ("mamba beside", "FalconH1ForCausalLM has (a recurrent state, which the paged cache|layers of type hybrid)"),
         ("bloom", r"BloomForCausalLM does not use transformers' AttentionInterface, .* use model.generate"),
     ],
 )

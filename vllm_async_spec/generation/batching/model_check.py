@@ -134,6 +134,8 @@ def _check_configuration(model: Any, name: str, config: Any) -> None:
         raise ModelError(
             f"{name} has layers of type {', '.join(unknown)}; only {', '.join(sorted(_LAYER_TYPES))} can be batched"
         )
+    if not _layer_types(config) and any(getattr(each, "_is_stateful", False) for each in model.modules()):
+        raise ModelError(f"{name} has a recurrent state, which the paged cache does not hold; use model.generate")
     if getattr(config, "attention_chunk_size", None) is not None:
         raise ModelError(
             f"{name} attends within chunks of {config.attention_chunk_size} tokens, which no adapter supports"
