@@ -212,6 +212,23 @@ def test_an_interrupt_loses_no_request_that_was_just_submitted(monkeypatch: pyte
         assert [each.finish_reason for each in found] == ["error"] * len(PROMPTS)
 
 
+def test_a_cancellation_that_fails_leaves_no_request_waiting(monkeypatch: pytest.MonkeyPatch):
+    def fails(_: Request) -> None:
+        raise ZeroDivisionError
+
+    with make() as batcher:
+        monkeypatch.setattr(batcher._scheduler, "cancel", fails)
+        found = submit_all(batcher)
+        with pytest.raises(TypeError, match="request is None; it must be a Request, which submit returns"):
+            batcher.cancel(None)  # type: ignore[arg-type]
+        batcher.cancel(found[0])
+        found.append(batcher.submit([1], max_new_tokens=4))
+        with pytest.raises(ZeroDivisionError):
+            batcher.run()
+        assert [each.finish_reason for each in found] == ["error"] * len(found)
+    assert tiny_models.model("llama").config._attn_implementation == "eager"
+
+
 def test_a_device_that_fails_while_the_batcher_is_closed_leaves_the_model_to_others(monkeypatch: pytest.MonkeyPatch):
     def fails() -> None:
         raise ZeroDivisionError

@@ -6,6 +6,7 @@ a step's tokens are read. With none launched ahead, the loop is synchronous, and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -191,7 +192,13 @@ class ContinuousBatcher:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request, from any thread. The request gets no token after the next step has been planned."""
+        """End a request, from any thread. The request gets no token after the next step has been planned.
+
+        Raises:
+            TypeError: this is no request.
+        """
+        if not isinstance(request, Request):
+            raise TypeError(f"request is {request!r}; it must be a Request, which submit returns")
         self._commands.append(functools.partial(self._scheduler.cancel, request))
 
     @property
@@ -332,7 +339,12 @@ class ContinuousBatcher:
         # Only the commands queued by now: other threads may go on submitting.
         for _ in range(len(self._commands)):
             # Remove a command only after it has run: an interrupt in between would lose a request.
-            self._commands[0]()
+            try:
+                self._commands[0]()
+            except Exception:
+                # A closed batcher drops a command that fails, and obeys the others.
+                if self._closed is None:
+                    raise
             self._commands.popleft()
 
     def _take_no_more(self, closed: str, reason: str) -> None:
@@ -342,14 +354,13 @@ class ContinuousBatcher:
 
     def _end(self) -> None:
         """End the remaining requests of a closed batcher; can be repeated after an interrupt."""
-        self._obey()
-        self._in_flight.forget()
-        self._scheduler.fail_all(RequestError(self._reason))
-        if self._gives_model_back and self._attention_before:
-            try:
-                self._streams.drain()
-            finally:
-                self._give_attention_back()
+        with contextlib.ExitStack() as last:  # runs all, from the last to the first, whatever fails
+            if self._gives_model_back and self._attention_before:
+                last.callback(self._give_attention_back)
+                last.callback(self._streams.drain)
+            last.callback(self._scheduler.fail_all, RequestError(self._reason))
+            last.callback(self._in_flight.forget)
+            self._obey()
 
     def _give_attention_back(self) -> None:
         while self._attention_before:
