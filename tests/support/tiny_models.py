@@ -66,6 +66,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "window in mask": ("MoshiForCausalLM", {**_SMALL, "head_dim": 8, "ffn_dim": 32, **_WINDOW}),
     "unused window": ("Qwen2ForCausalLM", {**_SMALL, "use_sliding_window": False, "sliding_window": 24}),
     "mamba beside": ("FalconH1ForCausalLM", {**_SMALL, **_FALCON_H1}),
+    "strided": ("JetMoeForCausalLM", {**_SMALL, "kv_channels": 8}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

@@ -23,8 +23,10 @@ def test_the_tokens_are_those_of_generate(kind: str, way: str):
     assert tokens(kind, **WAYS[way]) == expected
 
 
-@pytest.mark.parametrize("kind", ["masked", "unused window"])
+@pytest.mark.parametrize("kind", ["masked", "unused window", "strided"])
 def test_the_tokens_of_other_models_are_those_of_generate(kind: str):
+    if not tiny_models.model(kind)._can_set_attn_implementation():
+        pytest.skip("this transformers has the model without AttentionInterface")
     expected = [generated(kind, prompt, 20) for prompt in PROMPTS]
     assert tokens(kind) == expected
 

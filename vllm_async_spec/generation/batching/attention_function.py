@@ -166,7 +166,7 @@ class Probe:
             scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
             sliding_window=sliding_window,
         )
-        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
