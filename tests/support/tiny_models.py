@@ -38,6 +38,7 @@ _FALCON_H1 = {
     "mamba_d_state": 4,
     "mamba_chunk_size": 8,
 }
+_VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 _WINDOW = {"sliding_window": 24, "pad_token_id": 0}
 _NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,6 +68,13 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "unused window": ("Qwen2ForCausalLM", {**_SMALL, "use_sliding_window": False, "sliding_window": 24}),
     "mamba beside": ("FalconH1ForCausalLM", {**_SMALL, **_FALCON_H1}),
     "strided": ("JetMoeForCausalLM", {**_SMALL, "kv_channels": 8}),
+    "vision": (
+        "LlavaForConditionalGeneration",
+        {
+            "text_config": {**_SMALL, "model_type": "llama"},
+            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        },
+    ),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

@@ -124,6 +124,16 @@ def test_the_model_belongs_to_one_batcher_until_that_is_closed():
     assert model(input_ids=torch.tensor([[1]])).logits.shape == (1, 1, tiny_models.VOCABULARY)
 
 
+def test_closing_restores_the_attention_of_each_part_of_the_model():
+    config = tiny_models.model("vision").config
+    parts, before = (config, config.text_config, config.vision_config), ["sdpa", "eager", "sdpa"]
+    for part, attention in zip(parts, before, strict=True):
+        part._attn_implementation = attention
+    with make("vision"):
+        assert config.text_config._attn_implementation == "vllm_async_spec_paged"
+    assert [part._attn_implementation for part in parts] == before
+
+
 def test_whether_it_is_synchronous_is_changed_between_runs_only():
     expected = tokens()
     with make() as batcher:

@@ -95,7 +95,7 @@ class ContinuousBatcher:
         self._attention_before: list[tuple[Any, str]] = []
         try:
             for each in models:
-                self._attention_before.append((each, take_over(each)))
+                self._attention_before += take_over(each)
             pages = PageAllocator(cached + 1)
 
             def paged(each: Any, query_tokens: int) -> PagedModel:
@@ -363,10 +363,10 @@ class ContinuousBatcher:
             self._obey()
 
     def _give_attention_back(self) -> None:
-        while self._attention_before:
-            model, attention = self._attention_before[-1]
-            model.set_attn_implementation(attention)
-            self._attention_before.pop()
+        for configuration, attention in self._attention_before:
+            # This sets its parts too, which come later.
+            configuration._attn_implementation = attention
+        self._attention_before.clear()
 
 
 def _config_of(config: BatcherConfig | None, settings: dict[str, Any]) -> BatcherConfig:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from vllm_async_spec.generation.batching.attention_function import IMPLEMENTATION, ModelError, Probe, at_work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
@@ -17,14 +18,17 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHANGING_ROPE = ("dynamic", "longrope")
 
 
-def take_over(model: Any) -> str:
-    """Make the model attend through this package's function; return the name of its previous attention.
+def take_over(model: Any) -> list[tuple[Any, str]]:
+    """Make the model attend through this package's function.
+
+    Returns:
+        Each configuration in the model, an outer one before its parts, and the name of its previous attention.
 
     Raises:
         ModelError: a batcher owns the model, the model has an encoder, or its attention bypasses the registry.
     """
-    name, before = type(model).__name__, str(model.config._attn_implementation)
-    if before == IMPLEMENTATION:
+    name = type(model).__name__
+    if model.config._attn_implementation == IMPLEMENTATION:
         raise ModelError(f"this {name} belongs to a ContinuousBatcher; close that batcher first")
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} has an encoder; only decoder-only models can be batched")
@@ -33,6 +37,7 @@ def take_over(model: Any) -> str:
             f"{name} does not use transformers' AttentionInterface, so its attention can't read a paged cache; "
             "use model.generate"
         )
+    before = [(each, each._attn_implementation) for each in _configurations(model)]
     model.set_attn_implementation(IMPLEMENTATION)
     return before
 
@@ -147,6 +152,14 @@ def _check_configuration(model: Any, name: str, config: Any) -> None:
                 raise ModelError(
                     f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
                 )
+
+
+def _configurations(model: Any) -> Iterator[Any]:
+    found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for each in found:
+        yield each
+        # The parts may have no module; an attention is set in them all the same.
+        found += [part for name in each.sub_configs if (part := getattr(each, name, None)) is not None]
 
 
 def _has_window(config: Any, max_length: int) -> bool:
