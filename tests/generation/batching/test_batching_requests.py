@@ -161,6 +161,11 @@ def test_a_failure_reaches_who_iterates():
         ([1], {"temperature": 0.001}, "temperature is 0.001; it must be 0"),
         ([1], {"seed": 1 << 63}, "seed is 9223372036854775808; it must fit into 64 bits"),
         ([1, 99], {}, "the prompt has token 99; the model's vocabulary is 0 to 12"),
+        (torch.tensor([[3, 4], [5, 6]]), {}, r"the prompt has the shape \(2, 2\); submit each row on its own"),
+        ([3.7, 4.2], {}, r"the prompt is \[3.7, 4.2\]; it must be whole numbers, or text"),
+        (["3", "4"], {}, "it must be whole numbers, or text"),
+        ([[3, 4]], {}, "it must be whole numbers, or text"),
+        (None, {}, "the prompt is None; it must be whole numbers, or text"),
         ("abc", {}, "the prompt is text, and the batcher has no tokenizer; give token ids"),
     ],
 )
@@ -186,9 +191,10 @@ def test_a_request_larger_than_the_cache_is_refused():
 
 
 def test_a_prompt_may_be_a_tensor():
+    prompt = torch.tensor(PROMPTS[3])
     with make() as batcher:
-        found = batcher.submit(torch.tensor(PROMPTS[3]), max_new_tokens=4)
-    assert found.prompt == tuple(PROMPTS[3])
+        found = [batcher.submit(each, max_new_tokens=4) for each in (prompt, prompt[None], list(prompt))]
+    assert [each.prompt for each in found] == [tuple(PROMPTS[3])] * 3
 
 
 def test_without_a_length_the_model_s_positions_bound_it():

@@ -16,6 +16,12 @@ from vllm_async_spec.generation.batching import AttentionChoiceError, BatcherErr
     ("options", "message"),
     [
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+        ({"max_batch": 2.5}, "max_batch is 2.5; it must be a whole number"),
+        ({"max_batch": None}, "max_batch is None; it must be a whole number"),
+        ({"max_prefills": None}, "max_prefills is None; it must be a whole number"),
+        ({"page_size": 3.0}, "page_size is 3.0; it must be a whole number"),
+        ({"decode_sizes": [1.5, 3]}, r"decode_sizes is \[1.5, 3\]; it must be a sequence of whole numbers"),
+        ({"eos_token_id": "a"}, "eos_token_id is 'a'; it must be a token id, or a sequence of these"),
         ({"max_length": -1}, "max_length is -1; it must be at least 1"),
         ({"max_length": 4096}, "max_length is 4096 and the model has 2048 positions; give at most 2048"),
         ({"page_size": 0}, "page_size is 0; it must be at least 1"),

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from vllm_async_spec.generation.batching.step_slots import decode_sizes_of
 from vllm_async_spec.generation.compiling import Compile, compile_arguments
 
-_POSITIVE = (
-    "max_batch",
-    "draft_tokens",
-    "max_length",
-    "page_size",
-    "cache_tokens",
-    "max_prefill_tokens",
-    "max_prefills",
-    "steps_ahead",
-)
+_POSITIVE = ("max_batch", "max_prefill_tokens", "max_prefills", "steps_ahead")
+_POSITIVE_OR_NONE = ("draft_tokens", "max_length", "page_size", "cache_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +59,13 @@ class BatcherConfig:
     """Wait for each step before the next is planned: the reference for the asynchronous loop's tokens."""
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
+        for name in _POSITIVE + _POSITIVE_OR_NONE:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name in _POSITIVE_OR_NONE:
+                continue
+            if not isinstance(value, Integral):
+                raise ValueError(f"{name} is {value!r}; it must be a whole number")
+            if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         compile_arguments(self.torch_compile)
         decode_sizes_of(self.max_batch, self.decode_sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,14 +66,22 @@ class Intake:
         return made
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
-        if not isinstance(prompt, str):
-            tokens = prompt.flatten().tolist() if isinstance(prompt, torch.Tensor) else prompt
-            return tuple(int(token) for token in tokens)
-        if self._tokenizer is None:
-            raise RequestError(
-                "the prompt is text, and the batcher has no tokenizer; give token ids, or give the batcher a tokenizer"
-            )
-        return tuple(self._tokenizer(prompt)["input_ids"])
+        tokens: Any = prompt
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError(
+                    "the prompt is text, and the batcher has no tokenizer; give token ids, or give the batcher a "
+                    "tokenizer"
+                )
+            tokens = self._tokenizer(prompt)["input_ids"]
+        if isinstance(tokens, torch.Tensor):
+            if tokens.shape[:-1].numel() > 1:
+                raise RequestError(f"the prompt has the shape {tuple(tokens.shape)}; submit each row on its own")
+            tokens = tokens.flatten().tolist()
+        try:
+            return tuple(operator.index(token) for token in tokens)
+        except TypeError:
+            raise RequestError(f"the prompt is {reprlib.repr(tokens)}; it must be whole numbers, or text") from None
 
 
 def _drawn_seed() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -117,11 +118,18 @@ def takes_logits_to_keep(model: Any) -> bool:
 
 
 def ends_of_sequence(model: Any, given: int | Sequence[int] | None) -> list[int]:
-    """Tokens that end a sequence: `given`, or those of the model's generation configuration, if any."""
+    """Tokens that end a sequence: `given`, or those of the model's generation configuration, if any.
+
+    Raises:
+        ValueError: one is no token id.
+    """
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
     if ids is None:
         return []
-    return [int(ids)] if isinstance(ids, int) else [int(each) for each in ids]
+    try:
+        return [operator.index(each) for each in ([ids] if isinstance(ids, int) else ids)]
+    except TypeError:
+        raise ValueError(f"eos_token_id is {ids!r}; it must be a token id, or a sequence of these") from None
 
 
 def _positions_of(model: Any) -> int | None:

@@ -7,6 +7,7 @@ prompts ends after them.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,11 +107,14 @@ def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
     """Numbers of rows that decodes are padded to, ascending: `given`, or powers of two and `batch`.
 
     Raises:
-        ValueError: one is not positive, or the largest is not `batch`.
+        ValueError: one is no positive number, or the largest is not `batch`.
     """
     if given is None:
         return [*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch]
-    sizes = sorted(set(given))
+    try:
+        sizes = sorted({operator.index(size) for size in given})
+    except TypeError:
+        raise ValueError(f"decode_sizes is {given!r}; it must be a sequence of whole numbers") from None
     if not sizes or sizes[0] < 1 or sizes[-1] != batch:
         raise ValueError(
             f"decode_sizes is {list(given)}; the sizes must be positive, and the largest must be max_batch, {batch}"
