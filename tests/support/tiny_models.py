@@ -29,17 +29,7 @@ _JAMBA = {
     "num_experts_per_tok": 1,
 }
 _BY_LAYER = {"head_dim": 8, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-_FALCON_H1 = {
-    "head_dim": 8,
-    "mamba_d_ssm": 16,
-    "mamba_n_heads": 2,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 4,
-    "mamba_chunk_size": 8,
-}
-_VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-_WINDOW = {"sliding_window": 24, "pad_token_id": 0}
+_VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _SMALL),
@@ -64,17 +54,11 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bias": ("DogeForCausalLM", {**_SMALL, "keep_window_size": 128}),
     "masked": ("OPTForCausalLM", {**_SMALL, "init_std": 0.4, "ffn_dim": 32, "word_embed_proj_dim": 16}),
-    "window in mask": ("MoshiForCausalLM", {**_SMALL, "head_dim": 8, "ffn_dim": 32, **_WINDOW}),
+    "window in mask": ("MoshiForCausalLM", {**_SMALL, "ffn_dim": 32, "sliding_window": 24, "pad_token_id": 0}),
     "unused window": ("Qwen2ForCausalLM", {**_SMALL, "use_sliding_window": False, "sliding_window": 24}),
-    "mamba beside": ("FalconH1ForCausalLM", {**_SMALL, **_FALCON_H1}),
+    "mamba beside": ("FalconH1ForCausalLM", _SMALL),
     "strided": ("JetMoeForCausalLM", {**_SMALL, "kv_channels": 8}),
-    "vision": (
-        "LlavaForConditionalGeneration",
-        {
-            "text_config": {**_SMALL, "model_type": "llama"},
-            "vision_config": {**_VISION, "model_type": "clip_vision_model"},
-        },
-    ),
+    "vision": ("LlavaForConditionalGeneration", {"text_config": _SMALL, "vision_config": _VISION}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
 }
 """The class and the configuration of each kind."""

@@ -163,7 +163,6 @@ def test_a_failure_reaches_who_iterates():
         ([1, 99], {}, "the prompt has token 99; the model's vocabulary is 0 to 12"),
         (torch.tensor([[3, 4], [5, 6]]), {}, r"the prompt has the shape \(2, 2\); submit each row on its own"),
         ([3.7, 4.2], {}, r"the prompt is \[3.7, 4.2\]; it must be whole numbers, or text"),
-        (["3", "4"], {}, "it must be whole numbers, or text"),
         ([[3, 4]], {}, "it must be whole numbers, or text"),
         (None, {}, "the prompt is None; it must be whole numbers, or text"),
         ("abc", {}, "the prompt is text, and the batcher has no tokenizer; give token ids"),

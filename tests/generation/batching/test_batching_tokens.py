@@ -26,7 +26,7 @@ def test_the_tokens_are_those_of_generate(kind: str, way: str):
 @pytest.mark.parametrize("kind", ["masked", "unused window", "strided"])
 def test_the_tokens_of_other_models_are_those_of_generate(kind: str):
     if not tiny_models.model(kind)._can_set_attn_implementation():
-        pytest.skip("this transformers has the model without AttentionInterface")
+        pytest.skip("no AttentionInterface in this transformers")
     expected = [generated(kind, prompt, 20) for prompt in PROMPTS]
     assert tokens(kind) == expected
 

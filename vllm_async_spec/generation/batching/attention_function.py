@@ -21,9 +21,6 @@ from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCac
 IMPLEMENTATION = "vllm_async_spec_paged"
 """The name in transformers' registry."""
 
-_HIDES = -1e4
-"""A mask that adds at most this to a score hides the token."""
-
 Attend = Callable[[LayerShape, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From a layer's shape, query (tokens, heads, head size) and pages of keys and values to (tokens, heads, head size)."""
 
@@ -170,7 +167,6 @@ class Probe:
 
 
 def _is_causal(mask: torch.Tensor) -> bool:
-    """Whether a mask, (batch, heads, queries, keys) bool or added to the scores, only hides later tokens."""
+    """Whether a mask, (batch, heads, queries, keys) and added to the scores, only hides later tokens."""
     visible = torch.ones_like(mask, dtype=torch.bool).tril()
-    added = mask if mask.dtype != torch.bool else torch.where(mask, 0.0, -torch.inf)
-    return bool(torch.where(visible, added == 0, added <= _HIDES).all())
+    return bool(torch.where(visible, mask == 0, mask <= -1e4).all())

@@ -342,7 +342,7 @@ class ContinuousBatcher:
             try:
                 self._commands[0]()
             except Exception:
-                # A closed batcher drops a command that fails, and obeys the others.
+                # A closed batcher drops the command.
                 if self._closed is None:
                     raise
             self._commands.popleft()
@@ -364,8 +364,7 @@ class ContinuousBatcher:
 
     def _give_attention_back(self) -> None:
         for configuration, attention in self._attention_before:
-            # This sets its parts too, which come later.
-            configuration._attn_implementation = attention
+            configuration._attn_implementation = attention  # of its parts too, which come later
         self._attention_before.clear()
 
 

@@ -70,8 +70,7 @@ class Intake:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError(
-                    "the prompt is text, and the batcher has no tokenizer; give token ids, or give the batcher a "
-                    "tokenizer"
+                    "the prompt is text, and the batcher has no tokenizer; give token ids, or make the batcher with one"
                 )
             tokens = self._tokenizer(prompt)["input_ids"]
         if isinstance(tokens, torch.Tensor):

@@ -23,7 +23,7 @@ def take_over(model: Any) -> list[tuple[Any, str]]:
     """Make the model attend through this package's function.
 
     Returns:
-        Each configuration in the model, an outer one before its parts, and the name of its previous attention.
+        Each configuration in the model, before its parts, and the name of its previous attention.
 
     Raises:
         ModelError: a batcher owns the model, the model has an encoder, or its attention bypasses the registry.
@@ -166,12 +166,11 @@ def _configurations(model: Any) -> Iterator[Any]:
     found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     for each in found:
         yield each
-        # The parts may have no module; an attention is set in them all the same.
         found += [part for name in each.sub_configs if (part := getattr(each, name, None)) is not None]
 
 
 def _has_window(config: Any, max_length: int) -> bool:
-    """Whether a layer must have a sliding window, which a model may also make in its mask."""
+    """Whether layers need a sliding window, which some models make in their mask only."""
     if types := _layer_types(config):
         return "sliding_attention" in types
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
