@@ -1,5 +1,6 @@
 """What interleaved generation keeps for a model."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -69,6 +70,24 @@ def test_weights_that_moved_are_noticed(recorded: None):
         assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
     finally:
         model.lm_head.weight.data = before
+
+
+@pytest.mark.parametrize("how", ["attribute", "hook", "forward"])
+def test_a_changed_module_is_noticed(recorded: None, monkeypatch: pytest.MonkeyPatch, how: str):
+    inputs = tiny_models.prompts([3, 2])
+    layer = tiny_models.model("llama").model.layers[0]
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    forward = layer.mlp.forward
+    with contextlib.ExitStack() as undo:
+        if how == "attribute":
+            monkeypatch.setattr(layer.self_attn, "scaling", layer.self_attn.scaling * 9)
+        elif how == "forward":
+            monkeypatch.setattr(layer.mlp, "forward", lambda states: forward(states) * -3)
+        else:
+            undo.enter_context(layer.mlp.register_forward_hook(lambda module, given, states: states * -3))
+        assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    monkeypatch.undo()
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
 
 
 def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -254,7 +255,7 @@ def _workspace(
     if _captures(switches, device):
         # A graph reads weights by address.
         weights = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
-        reuse_key += [tail.signature(), switches.torch_compile, weights]
+        reuse_key += [tail.signature(), switches.torch_compile, weights, *map(_frozen_in_graphs, model.modules())]
     found = kept(model, reuse_key, longest)
     if found is not None:
         return found
@@ -266,6 +267,15 @@ def _workspace(
         cache = full_static_cache(model, columns)
     buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
     return Workspace(reuse_key, longest, buffers, cache, slots_of(device))
+
+
+def _frozen_in_graphs(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a graph keeps of a module's code: its class, plain attributes, hooks, and a replaced forward."""
+    own = vars(module)
+    plain = [(name, value) for name, value in own.items() if type(value) in (bool, int, float)]
+    # Ids of hooks are never used twice. A strong reference to a forward might keep the model alive.
+    forward = weakref.ref(own["forward"]) if "forward" in own else None
+    return type(module), plain, [*module._forward_pre_hooks, *module._forward_hooks], forward
 
 
 def _bound(model: Any, limit: int | None) -> None:
