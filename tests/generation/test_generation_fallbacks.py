@@ -189,8 +189,10 @@ def test_a_streamer_is_found_behind_a_function_of_the_caller():
     model = tiny_models.model("llama")
     inputs = tiny_models.prompts([3])
     streamer = transformers.TextStreamer(tiny_models.tokenizer())
-    with pytest.raises(ValueError, match="transformers passes no streamer to a custom_generate function"):
-        model.generate(**inputs, max_new_tokens=3, custom_generate=mine, streamer=streamer)
+    empty = type("Empty", (transformers.TextStreamer,), {"__len__": lambda self: 0})(tiny_models.tokenizer())
+    for each in (streamer, empty):
+        with pytest.raises(ValueError, match="transformers passes no streamer to a custom_generate function"):
+            model.generate(**inputs, max_new_tokens=3, custom_generate=mine, streamer=each)
     with pytest.raises(ValueError, match="not assisted_generation; leave out custom_generate"):
         model.generate(**inputs, max_new_tokens=3, custom_generate=mine, assistant_model=model)
 

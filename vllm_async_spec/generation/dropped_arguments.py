@@ -36,4 +36,7 @@ def dropped_arguments(model: Any) -> DroppedArguments:
             return DroppedArguments()
         frame = frame.f_back
     given = frame.f_locals
-    return DroppedArguments({name: given[name] for name in _LOST if given.get(name)}, given.get("kwargs") or {})
+    lost = {name: given[name] for name in _LOST if given.get(name) is not None}
+    if not lost.get("synced_gpus"):
+        lost.pop("synced_gpus", None)
+    return DroppedArguments(lost, given.get("kwargs") or {})
