@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,6 +218,23 @@ def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
         cache_implementation=cache, **EVERYTHING,
     )  # fmt: skip
     assert_same(expected, output)
+
+
+@may_wait
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="this transformers needs all tokens")
+@pytest.mark.parametrize("make", [transformers.DynamicCache, partial(transformers.StaticCache, max_cache_len=40)])
+@pytest.mark.parametrize(("held", "sent"), [(3, 5), (20, 0)])
+def test_a_continued_cache_is_counted(make: Any, held: int, sent: int):
+    model, ids = tiny_models.model("sliding"), tiny_models.prompts([held, 3])["input_ids"]
+    found, channel = [], LateChannel(2)
+    for way in ({}, late(channel, max_in_flight=3)):
+        cache = make(config=model.config)
+        model.generate(ids[:1], past_key_values=cache, max_new_tokens=1)
+        given = {"attention_mask": torch.ones(1, held + 3), "stopping_criteria": stopping_at([6])()}
+        found.append(model.generate(ids[1:, -3:], past_key_values=cache, max_new_tokens=8, **given, **way))
+        assert cache.get_seq_length() == held + 5
+    assert torch.equal(*found)
+    assert channel.sent == sent
 
 
 # The configuration's extra

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.cache_argument import CACHE
@@ -142,7 +142,7 @@ def decode_late(
 ) -> Any:
     """Run `loop`, transformers' `_sample`, asynchronously if extra steps can be undone exactly, else unchanged."""
     run = functools.partial(loop, input_ids, logits_processor=logits_processor, generation_config=generation_config)
-    reason = _why_synchronous(stopping_criteria, generation_config, kwargs)
+    reason = _why_synchronous(input_ids, stopping_criteria, generation_config, kwargs)
     if reason is not None:
         fall_back(reason, strict=options["strict"])
         return run(stopping_criteria=stopping_criteria, **kwargs)
@@ -157,7 +157,9 @@ def decode_late(
     return output
 
 
-def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dict[str, Any]) -> str | None:
+def _why_synchronous(
+    input_ids: torch.Tensor, stopping_criteria: Any, generation_config: Any, kwargs: dict[str, Any]
+) -> str | None:
     """The reason why the loop must wait for each step's flags; None if it need not."""
     if kwargs.get("streamer") is not None:
         return "a streamer reads each token on the host"
@@ -170,7 +172,12 @@ def _why_synchronous(stopping_criteria: Any, generation_config: Any, kwargs: dic
     # The model is never fed the last token. With `inputs_embeds`, `max_length` does not count the prompt.
     longest = stopping_criteria.max_length
     tokens = None if longest is None or kwargs.get("inputs_embeds") is not None else longest - 1
-    return why_not_croppable(kwargs.get(CACHE), tokens)
+    cache = kwargs.get(CACHE)
+    if tokens is not None and not isinstance(cache, EncoderDecoderCache):
+        # Mask and positions also count tokens that the cache has and `input_ids` lack.
+        counted = [kwargs.get("attention_mask"), kwargs.get("position_ids"), input_ids]
+        tokens += max(each.shape[-1] for each in counted if isinstance(each, torch.Tensor)) - input_ids.shape[1]
+    return why_not_croppable(cache, tokens)
 
 
 def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
