@@ -18,6 +18,7 @@ from switched_on import enabled, nothing_said
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import async_generate
+from vllm_async_spec.generation.rollback import crop_cache
 from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaList
 
 __all__ = ["enabled", "nothing_said"]  # fixtures
@@ -220,9 +221,19 @@ def test_the_edge_of_a_window(kind: str, cache: str, max_new_tokens: int):
     assert_same(expected, output)
 
 
+CACHES = [transformers.DynamicCache, partial(transformers.StaticCache, max_cache_len=40)]
+
+
+@pytest.mark.parametrize("make", CACHES)
+def test_a_cache_that_the_model_never_filled_stays_empty(make: Any):
+    cache = make(config=tiny_models.model("llama").config)
+    crop_cache(cache, 2)
+    assert cache.get_seq_length() == 0
+
+
 @may_wait
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="this transformers needs all tokens")
-@pytest.mark.parametrize("make", [transformers.DynamicCache, partial(transformers.StaticCache, max_cache_len=40)])
+@pytest.mark.parametrize("make", CACHES)
 @pytest.mark.parametrize(("held", "sent"), [(3, 5), (20, 0)])
 def test_a_continued_cache_is_counted(make: Any, held: int, sent: int):
     model, ids = tiny_models.model("sliding"), tiny_models.prompts([held, 3])["input_ids"]

@@ -66,6 +66,8 @@ def crop_cache(cache: Any, steps: int) -> None:
     if cache is None:
         return
     for layer in _self_attention(cache).layers:
+        if isinstance(layer, StaticLayer | DynamicLayer) and not layer.is_initialized:
+            continue  # some models never fill a cache that they are given
         if isinstance(layer, StaticLayer):
             _crop_static(layer, steps)
         elif isinstance(layer, DynamicLayer):
