@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import RowsStopAt, may_wait, ways_to_stop
+from generating import RowsStopAt, may_wait, seeded, ways_to_stop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interleaving_runs import Favours, as_graphs, assert_same, both, recorded, ways
@@ -14,6 +14,7 @@ from late_device import LateChannel
 from recorded_steps import RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
 
+from vllm_async_spec import generation
 from vllm_async_spec.generation import decode_tail, interleaved, workspace
 
 __all__ = ["recorded"]  # a fixture
@@ -133,6 +134,18 @@ def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts(recorded: No
     expected, found = both("llama", inputs, way, max_length=13, do_sample=True, **stop)
     assert found[0].shape == (1, 5)
     assert_same(expected, found)
+
+
+CRITERIA = {"length": transformers.MaxLengthCriteria(12)}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("criterion", CRITERIA.values(), ids=CRITERIA)
+def test_a_criterion_of_the_caller(static: bool, criterion: Any):
+    stop = {"stopping_criteria": lambda: transformers.StoppingCriteriaList([criterion])}
+    given = {"max_new_tokens": 5, **tiny_models.prompts([3])}
+    way = {"custom_generate": generation.generate, **ways(), "static_cache": static}
+    assert_same(*(seeded(tiny_models.model("llama"), given, each, **stop) for each in ({}, way)))
 
 
 def test_the_draw_is_that_of_multinomial():

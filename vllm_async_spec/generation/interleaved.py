@@ -167,7 +167,8 @@ def decode_interleaved(
     )
     # Buffers that outlive the call must not be inference tensors, which can't be written later.
     with in_use(model), slots_of(device).turn(), torch.inference_mode(False), torch.no_grad():
-        longest = generation_config.max_length
+        # A criterion of the caller replaces that of `max_length`.
+        longest = max(generation_config.max_length, stopping_criteria.max_length or 0)
         workspace = _workspace(model, tail, prompts, longest, switches, kwargs)
         decode = Decode(model, tail, workspace, kwargs, compile_with=compile_with)
         with _optimised(model):
