@@ -90,6 +90,16 @@ def test_a_changed_module_is_noticed(recorded: None, monkeypatch: pytest.MonkeyP
     assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
 
 
+def test_a_cache_has_the_dtype_of_its_generation():
+    model = type(tiny_models.model("gpt2"))(tiny_models.model("gpt2").config).eval()
+    given = {"max_new_tokens": 9, "pad_token_id": 0, **tiny_models.prompts([3, 2])}
+    for dtype, autocast in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, False)):
+        model.to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = model.generate(**given, custom_generate=generation.generate, **ways())
+            assert torch.equal(found, model.generate(**given))
+
+
 def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):
     inputs = tiny_models.prompts([3, 2])
     with torch.inference_mode():

@@ -249,6 +249,8 @@ def _workspace(
         switches.static_cache,
         model.config._attn_implementation,
         model.training,
+        [each.dtype for each in model.parameters()],
+        torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
         shape,
         kwargs.get("attention_mask") is None,
         sorted((name, value) for name, value in kwargs.items() if name not in _PREPARED),
