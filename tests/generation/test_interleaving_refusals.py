@@ -32,6 +32,7 @@ def generate(**kwargs: Any) -> None:
         ({"cache_implementation": "offloaded"}, "can't use the cache that cache_implementation='offloaded' selects"),
         ({"cache_implementation": "dynamic"}, "static_cache and cache_implementation='dynamic' contradict each other"),
         ({"prefill_chunk_size": 2}, "prefills prompts in one step, and prefill_chunk_size is set"),
+        ({"labels": {"of an image": torch.ones(1)}}, "gives the model only tokens, and labels was passed"),
         ({"max_in_flight": -1}, "max_in_flight is -1; it must be at least 1"),
         ({"static_cache": False, "cuda_graphs": True}, "cuda_graphs needs static_cache"),
         ({"static_cache": False, "torch_compile": True}, "torch_compile needs static_cache"),

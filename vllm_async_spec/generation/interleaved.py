@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessorList
 
 from vllm_async_spec.generation import decode_loops
@@ -223,7 +224,7 @@ def _refuse(
         if applies:
             raise ValueError(f"interleaved generation {reason}; {_REMEDY}")
     for each, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and each not in _PREPARED:
+        if each not in _PREPARED and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
             raise ValueError(f"interleaved generation gives the model only tokens, and {each} was passed; {_REMEDY}")
     if switches.static_cache and asked == "dynamic":
         raise ValueError(
