@@ -136,7 +136,7 @@ def test_a_finish_that_is_learnt_of_only_at_max_length_still_counts(recorded: No
     assert_same(expected, found)
 
 
-CRITERIA = {"length": transformers.MaxLengthCriteria(12)}
+CRITERIA = {"length": transformers.MaxLengthCriteria(12), "int": lambda ids, scores: torch.tensor([ids.shape[1] // 6])}
 
 
 @pytest.mark.parametrize("static", [False, True])

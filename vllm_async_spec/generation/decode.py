@@ -135,7 +135,7 @@ class Decode:
         """
         if self.tail.criteria is not None:
             flags = self.buffers.finished[slot]
-            flags |= self.tail.criteria(self.ids(length), None)
+            flags |= self.tail.criteria(self.ids(length), None).bool()
 
     def ids(self, length: int) -> torch.Tensor:
         """int64 (batch, length): a copy of the first `length` tokens of each sequence."""
