@@ -1,5 +1,6 @@
 """What the host knows of the inputs of a step, and the inputs that are left alone."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -146,6 +147,9 @@ def test_a_mask_is_known_while_an_audit_watches(monkeypatch: pytest.MonkeyPatch)
         lambda mask: torch.cat([mask, torch.zeros(2, 1)], dim=-1),
         lambda mask: 1 - mask,
         lambda mask: mask == 0,
+        lambda mask: mask == torch.ones_like(mask),
+        lambda mask: mask.eq(other=1),
+        copy.deepcopy,
         lambda mask: mask.all(dim=-1),
         lambda mask: mask.sum(dim=-1),
         lambda mask: mask.cumsum(-1),
@@ -160,8 +164,17 @@ def test_of_all_else_nothing_is_known(computed: Any):
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "write",
-    [lambda mask: mask.mul_(0), lambda mask: mask.__setitem__((0, 0), 0), lambda mask: mask.__imul__(0)],
-    ids=["mul_", "setitem", "imul"],
+    [
+        lambda mask: mask.mul_(0),
+        lambda mask: mask.__setitem__((0, 0), 0),
+        lambda mask: mask.__imul__(0),
+        lambda mask: mask[:, :2].zero_(),
+        lambda mask: mask.t()[:2].zero_(),
+        lambda mask: mask.unbind()[0].zero_(),
+        lambda mask: mask.data.zero_(),
+        lambda mask: mask.numpy().fill(0),
+    ],
+    ids=["mul_", "setitem", "imul", "known view", "view", "views", "data", "numpy"],
 )
 def test_what_was_written_to_is_not_known(write: Any, inference: bool):
     with torch.inference_mode(inference):

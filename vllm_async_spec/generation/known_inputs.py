@@ -15,6 +15,7 @@ Reading that result waits, and is correct.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -105,7 +106,7 @@ class Padding:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """See `Known`."""
-        if func in _MOVED or (func in _EQUAL and args[1] == 1):
+        if func in _MOVED or (func in _EQUAL and _compares_with(1, args)):
             return self
         if func is torch.Tensor.new_ones:
             return Padding(False)
@@ -131,9 +132,13 @@ class Count:
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Known | None:
         """See `Known`."""
-        if func in _EQUAL and not isinstance(args[1], torch.Tensor) and args[1] == self.full:
+        if func in _EQUAL and _compares_with(self.full, args):
             return Value(torch.tensor(not self.padded, device="cpu"))
         return None
+
+
+def _compares_with(number: int, args: tuple[Any, ...]) -> bool:
+    return len(args) == 2 and type(args[1]) in (int, bool) and args[1] == number
 
 
 class KnownTensor(torch.Tensor):
@@ -142,6 +147,12 @@ class KnownTensor(torch.Tensor):
     _known: Known | None = None
     _version_known: int | None = None
     _plain: torch.Tensor
+    _written: list[bool]
+    """Not empty after a write that no version counter shows; shared by the carriers of one memory."""
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        copied: torch.Tensor = copy.deepcopy(self._plain, memo)
+        return copied
 
     @classmethod
     def __torch_function__(
@@ -151,7 +162,10 @@ class KnownTensor(torch.Tensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if type(func) is MethodWrapperType:
-                return func(*args)  # such as a shape or a device: the most frequent calls, which need no tracking
+                out = func(*args)  # such as a shape or a device: the most frequent calls
+                if isinstance(out, torch.Tensor):
+                    args[0]._written.append(True)  # `data` has a version counter of its own
+                return out
             func, asked = getattr(func, "__wrapped__", func), func  # an audit of calls, such as ours, wraps `func`
             subject = args[0] if args else None
             if func is torch.cat and subject:
@@ -160,20 +174,25 @@ class KnownTensor(torch.Tensor):
             if func in _READ and isinstance(known, Value):
                 return func(known.host, *args[1:], **kwargs)
             out = asked(*args, **kwargs)
-            if func not in _MOVED and (out is subject or func is torch.Tensor.__setitem__):
-                if isinstance(subject, KnownTensor):
-                    subject._known = None  # written to; an inference tensor has no version counter to show that
-            elif known is not None and isinstance(out, torch.Tensor):
-                follows = known.after(func, args, kwargs)
-                return out if follows is None else carry(out, follows)
+            if not isinstance(subject, KnownTensor) or subject._written:
+                return out
+            unseen = subject.is_inference()  # an inference tensor has no version counter to show a write
+            if isinstance(out, torch.Tensor) and (func in _MOVED or out is not subject):
+                follows = None if known is None else known.after(func, args, kwargs)
+                shared = (follows is not None or unseen) and _address(out) == _address(subject)
+                if follows is not None or shared:
+                    return carry(out, follows, subject._written if shared else None)
+            elif func in _WRITTEN or out is subject or (unseen and isinstance(out, list | tuple)):
+                subject._written.append(True)
         return out
 
 
-def carry(tensor: torch.Tensor, known: Known) -> KnownTensor:
-    """`tensor` as a carrier of `known`, on the same memory."""
+def carry(tensor: torch.Tensor, known: Known | None, written: list[bool] | None = None) -> KnownTensor:
+    """`tensor` as a carrier of `known`, on the same memory; `written` is that of other carriers there."""
     carrier = tensor.as_subclass(KnownTensor)
     with torch._C.DisableTorchFunctionSubclass():
         carrier._known, carrier._version_known = known, _version(carrier)
+        carrier._written = [] if written is None else written
         carrier._plain = plain(tensor)
     return carrier
 
@@ -193,11 +212,16 @@ def known_of(tensor: Any) -> Known | None:
 
 def _known_now(tensor: KnownTensor) -> Known | None:
     """As `known_of`, for callers that have disabled `__torch_function__`."""
-    return tensor._known if tensor._version_known == _version(tensor) else None
+    return tensor._known if not tensor._written and tensor._version_known == _version(tensor) else None
 
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def _has_tensor(args: tuple[Any, ...]) -> bool:
@@ -257,6 +281,14 @@ _MOVED = {
     torch.Tensor.to,
     torch.Tensor.view,
 }
+_WRITTEN = {
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__setitem__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+}
+"""Write, or let others write."""
 _EQUAL = {torch.Tensor.__eq__, torch.Tensor.eq, torch.eq}
 _ALL = {torch.Tensor.all, torch.all}
 _SUM = {torch.Tensor.sum, torch.sum}
