@@ -166,6 +166,7 @@ def test_false_is_transformers_own_loop(enabled: LateChannel):
             "async_stopping_poll_every is 2, and async_stopping_criteria is not set; pass async_stopping_criteria=True",
         ),
         ({"async_stopping_criteria": True, "async_stopping_poll_every": 0}, "poll_every is 0; it must be at least 1"),
+        ({"async_stopping_criteria": True, "async_stopping_poll_every": None}, "poll_every is None; it must be int"),
         ({"async_stopping_criteria": True, "async_stopping_strict": 1}, "async_stopping_strict is 1; it must be True"),
     ],
 )

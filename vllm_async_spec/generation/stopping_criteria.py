@@ -41,8 +41,10 @@ def fall_back(reason: str, *, strict: bool, instead: str = _LATE) -> None:
 
 
 def check_pace(poll_every: int, max_in_flight: int) -> None:
-    """Raise `ValueError` for a number of steps or of copies that is less than 1."""
+    """Raise `ValueError` for a number of steps or of copies that is less than 1, or not int."""
     for name, value in (("poll_every", poll_every), ("max_in_flight", max_in_flight)):
+        if type(value) is not int:
+            raise ValueError(f"{name} is {value!r}; it must be int")
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
 
@@ -133,7 +135,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         strict: whether the first step raises `ValueError` where the list would be synchronous.
 
     Raises:
-        ValueError: `poll_every` or `max_in_flight` is less than 1.
+        ValueError: `poll_every` or `max_in_flight` is less than 1, or not int.
     """
 
     def __init__(
