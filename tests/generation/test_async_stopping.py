@@ -1,5 +1,6 @@
 """Asynchronous stopping against the synchronous loop of transformers, on a device whose flags are late."""
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -98,6 +99,22 @@ def test_rows_that_stopped_get_pads_and_a_later_call_draws_the_same_numbers():
     assert torch.equal(state, state_after)
     assert (output[:, -1] == 0).sum() >= 4, "too few rows stop early"
     assert channel.sent == output.shape[1] - 3 + 3
+
+
+@may_wait
+@pytest.mark.parametrize("way", [{}, {"interleaved": True, "static_cache": False}], ids=["stopping", "interleaved"])
+@pytest.mark.parametrize("what", ["submodule", "processor"])
+def test_draws_of_overshoot_are_undone_in_greedy_search(what: str, way: dict[str, Any]):
+    model = copy.deepcopy(tiny_models.model("llama"))
+    given = {"max_new_tokens": 15, "stopping_criteria": stopping_at([6]), **tiny_models.prompts([3])}
+    if what == "submodule":
+        model.model.layers[0].self_attn.train().attention_dropout = 0.5
+    else:
+        given["logits_processor"] = [lambda ids, scores: scores + torch.rand_like(scores)]
+    channel = LateChannel(2)
+    found = [seeded(model, {}, each, **given) for each in ({}, late(channel, max_in_flight=3, **way))]
+    assert channel.sent > 3, "it ran no overshoot"
+    assert all(map(torch.equal, *found))
 
 
 def test_encoder_and_decoder():

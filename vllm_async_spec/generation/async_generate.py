@@ -22,7 +22,7 @@ from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
 from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved, why_not_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.reused_inputs import reused_inputs
-from vllm_async_spec.generation.rollback import crop_cache, crop_output, why_not_croppable
+from vllm_async_spec.generation.rollback import crop_cache, crop_output, may_draw, why_not_croppable
 from vllm_async_spec.generation.stopping_criteria import OWN_LOOP, AsyncStoppingCriteriaList, check_pace, fall_back
 
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -146,7 +146,7 @@ def decode_late(
     if reason is not None:
         fall_back(reason, strict=options["strict"])
         return run(stopping_criteria=stopping_criteria, **kwargs)
-    draws = bool(generation_config.do_sample or model.training)
+    draws = may_draw(model, generation_config.do_sample, logits_processor, stopping_criteria)
     criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)
     with known_inputs(model, input_ids, generation_config, kwargs) as known, reused_inputs(model, kwargs):
         output = run(stopping_criteria=criteria, **known)

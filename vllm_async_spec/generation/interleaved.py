@@ -19,7 +19,7 @@ from vllm_async_spec.generation.decode import Decode, first_positions
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers, full_static_cache, layer_beside_keys_and_values
 from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
-from vllm_async_spec.generation.rollback import RngHistory
+from vllm_async_spec.generation.rollback import RngHistory, may_draw
 from vllm_async_spec.generation.stopping_criteria import HostCriteria, check_pace, fall_back
 from vllm_async_spec.generation.workspace import Workspace, in_use, keep, kept, memory_report, release, slots_of
 
@@ -185,7 +185,7 @@ def decode_interleaved(
             if channel is None:
                 length = decode_loops.synchronous(decode, host, length)
             else:
-                draws = generation_config.do_sample or model.training
+                draws = may_draw(model, generation_config.do_sample, logits_processor, stopping_criteria)
                 length = decode_loops.interleaved(
                     decode,
                     host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -105,6 +106,16 @@ def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+def may_draw(model: Any, do_sample: bool, *called: Iterable[Any] | None) -> bool:
+    """Whether a step may draw random numbers: in sampling, in training, or in code that is not transformers' own.
+
+    `called` are lists of logits processors or stopping criteria.
+    """
+    if do_sample or any(module.training for module in model.modules()):
+        return True
+    return any(not type(each).__module__.startswith("transformers.") for some in called for each in some or ())
 
 
 class RngHistory:
