@@ -265,6 +265,19 @@ def test_a_continued_cache_is_counted(make: Any, held: int, sent: int):
     assert channel.sent == sent
 
 
+@pytest.mark.filterwarnings("ignore:.*a StaticLayer has room")
+def test_extra_steps_do_not_overrun_a_small_static_cache():
+    """Stock stops before the cache is full, and steps beyond would write behind its end."""
+    model, ids = tiny_models.model("llama"), tiny_models.prompts([3])["input_ids"]
+    found, channel = [], LateChannel(2)
+    for way in ({}, late(channel, max_in_flight=3)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+        stop = {"max_new_tokens": 20, "stopping_criteria": stopping_at([8])()}
+        found.append(model.generate(ids, past_key_values=cache, **stop, **way))
+    assert torch.equal(*found)
+    assert channel.sent == 0
+
+
 # The configuration's extra
 
 

@@ -47,6 +47,8 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
         return f"the {type(own).__name__} is offloaded, and offloaded layers can't be cropped"
     for layer in own.layers:
         kind = type(layer)
+        if kind is StaticLayer and tokens is not None and tokens > layer.max_cache_len:
+            return f"a StaticLayer has room for {layer.max_cache_len} of up to {tokens} tokens, none for extra steps"
         if kind in (DynamicLayer, StaticLayer):
             continue
         if kind not in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer):
