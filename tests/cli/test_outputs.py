@@ -72,6 +72,13 @@ def test_what_can_not_be_written_is_kept_elsewhere(lost: str, tmp_path: Path, mo
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_output_that_names_a_file_of_other_bytes_is_written(tmp_path: Path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        said = write_output("--html", folder / "report.html", "\udcff.html")
+        path = Path(said.rpartition(" ")[2]) if said else folder / "report.html"
+        assert path.read_text() == r"\udcff.html"
+
+
 @pytest.mark.parametrize("existed", [False, True])
 def test_no_part_of_a_new_file_is_left(existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

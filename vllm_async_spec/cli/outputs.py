@@ -80,6 +80,10 @@ def check_folder(option: str, path: Path) -> None:
         ) from None
 
 
+_NAMED = "backslashreplace"
+"""For an output with a file's name in it, which may be no UTF-8."""
+
+
 def write_output(option: str, path: Path, text: str) -> str | None:
     """Write a file; if that fails, keep the text in a private file of the temporary directory.
 
@@ -88,7 +92,7 @@ def write_output(option: str, path: Path, text: str) -> str | None:
     """
     created = False
     try:
-        with path.open("w" if os.path.lexists(path) else "x", encoding="utf-8") as file:
+        with path.open("w" if os.path.lexists(path) else "x", encoding="utf-8", errors=_NAMED) as file:
             created = file.mode == "x"
             file.write(text)
     except OSError as error:
@@ -104,7 +108,7 @@ def keep_elsewhere(path: Path, text: str) -> str:
     try:
         end = os.fsencode(path.name)[-100:].decode(errors="ignore")  # with more, the name could be too long
         descriptor, name = tempfile.mkstemp(prefix="vllm-async-spec-", suffix=f"-{end}")
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with open(descriptor, "w", encoding="utf-8", errors=_NAMED) as file:
             file.write(text)
     except OSError as error:
         return (
