@@ -179,7 +179,7 @@ class KnownTensor(torch.Tensor):
             unseen = subject.is_inference()  # an inference tensor has no version counter to show a write
             if isinstance(out, torch.Tensor) and (func in _MOVED or out is not subject):
                 follows = None if known is None else known.after(func, args, kwargs)
-                shared = (follows is not None or unseen) and _address(out) == _address(subject)
+                shared = (follows is not None or unseen) and _may_share(out, subject)
                 if follows is not None or shared:
                     return carry(out, follows, subject._written if shared else None)
             elif func in _WRITTEN or out is subject or (unseen and isinstance(out, list | tuple)):
@@ -219,9 +219,12 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _address(tensor: torch.Tensor) -> int:
-    number: int = tensor.untyped_storage()._cdata
-    return number
+def _may_share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one tensor may show in the other."""
+    try:
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    except NotImplementedError:  # `vmap`, with which transformers 4 makes masks, hides the memory
+        return True
 
 
 def _has_tensor(args: tuple[Any, ...]) -> bool:
