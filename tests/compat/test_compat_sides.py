@@ -39,3 +39,13 @@ def test_what_a_gpu_would_wait_for_or_refuse_is_found(fault: str, use: Callable[
             use(metadata.seq_lens)
 
     assert fault in checked(Uses, "decode").explain()
+
+
+def test_a_function_mapped_over_device_tensors_passes():
+    """The memory of `vmap`'s tensors can't be asked for."""
+
+    class Maps(planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            return {"next": torch.vmap(lambda each: each + 1)(metadata.seq_lens)}
+
+    assert checked(Maps, "decode").explain() == checked(planted.Builder, "decode").explain()

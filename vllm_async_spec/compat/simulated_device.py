@@ -157,9 +157,11 @@ class SimulatedDevice(CpuProbe):
     def mixes(self, values: Any) -> bool:
         """Whether tensors of both sides are among an operator's `values`, which PyTorch refuses.
 
-        Only what the caller gave counts, and not what PyTorch makes in between. A host scalar is allowed.
+        Only what the caller gave counts, and not what PyTorch makes in between. A host scalar is allowed. Tensors of
+        `vmap` hide their memory, and are not judged.
         """
-        given = {_key(each) for each in tree_leaves(self.given) if isinstance(each, torch.Tensor)}
+        leaves = [each for each in tree_leaves(self.given) if isinstance(each, torch.Tensor)]
+        given = {_key(each) for each in leaves if not torch._C._functorch.is_batchedtensor(each)}
         tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.ndim]
         return {None, _DEVICE_MEMORY} <= {self.step_of(each) for each in tensors if _key(each) in given}
 
