@@ -155,12 +155,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 progress.update(task, description=f"vLLM {version}")
                 fetch_release(version, options.cache)
                 progress.advance(task)
-    except (FetchError, OSError) as error:
+    except FetchError as error:
+        said = str(error)
+    except OSError as error:
         said = f"--cache is {str(options.cache)!r}, which can't be written ({error}); name a directory that can"
-        said = str(error) if isinstance(error, FetchError) else said
-        Console(stderr=True).print(said, style="red", markup=False, soft_wrap=True)
-        return 1
-    return 0
+    else:
+        return 0
+    Console(stderr=True).print(said, style="red", markup=False, soft_wrap=True)
+    return 1
 
 
 if __name__ == "__main__":
