@@ -36,6 +36,7 @@ def test_a_clean_builder_passes_with_every_batch(kind: type[planted.Builder]):
     assert (found.need, found.waits, len(found.ran)) == (kind.need, (), len(CASES))
     assert {note for case in found.cases for note in case.notes} == ({kind.note} if kind.note else set())
     assert all(case.unsteady == () for case in found.cases)
+    assert checked(kind, kind.case).need is kind.need  # all that the test on a GPU checks
 
 
 @pytest.mark.parametrize("kind", planted.PLANTED)
