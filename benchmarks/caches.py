@@ -12,8 +12,6 @@ from benchmarks.arms import Arm, Plugin, tensor_ranks
 
 CACHE_ROOT = "VLLM_CACHE_ROOT"
 """vLLM's environment variable of the folder of its caches."""
-_ONE_SOCKET = frozenset({"0.18.1", "0.20.2"})
-"""Releases of arms whose ranks meet in a socket that another engine of the same seed may hold (docs/findings.md)."""
 
 
 def compiles_alone(arm: Mapping[str, Any], *, served: bool = False) -> bool:
@@ -32,17 +30,12 @@ def state(arm: Mapping[str, Any], *, served: bool = False) -> str:
 
 
 def waves(arms: Sequence[Arm], *, served: bool = False) -> list[list[Arm]]:
-    """Arms that may start at once: of those that compile the same code and find none, one goes first.
-
-    Arms of `_ONE_SOCKET` with several ranks start one by one.
-    """
+    """Arms that may start at once: of those that compile the same code and find none, one goes first."""
     first: dict[Path, Arm] = {}
     for arm in arms:
         if state(arm.to_dict(), served=served) == "cold":
             first.setdefault(_mark(arm.to_dict(), served).parent, arm)
     rest = [arm for arm in arms if arm not in first.values()]
-    if any(arm.release in _ONE_SOCKET and tensor_ranks(arm.engine) > 1 for arm in arms):
-        return [[arm] for arm in (*first.values(), *rest)]
     return [wave for wave in ([*first.values()], rest) if wave]
 
 
@@ -57,9 +50,9 @@ def mark(arm: Mapping[str, Any], *, served: bool = False) -> None:
 
 def _mark(arm: Mapping[str, Any], served: bool) -> Path:
     root = Path(os.environ.get(CACHE_ROOT) or Path.home() / ".cache" / "vllm")
-    declared = [arm[name] for name in ("engine", "method", "draft_tokens", "runner")]
+    engine = {name: value for name, value in arm["engine"].items() if name != "seed"}  # vLLM's key has none
+    declared = [engine, *(arm[name] for name in ("method", "draft_tokens", "runner"))]
     declared.append(compiles_alone(arm, served=served))
-    engine = json.dumps(declared, sort_keys=True, default=str)
-    code = hashlib.sha256(engine.encode()).hexdigest()[:12]
+    code = hashlib.sha256(json.dumps(declared, sort_keys=True, default=str).encode()).hexdigest()[:12]
     release = arm["release"] or "installed"
     return root / "async-spec-benchmarks" / f"{release}-{arm['shape']}-{code}" / Plugin(arm["plugin"]).value

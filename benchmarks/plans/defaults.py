@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
 from benchmarks.loads import find_loads
-from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, all_reduce_environment
+from benchmarks.plans.engines import ACCEPTANCE, BESIDE_OTHERS, DEFAULT_ENGINE, all_reduce_environment, own_seed
 from benchmarks.shapes import find_shape
 
 _LOADS = ("decode-1", "decode-8", "decode-32", "decode-128", "mixed")
@@ -42,7 +42,7 @@ class Published:
                 runner=self.runner,
                 draft_tokens=draft_tokens,
                 acceptance=ACCEPTANCE,
-                engine=engine | {"attention_backend": backend},
+                engine=engine | own_seed(self.release, self.gpus, plugin) | {"attention_backend": backend},
                 environment=all_reduce_environment(self.release, self.gpus),
             )
 

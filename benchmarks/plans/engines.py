@@ -31,6 +31,16 @@ def all_reduce_environment(release: str | None, ranks: int) -> dict[str, str]:
     return {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm"} if ranks > 1 and release == "0.26.0" else {}
 
 
+def own_seed(release: str | None, ranks: int, plugin: Plugin) -> dict[str, int]:
+    """Engine arguments of an arm that runs beside the others.
+
+    Where FlashInfer draws the name of the ranks' socket from vLLM's generator, engines of one seed ask for the same one
+    (docs/findings.md). Other seeds change no greedy token.
+    """
+    one_socket = ranks > 1 and release in {"0.18.1", "0.20.2"}
+    return {"seed": list(Plugin).index(plugin)} if one_socket else {}
+
+
 def tiny_arm(name: str, *, plugin: Plugin) -> Arm:
     """An arm of the tiny shape on a CPU, with a draft model."""
     return Arm(

@@ -150,12 +150,17 @@ def test_kept_engines_with_the_same_code_to_compile_start_after_one_has(engines,
     [
         ("defaults-8b-0.26.0-V1", [{"stock", "FLASH_ATTN"}, {"noop", "plugin"}]),
         ("defaults-8b-0.26.0-V1-tp2", [{"stock", "noop", "FLASH_ATTN"}, {"plugin"}]),
-        ("defaults-8b-0.18.1-tp2", [{"stock"}, {"noop"}, {"plugin"}]),
+        ("defaults-8b-0.18.1-tp2", [{"stock", "noop"}, {"plugin"}]),
     ],
 )
-def test_engines_start_at_once_that_neither_wait_for_code_nor_meet_in_a_socket(name, expected, tmp_path, monkeypatch):
+def test_engines_start_at_once_that_do_not_wait_for_code(name, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     assert [{arm.name for arm in wave} for wave in waves(find_plan(name).arms)] == expected
+
+
+def test_engines_side_by_side_have_seeds_of_their_own_where_ranks_would_meet_in_one_socket():
+    assert [arm.engine.get("seed") for arm in find_plan("defaults-8b-0.18.1-tp2").arms] == [0, 1, 2]
+    assert {arm.engine.get("seed") for arm in find_plan("defaults-8b-0.18.1").arms} == {None}
 
 
 def test_a_kept_engine_that_fails_is_not_started_for_each_turn(engines, tmp_path):
