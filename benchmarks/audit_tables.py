@@ -12,7 +12,7 @@ from benchmarks.published import devices
 from benchmarks.results import read_result, result_files
 from vllm_async_spec.audit.report import Phase
 
-_HEAD = ("vLLM", "GPU", "shape", "load", "arm")
+_HEAD = ("vLLM, runner", "GPU", "shape", "load", "arm")
 _PHASES = [phase.value for phase in Phase if phase is not Phase.AGREEMENT]
 """Without that of data parallelism, which no plan has."""
 
@@ -53,12 +53,12 @@ def _of(document: dict[str, Any]) -> Iterator[_Audit]:
             if audit["step_ms"] is None:  # of a CPU
                 continue
             (load, rank), (number, arm) = load_and_rank(name), arms[turn["arm"]]
-            vllm, shape = turn["facts"]["vllm"], arm["shape"]
+            (vllm, runner), shape = (turn["facts"][name] for name in ("vllm", "runner")), arm["shape"]
             yield _Audit(
                 tensor_ranks(arm["engine"]),
                 rank,
-                ([int(part) for part in vllm.split(".")], shape, loads.index(load), number, rank),
-                (vllm, devices(turn["facts"], arm["engine"]), shape, load, turn["arm"]),
+                ([int(part) for part in vllm.split(".")], runner, shape, loads.index(load), number, rank),
+                (f"{vllm}, {runner}", devices(turn["facts"], arm["engine"]), shape, load, turn["arm"]),
                 audit,
             )
 

@@ -77,6 +77,23 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
     return rows
 
 
+def runners(results: Path) -> str:
+    """Speeds of the V1 runner with the plugin beside the V2 runner's, of every result that has both."""
+    head = ("vLLM, shape, device", "load", "V1, stock", "V1, plugin", "V2, stock", "V1 plugin, V2 = 1", "turns")
+    rows = list[Sequence[str]]()
+    for path in files(results, "v1-*.json"):
+        document = read_result(path)
+        found = {(row["load"], row["arm"]): row for row in document["summary"]}
+        facts = next(turn["facts"] for turn in document["turns"] if "facts" in turn)
+        first = document["plan"]["arms"][0]
+        engine = f"{facts['vllm']}, {first['shape']}, {devices(facts, first['engine'])}"
+        for load, beside in _plugin(document, "V2").items():
+            if (load, "V2") in found:  # some ran without it
+                speeds = (speed(found[load, arm]) for arm in ("stock", "plugin", "V2"))
+                rows.append((engine, load, *speeds, ratio(beside), str(beside["turns"])))
+    return Grid(head, rows).markdown()
+
+
 def devices(facts: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
     """The GPUs of an engine, such as `H200` or `2 H100`."""
     ranks, name = tensor_ranks(engine), facts["hardware"]["device"].removeprefix("NVIDIA ")

@@ -16,7 +16,7 @@ from benchmarks.audit_tables import host_time_grid, ranks_grid
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
-from benchmarks.published import defaults, devices, in_words_of, served, served_table, starts
+from benchmarks.published import defaults, devices, in_words_of, runners, served, served_table, starts
 from benchmarks.results import RESULTS, read_result
 from benchmarks.serving.results import find_served
 from benchmarks.stored import exists, files, read_json
@@ -204,6 +204,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "kernels-by-rows": _kernels_by_rows,
     "plan-time": _plan_time,
     "ranks": lambda results: ranks_grid(results).markdown(),
+    "runners": runners,
     "served": served,
     "soak": _soak,
     "starts": starts,

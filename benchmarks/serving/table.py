@@ -163,9 +163,9 @@ def _agreements(document: Document) -> list[str]:
     found = [(audit, audit.get("phases", {}).get(Phase.AGREEMENT.value)) for audit in document.get("audits", ())]
     return [
         f"{audit['arm']}, {audit['load']}: a step agrees with the other engines for {ms:.2f} ms, and takes "
-        f"{audit['step_ms']:.2f} ms where nothing is recorded."
+        f"{audit['step_ms']:.2f} ms where nothing is recorded, of which the GPU is idle for {audit['plain_idle']:.0%}."
         for audit, ms in found
-        if ms and audit["step_ms"]
+        if ms and audit["step_ms"] and audit["plain_idle"] is not None
     ]
 
 

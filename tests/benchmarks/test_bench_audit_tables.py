@@ -82,7 +82,7 @@ def test_the_table_has_a_row_for_each_audit_on_a_gpu_by_release_and_load(tmp_pat
     assert loads.index("decode-1") < loads.index("mixed")
     head, rows = dataclasses.astuple(host_time_grid(tmp_path))
     assert [row[:6] for row in rows] == [
-        (release, "a device", shape, load, arm, step_ms)
+        (f"{release}, V1", "a device", shape, load, arm, step_ms)
         for release in ("0.9.1", "0.28.0")
         for load, arm, step_ms in (
             ("decode-1", "noop", "4.00"),

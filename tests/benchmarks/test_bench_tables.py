@@ -117,6 +117,17 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
     assert "8b-tp2 (all)" not in table
 
 
+def test_the_plugins_v1_is_compared_with_v2_where_both_ran(tmp_path: Path):
+    v2 = dataclasses.replace(PLAN.arms[0], name="V2", runner="V2")
+    plan = dataclasses.replace(PLAN, arms=(*PLAN.arms, v2))
+    (tmp_path / "v1-both.json").write_text(json.dumps(document(STEADY | {"V2": [200] * 4}, plan)))
+    (tmp_path / "v1-without.json").write_text(json.dumps(document(STEADY, plan)))
+    (tmp_path / "defaults-both.json").write_text(json.dumps(document(STEADY | {"V2": [200] * 4}, plan)))
+    head, _, *rows = (line.strip("| ").split(" | ") for line in published.runners(tmp_path).strip().splitlines())
+    assert [dict(zip(head, row, strict=True))["load"] for row in rows] == ["decode-1", "mixed"]
+    assert all(row[-2].startswith("0.5") for row in rows)
+
+
 def test_an_acceptance_that_is_not_what_was_asked_for_is_said():
     arms = tuple(dataclasses.replace(arm, acceptance=Acceptance(0.7)) for arm in PLAN.arms)
     found = document(STEADY, dataclasses.replace(PLAN, arms=arms, loads=PLAN.loads[:1]))

@@ -10,6 +10,7 @@ from benchmarks.loads import find_loads
 from benchmarks.summary import summarise
 
 FACTS = {
+    "runner": "V1",
     "vllm": "0.32.0",
     "async_scheduling": True,
     "hardware": {"device": "a device", "cpu": "a processor"},
