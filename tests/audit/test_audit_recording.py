@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_async_spec import json_child
 from vllm_async_spec.audit import spans as spans_module
 from vllm_async_spec.audit.cpu_waits import AuditedCpuEvent, CpuWaits
-from vllm_async_spec.audit.launch import _sending
-from vllm_async_spec.audit.loads import LoadError, Request, Work
+from vllm_async_spec.audit.launch import _sending, audit_model
+from vllm_async_spec.audit.loads import LoadError, Request, Work, check_load
 from vllm_async_spec.audit.recording import DONE, How, Order, Recorder, UnderWay
 from vllm_async_spec.audit.report import Phase
 from vllm_async_spec.audit.spans import Watch
@@ -326,8 +327,18 @@ def test_a_bad_file_of_requests_is_refused_by_the_line(tmp_path, content, messag
     path = tmp_path / "mine.jsonl"
     if content is not None:
         path.write_text(content, errors="surrogateescape")
-    with pytest.raises(LoadError, match=message):
-        work(str(path))
+    for refuse in (work, check_load):
+        with pytest.raises(LoadError, match=message):
+            refuse(str(path))
+
+
+def test_no_engine_starts_for_a_load_that_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(json_child, "start", lambda *_, **__: pytest.fail("an engine started"))
+    arguments = {"batch": 1, "steps": 1, "plugin": True, "log": tmp_path / "log", "stage": print}
+    with pytest.raises(LoadError, match="--load is 'fast', which is not a file"):
+        audit_model(["--model", "x"], load="fast", **arguments)
+    for load in ("decode", "mixed"):
+        check_load(load)
 
 
 def test_whatever_keeps_a_request_from_the_server_is_told():

@@ -19,7 +19,7 @@ from typing import Any
 from vllm_async_spec import json_child
 from vllm_async_spec._version import __version__
 from vllm_async_spec.audit.engine import AuditError, command_line, most_seconds
-from vllm_async_spec.audit.loads import Work
+from vllm_async_spec.audit.loads import Work, check_load
 from vllm_async_spec.audit.report import Load, Report
 
 Stage = Callable[[str], None]
@@ -50,7 +50,9 @@ def audit_model(
 
     Raises:
         AuditError: the audit failed; the message says why, and where the log is.
+        LoadError: there is no such load, or its file can't be read; no engine was started.
     """
+    check_load(load)
     setup = {"engine_arguments": engine_arguments, "load": load, "batch": batch, "steps": steps, "rank": rank}
     environment = os.environ | {"VLLM_ASYNC_SPEC_AUDIT": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not plugin:

@@ -63,18 +63,32 @@ class Work:
                 tokens = prompt(rng.randrange(64, 512))
                 requests.append(Request(tokens, min(rng.randrange(16, 128), longest - len(tokens))))
             return cls(f"mixed, {batch} together", tuple(requests), batch)
-        path = Path(load)
-        try:
-            if not path.is_file():
-                raise LoadError(f"--load is {load!r}, which is not a file; give decode, mixed, or a file of JSON lines")
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeError) as error:
-            why = getattr(error, "strerror", error)
-            raise LoadError(f"{load} can't be read ({why}); give a readable file in UTF-8") from None
-        asked = tuple(_request(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
-        if not asked:
-            raise LoadError(f"{load} is empty; give a JSON object a line, with prompt or prompt_token_ids")
-        return cls(path.name, asked, batch)
+        return cls(Path(load).name, _requests(load), batch)
+
+
+def check_load(load: str) -> None:
+    """Refuse a load that `Work.make` would refuse.
+
+    Raises:
+        LoadError: there is no such load, or its file can't be read.
+    """
+    if load not in ("decode", "mixed"):
+        _requests(load)
+
+
+def _requests(load: str) -> tuple[Request, ...]:
+    path = Path(load)
+    try:
+        if not path.is_file():
+            raise LoadError(f"--load is {load!r}, which is not a file; give decode, mixed, or a file of JSON lines")
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", error)
+        raise LoadError(f"{load} can't be read ({why}); give a readable file in UTF-8") from None
+    asked = tuple(_request(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
+    if not asked:
+        raise LoadError(f"{load} is empty; give a JSON object a line, with prompt or prompt_token_ids")
+    return asked
 
 
 def _request(path: Path, number: int, line: str) -> Request:

@@ -34,6 +34,16 @@ def test_a_cancelled_request_gets_no_more_and_the_others_all():
                 assert request.result() == expected[index]
 
 
+def test_a_request_of_another_batcher_is_not_cancelled():
+    with make() as other:
+        theirs = other.submit(PROMPTS[0], max_new_tokens=4)
+    with (
+        make() as batcher,
+        pytest.raises(RequestError, match="another batcher's; call cancel of the batcher"),
+    ):
+        batcher.cancel(theirs)
+
+
 def test_streams_share_the_batcher():
     expected = tokens()
 
@@ -159,6 +169,8 @@ def test_a_failure_reaches_who_iterates():
         ([1], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ([1], {"temperature": -1.0}, "temperature is -1.0; it must be 0, which is greedy, or at least 0.01"),
         ([1], {"temperature": 0.001}, "temperature is 0.001; it must be 0"),
+        ([1], {"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ([1], {"temperature": None}, "temperature is None; it must be a number"),
         ([1], {"seed": 1 << 63}, "seed is 9223372036854775808; it must fit into 64 bits"),
         ([1, 99], {}, "the prompt has token 99; the model's vocabulary is 0 to 12"),
         (torch.tensor([[3, 4], [5, 6]]), {}, r"the prompt has the shape \(2, 2\); submit each row on its own"),

@@ -196,9 +196,12 @@ class ContinuousBatcher:
 
         Raises:
             TypeError: this is no request.
+            RequestError: it is another batcher's request.
         """
         if not isinstance(request, Request):
             raise TypeError(f"request is {request!r}; it must be a Request, which submit returns")
+        if not self._intake.made(request):
+            raise RequestError("the request is another batcher's; call cancel of the batcher that it was submitted to")
         self._commands.append(functools.partial(self._scheduler.cancel, request))
 
     @property

@@ -32,6 +32,7 @@ class Intake:
         self._vocabulary = vocabulary
         self._samples = samples
         self._check = check
+        self._owner = object()
 
     def request(self, prompt: Prompt, max_new_tokens: int, temperature: float, seed: int | None) -> Request:
         """Make a request; arguments as for `ContinuousBatcher.submit`.
@@ -42,7 +43,7 @@ class Intake:
         made = Request(
             self._encoded(prompt),
             _whole("max_new_tokens", max_new_tokens),
-            float(temperature),
+            _number("temperature", temperature),
             0 if seed is None else _whole("seed", seed),
         )
         if made.temperature != 0 and not made.temperature >= _COLDEST:
@@ -63,7 +64,12 @@ class Intake:
         if seed is None and made.temperature != 0:
             # Last, so that neither a refused request nor a greedy one moves the caller's generator.
             made.seed = _drawn_seed()
+        made.owner = self._owner
         return made
+
+    def made(self, request: Request) -> bool:
+        """Whether this made the request, and no other batcher's intake."""
+        return request.owner is self._owner
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:
         tokens: Any = prompt
@@ -86,6 +92,13 @@ class Intake:
 def _drawn_seed() -> int:
     """A seed from PyTorch's default CPU generator, which `torch.manual_seed` sets."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise RequestError(f"{name} is {value!r}; it must be a number") from None
 
 
 def _whole(name: str, value: int) -> int:

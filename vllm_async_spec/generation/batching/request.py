@@ -34,6 +34,8 @@ class Request:
     finish_reason: str | None = None
     """`eos`, `length`, `cancelled` or `error`; None until the request is finished."""
     error: RequestError | None = None
+    owner: object = field(default=None, repr=False)
+    """What only requests of the same batcher have."""
     _listeners: dict[asyncio.Event, asyncio.AbstractEventLoop] = field(default_factory=dict)
     """The event that each iterator waits for, and the iterator's event loop."""
 
