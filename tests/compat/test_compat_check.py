@@ -275,6 +275,28 @@ def test_our_own_adapters_need_what_they_declare(adapter: Any, declared: HostNee
     assert found.passed
 
 
+@pytest.mark.parametrize(
+    ("declared", "fault"),
+    [
+        (HostNeed.NONE, "its host_need declares none, and it needs more: upper bound"),
+        (HostNeed.UPPER_BOUND, None),
+        (HostNeed.EXACT, None),
+        (None, None),
+    ],
+)
+def test_an_adapter_that_needs_more_than_it_declares_fails(declared: HostNeed | None, fault: str | None):
+    class Plans:
+        def arguments(self, metadata: Any) -> Any:
+            return metadata.seq_lens_cpu_upper_bound + 15
+
+    if declared is not None:
+        Plans.host_need = declared  # type: ignore[attr-defined]
+    found = checked(lambda device: Plans())
+    assert found.need is Need.UPPER_BOUND
+    assert found.passed is (fault is None)
+    assert found.cases[0].faults == (() if fault is None else (fault,))
+
+
 def test_plain_data_carries_the_evidence():
     data = checked(planted.CopiesToHost, "decode").to_dict()
     assert (data["verdict"], data["passed"]) == ("blocks", False)

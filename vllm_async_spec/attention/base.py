@@ -24,7 +24,7 @@ class HostNeed(enum.Enum):
 class Adapter(Protocol[ArgumentsT]):
     """Turns metadata into the arguments of one backend's kernels.
 
-    An adapter must read no more than its `host_need`; tests check this under the sync policy `error`.
+    An adapter must read no more than its `host_need`; the compatibility suite fails one that does.
     """
 
     name: str

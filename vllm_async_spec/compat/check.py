@@ -158,6 +158,7 @@ def check_case(
     result = CaseResult(case.name, None, subject.metadata.realistic, capture, model=subject.model)
     reason = subject.not_for(case) or does_not_fit(case, subject.block_size)
     builder = make_builder(subject, device)
+    result = replace(result, declared=declared.host_need(builder))
     case = declared.reordered(builder, case)
     try:
         with configured(builder):

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
+from vllm_async_spec.attention.base import HostNeed
 from vllm_async_spec.compat.builder_inputs import HEAD_SIZE
 from vllm_async_spec.compat.cases import DRAFT_TOKENS, Call, Case
+from vllm_async_spec.compat.results import Need
 
 _SUPPORT = "get_cudagraph_support() is"
+_NEEDS = {HostNeed.NONE: Need.NONE, HostNeed.UPPER_BOUND: Need.UPPER_BOUND, HostNeed.EXACT: Need.EXACT}
 
 
 def _cudagraph_support(builder: Any) -> str:
@@ -26,6 +29,12 @@ def _cudagraph_support(builder: Any) -> str:
     if ask is not None and hasattr(builder, "kv_cache_spec") and hasattr(builder, "vllm_config"):
         support = ask(builder.vllm_config, builder.kv_cache_spec)
     return str(getattr(support, "name", ""))
+
+
+def host_need(builder: Any) -> Need | None:
+    """What an adapter declares that the host must know; None if it declares nothing, as vLLM's builders."""
+    found = getattr(builder, "host_need", None)
+    return _NEEDS[found] if isinstance(found, HostNeed) else None
 
 
 def has_no_such_call(builder: Any, case: Case) -> str | None:

@@ -88,6 +88,7 @@ class CaseResult:
         not_run: Why the batch was not judged: a declaration of the builder excludes the batch, or it does not apply.
         realistic: What the host knows without waiting, in an engine with asynchronous speculative decoding.
         need: Class of need, from the builds and, where attention ran, from attention. None if the batch did not run.
+        declared: What an adapter declares to need, with `host_need`; None if it declares nothing.
         builds: One for each `Host` that was tried.
         unsteady: Fields that differ between two builds with exact lengths, and so were not judged.
         capture: Whether the build records a CUDA graph at start-up rather than serves a step.
@@ -104,6 +105,7 @@ class CaseResult:
     realistic: Host
     capture: bool = False
     need: Need | None = None
+    declared: Need | None = None
     builds: tuple[Build, ...] = ()
     unsteady: tuple[str, ...] = ()
     attended: tuple[Attended, ...] = ()
@@ -133,6 +135,8 @@ class CaseResult:
         if not any(each.failure for each in realistic):
             exact = (each for each in self.attended if each.host is Host.EXACT and each.failure)
             found += [fault for each in exact for fault in each.faults]
+        if self.need is not None and self.declared is not None and self.need > self.declared:
+            found.append(f"its host_need declares {self.declared}, and it needs more: {self.need}")
         return tuple(found)
 
     @property
