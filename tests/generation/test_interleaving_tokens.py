@@ -64,6 +64,25 @@ def test_it_is_the_synchronous_loop_however_late_the_flags_are(case: dict[str, A
     assert_same(expected, found)
 
 
+GROWS = {"interleaved": True, "static_cache": False}
+
+
+def test_a_model_that_counts_positions_itself_gets_none_from_a_mask():
+    expected, found = both("counts positions", tiny_models.prompts([1, 5, 3, 2, 4]), GROWS, max_new_tokens=30)
+    assert_same(expected, found)
+
+
+def test_positions_by_the_models_own_rule_are_refused_where_transformers_gives_none():
+    def run():
+        return both("own positions", tiny_models.prompts([2, 5, 4]), GROWS, max_new_tokens=12)
+
+    if hasattr(transformers.GenerationMixin, "_get_initial_cache_position"):  # transformers 4
+        with pytest.raises(ValueError, match="XLMRobertaXLForCausalLM has a rule of its own for them; leave out"):
+            run()
+    else:
+        assert_same(*run())
+
+
 @pytest.mark.parametrize("batch", [1, 2, 7, 64])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "sliding", "hybrid"])
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -60,6 +60,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "strided": ("JetMoeForCausalLM", {**_SMALL, "kv_channels": 8}),
     "vision": ("LlavaForConditionalGeneration", {"text_config": _SMALL, "vision_config": _VISION}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
+    "counts positions": ("CTRLLMHeadModel", {**_ALL, "n_embd": 16, "dff": 32, "n_layer": 2, "n_head": 2}),
+    "own positions": ("XLMRobertaXLForCausalLM", {**_SMALL, "is_decoder": True, "pad_token_id": 0}),
 }
 """The class and the configuration of each kind."""
 

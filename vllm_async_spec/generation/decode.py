@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from transformers import GenerationMixin
 
 from vllm_async_spec.generation.cache_argument import CACHE
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
@@ -28,6 +29,7 @@ class Decode:
         tail: chooses the tokens after each forward.
         workspace: holds the buffers, and the cache if it is static.
         kwargs: the model arguments from transformers, with the cache.
+        positions: from `first_positions`.
         compile_with: arguments of `torch.compile` for the forward of a step, or None.
     """
 
@@ -38,6 +40,7 @@ class Decode:
         workspace: Workspace,
         kwargs: dict[str, Any],
         *,
+        positions: torch.Tensor | None,
         compile_with: dict[str, Any] | None,
     ) -> None:
         self.tail = tail
@@ -49,9 +52,8 @@ class Decode:
             model if compile_with is None else torch.compile(model.forward, dynamic=False, **compile_with)
         )
         self._compiled = compile_with is not None
-        self._first_positions = first_positions(model, kwargs)
-        # transformers 4 passes cache positions to the model; in later releases the cache counts them.
-        self._tells_cache_position = hasattr(model, "_get_initial_cache_position")
+        self._first_positions = positions
+        self._tells_cache_position = _tells_cache_position(model)
 
     def begin(self, prompts: torch.Tensor, generation_config: Any) -> None:
         """Run the prefill of prompts, int64 (batch, length), and settle the first tokens into slot 0.
@@ -185,22 +187,50 @@ class Decode:
         return _last(self._forward(**inputs, return_dict=True).logits)
 
 
-def first_positions(model: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def first_positions(model: Any, prompts: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Position ids of the tokens that follow the prompts, as transformers computes them.
 
     Args:
         model: a `GenerationMixin`; its forward may take position ids.
+        prompts: int64 (batch, length).
         kwargs: with `position_ids`, int64 (..., length), in transformers 5; with `attention_mask`, int64
             (batch, length).
 
     Returns:
         int64 (..., 1), or None if the model receives none.
+
+    Raises:
+        ValueError: the model computes them by a rule of its own, in transformers 4.
     """
     given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if given is not None:
         return torch.as_tensor(given[..., -1:] + 1)
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    return torch.as_tensor(mask.long().sum(-1, keepdim=True)) if takes and mask is not None else None
+    if mask is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    if _tells_cache_position(model) and _prepares_alone(model):
+        with_cache_position = model._get_initial_cache_position(prompts.shape[1], prompts.device, dict(kwargs))
+        own = model.prepare_inputs_for_generation(prompts, **with_cache_position).get("position_ids")
+        if own is None:
+            return None
+        by_mask = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        if not torch.equal(own, by_mask[:, -own.shape[-1] :]):
+            raise ValueError(
+                f"interleaved generation takes positions from attention_mask, and {type(model).__name__} has a rule of "
+                "its own for them; leave out interleaved to use transformers' own loop"
+            )
+    return torch.as_tensor(mask.long().sum(-1, keepdim=True))
+
+
+def _tells_cache_position(model: Any) -> bool:
+    """Whether transformers passes cache positions, as in release 4; later the cache counts them."""
+    return hasattr(model, "_get_initial_cache_position")
+
+
+def _prepares_alone(model: Any) -> bool:
+    """Whether the model's class prepares a step's inputs without transformers' own code, which makes positions."""
+    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
+    shared = inspect.unwrap(GenerationMixin.prepare_inputs_for_generation)
+    return prepare is not shared and shared.__name__ not in prepare.__code__.co_names
 
 
 def _use_on(cache: Any, streams: tuple[Any, ...]) -> None:

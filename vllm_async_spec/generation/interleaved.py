@@ -170,8 +170,9 @@ def decode_interleaved(
     with in_use(model), slots_of(device).turn(), torch.inference_mode(False), torch.no_grad():
         # A criterion of the caller replaces that of `max_length`.
         longest = max(generation_config.max_length, stopping_criteria.max_length or 0)
-        workspace = _workspace(model, tail, prompts, longest, switches, kwargs)
-        decode = Decode(model, tail, workspace, kwargs, compile_with=compile_with)
+        positions = first_positions(model, prompts, kwargs)
+        workspace = _workspace(model, tail, prompts, longest, switches, kwargs, positions)
+        decode = Decode(model, tail, workspace, kwargs, positions=positions, compile_with=compile_with)
         with _optimised(model):
             if _captures(switches, device) and workspace.graphs is None and longest > prompts.shape[1] + 1:
                 decode.capture()
@@ -239,10 +240,10 @@ def _workspace(
     longest: int,
     switches: DecodeSwitches,
     kwargs: dict[str, Any],
+    positions: torch.Tensor | None,
 ) -> Workspace:
     """The model's kept workspace if it fits the call; else a new one, after the kept one was freed."""
     device = prompts.device
-    positions = first_positions(model, kwargs)
     shape = (1,) if positions is None else tuple(positions.shape)
     reuse_key: list[Any] = [
         device,
