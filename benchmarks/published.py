@@ -84,11 +84,11 @@ def runners(results: Path) -> str:
     for path in files(results, "v1-*.json"):
         document = read_result(path)
         found = {(row["load"], row["arm"]): row for row in document["summary"]}
-        facts = next(turn["facts"] for turn in document["turns"] if "facts" in turn)
-        first = document["plan"]["arms"][0]
-        engine = f"{facts['vllm']}, {first['shape']}, {devices(facts, first['engine'])}"
         for load, beside in _plugin(document, "V2").items():
             if (load, "V2") in found:  # some ran without it
+                facts = next(turn["facts"] for turn in document["turns"] if "facts" in turn)
+                first = document["plan"]["arms"][0]
+                engine = f"{facts['vllm']}, {first['shape']}, {devices(facts, first['engine'])}"
                 speeds = (speed(found[load, arm]) for arm in ("stock", "plugin", "V2"))
                 rows.append((engine, load, *speeds, ratio(beside), str(beside["turns"])))
     return Grid(head, rows).markdown()
