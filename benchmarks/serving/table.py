@@ -160,13 +160,16 @@ def _tokens(document: Document) -> list[str]:
 
 def _agreements(document: Document) -> list[str]:
     """What data parallelism costs the engine that was audited."""
-    found = [(audit, audit.get("phases", {}).get(Phase.AGREEMENT.value)) for audit in document.get("audits", ())]
-    return [
-        f"{audit['arm']}, {audit['load']}: a step agrees with the other engines for {ms:.2f} ms, and takes "
-        f"{audit['step_ms']:.2f} ms where nothing is recorded, of which the GPU is idle for {audit['plain_idle']:.0%}."
-        for audit, ms in found
-        if ms and audit["step_ms"] and audit["plain_idle"] is not None
-    ]
+    lines = []
+    for audit in document.get("audits", ()):
+        ms, idle = audit.get("phases", {}).get(Phase.AGREEMENT.value), audit["plain_idle"]
+        if ms and audit["step_ms"]:
+            share = "" if idle is None else f", of which the GPU is idle for {idle:.0%}"
+            lines.append(
+                f"{audit['arm']}, {audit['load']}: a step agrees with the other engines for {ms:.2f} ms, and takes "
+                f"{audit['step_ms']:.2f} ms where nothing is recorded{share}."
+            )
+    return lines
 
 
 def _start(arm: str, start: Row) -> str:
