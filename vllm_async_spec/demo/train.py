@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from vllm_async_spec.demo.checkpoint import Checkpoint
 from vllm_async_spec.demo.model import RMS_EPS, ROPE_THETA, ModelShape, TinyLlama
+from vllm_async_spec.demo.muon import Muon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,7 @@ CHAT_TEMPLATE = (
 _WARMUP_STEPS = 20
 _MAX_THREADS = 4  # more of them spend their time waiting for each other on matrices this small
 _CHECKPOINT_EVERY_S = 5.0  # a step takes 50 ms, or seconds on a busy machine
-_FILES_VERSION = 1  # raise it when the same weights would be trained or saved differently
+_FILES_VERSION = 2  # raise it when the same weights would be trained or saved differently
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def _optimizers(model: TinyLlama) -> list[torch.optim.Optimizer]:
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     return [
-        torch.optim.Muon(matrices, momentum=0.85, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, momentum=0.85, weight_decay=0.01),
         torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01),
     ]
 
