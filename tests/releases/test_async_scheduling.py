@@ -7,6 +7,7 @@ import types
 import typing
 
 import pytest
+from packaging.version import Version
 
 from vllm_async_spec.compat import builders
 from vllm_async_spec.vllm_plugin.ledger import State
@@ -199,6 +200,27 @@ def _follow(args, remedy, tmp_path):
     ("flags", "given"), [([], None), (["--async-scheduling"], True), (["--no-async-scheduling"], False)]
 )
 def test_the_command_line_tells_unset_from_no(ledger, flags, given):
+    assert _parsed([*flags, "--model", "m"]).async_scheduling is given
+
+
+@pytest.mark.parametrize(
+    ("line", "given"), [("async-scheduling: true", True), ("no-async-scheduling: true", False), ("port: 8000", None)]
+)
+def test_a_configuration_file_tells_unset_from_no(ledger, tmp_path, line, given):
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"{line}\n")
+    assert _parsed(["--config", str(path), "--model", "m"]).async_scheduling is given
+
+
+def test_a_configuration_file_says_false_from_0_28_on(ledger, release, tmp_path):
+    """Before, vLLM drops every false value of such a file; docs/settings.md says so."""
+    path = tmp_path / "engine.yaml"
+    path.write_text("async-scheduling: false\n")
+    dropped = Version(release) < Version("0.28")
+    assert _parsed(["--config", str(path), "--model", "m"]).async_scheduling is (None if dropped else False)
+
+
+def _parsed(arguments):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:
@@ -206,8 +228,9 @@ def test_the_command_line_tells_unset_from_no(ledger, flags, given):
     except ImportError:
         from vllm.utils import FlexibleArgumentParser
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    args = AsyncEngineArgs.from_cli_args(parser.parse_args([*flags, "--model", "m"]))
-    assert args.async_scheduling is given
+    if not any(action.dest == "port" for action in parser._actions):  # the server's, not the engine's
+        parser.add_argument("--port")
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(arguments))
 
 
 @pytest.mark.parametrize("given", [{}, {"async_scheduling": False}, {"async_scheduling": True}])
