@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interpreted import compare_on_a_gpu_or_interpreted
 from length_writers import MODES, writers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_async_spec import CommonAttentionMetadata, Epoch, HostCopy, HostSyncWarning, reset_sync_report, sync_report
 from vllm_async_spec.host_lengths import _described, is_of_others
@@ -131,6 +132,23 @@ def test_with_an_epoch_a_length_is_copied_once_and_given_ones_never():
     assert sync_report().count == 1
     on("cpu", MIXED.metadata(), Epoch()).seq_lens_cpu  # noqa: B018
     assert sync_report().count == 1
+
+
+@pytest.mark.parametrize("ask", ["read", "prefetched"])
+def test_a_length_without_values_is_not_kept(ask: str):
+    """As of a copy made while a compiler traces with fake tensors."""
+    metadata = MIXED.metadata(epoch=Epoch())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        BEFORE[ask](metadata)
+    assert_exact(metadata)
+
+
+def test_a_length_without_values_is_not_handed_on():
+    metadata = MIXED.metadata(epoch=Epoch())
+    assert_exact(metadata)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        derived = metadata.replace(causal=False)
+    assert_exact(derived)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import INT32_MAX, Batch, batches
@@ -265,6 +266,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "too long": ({"max_seq_len": 2**31}, f"max_seq_len is 2147483648; it must be an integer from 0 to {INT32_MAX}"),
     "a float": ({"num_reqs": 4.0}, f"num_reqs is 4.0; it must be an integer from 0 to {INT32_MAX}"),
     "mask": ({"is_prefilling": torch.zeros(4)}, "is_prefilling is torch.float32; it must be torch.bool"),
+    "no mask": ({"causal": None}, "causal is None; it must be True or False"),
+    "a mask by request": (
+        {"causal": torch.ones(4, dtype=torch.bool)},
+        "causal is torch.bool (4,) on cpu; it must be True or False",
+    ),
+    "no epoch": ({"epoch": 5}, "epoch is 5; it must be an Epoch, as Epoch() makes, or None"),
+    "the class": ({"epoch": Epoch}, f"epoch is {Epoch!r}; it must be an Epoch, as Epoch() makes, or None"),
 }
 
 
@@ -276,14 +284,31 @@ def test_a_bad_field_is_named(case: str):
     assert str(caught.value) == message
 
 
+ASCENDING = "it must be integers that ascend strictly between 0 and the 12 query tokens"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.unpadded(3, 5), "num_actual_reqs is 5; it must be from 0 to 4"),
-        (lambda m: m.unpadded(99, 4), "num_actual_tokens is 99; it must be from 0 to 14"),
-        (lambda m: m.slice_requests(3, 2), "start is 3; it must be from 0 to 2"),
-        (lambda m: m.split(5, 5), "token_offsets is (5, 5); it must ascend strictly between 0 and the 12 query tokens"),
-        (lambda m: m.split(12), "token_offsets is (12,); it must ascend strictly between 0 and the 12 query tokens"),
+        (lambda m: m.unpadded(3, 5), "num_actual_reqs is 5; it must be an integer from 0 to 4"),
+        (lambda m: m.unpadded(99, 4), "num_actual_tokens is 99; it must be an integer from 0 to 14"),
+        (lambda m: m.unpadded(5.0, 2), "num_actual_tokens is 5.0; it must be an integer from 0 to 14"),
+        (lambda m: m.unpadded(5, None), "num_actual_reqs is None; it must be an integer from 0 to 4"),
+        (
+            lambda m: m.unpadded(4, 2),
+            "num_actual_tokens is 4; it must be at least 5, the query tokens of the 2 requests",
+        ),
+        (lambda m: m.slice_requests(3, 2), "start is 3; it must be an integer from 0 to 2"),
+        (lambda m: m.slice_requests(False, 2), "start is False; it must be an integer from 0 to 2"),
+        (
+            lambda m: m.slice_requests(0, torch.tensor(2)),
+            "stop is torch.int64 () on cpu; it must be an integer from 0 to 4",
+        ),
+        (lambda m: m.split(5, 5), f"token_offsets is (5, 5); {ASCENDING}"),
+        (lambda m: m.split(12), f"token_offsets is (12,); {ASCENDING}"),
+        (lambda m: m.split("3"), f"token_offsets is ('3',); {ASCENDING}"),
+        (lambda m: m.split(1.5), f"token_offsets is (1.5,); {ASCENDING}"),
+        (lambda m: m.advance(1.0), f"num_tokens is 1.0; it must be an integer from 0 to {INT32_MAX}"),
         (lambda m: m.advance(-1), f"num_tokens is -1; it must be an integer from 0 to {INT32_MAX}"),
         (
             lambda m: m.replace(max_seq_len=INT32_MAX).advance(1),
@@ -295,6 +320,74 @@ def test_a_bad_argument_is_named(call: Any, message: str):
     with pytest.raises(MetadataError) as caught:
         call(MIXED.metadata())
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("integer", [np.int32, np.int64])
+def test_numpy_integers_are_taken(integer: Callable[[int], Any]):
+    metadata = MIXED.metadata()
+    part = metadata.slice_requests(integer(0), integer(2))
+    whole = metadata.unpadded(integer(14), integer(4))
+    assert [each.num_reqs for each in metadata.split(integer(1))] == [1, 3]
+    metadata.advance(integer(1))
+    assert part.seq_lens.tolist() == [34, 101]
+    for each in (part, whole, metadata):
+        assert {type(each.num_reqs), type(each.num_actual_tokens), type(each.max_seq_len)} == {int}
+
+
+@pytest.mark.parametrize(
+    ("assigned", "message"),
+    [
+        (torch.ones(4), "seq_lens_cpu is torch.float32; it must be torch.int32"),
+        ([33, 100, 7, 0], "seq_lens_cpu is list [33, 100, 7, 0]; it must be a torch.int32 tensor"),
+        (torch.ones(3, dtype=torch.int32), "seq_lens_cpu has shape (3,); it must be (4)"),
+        (torch.ones(4, dtype=torch.int32, device="meta"), "seq_lens_cpu is on meta; it must be on cpu"),
+    ],
+)
+def test_what_is_assigned_as_exact_lengths_must_be_such(assigned: Any, message: str):
+    metadata = MIXED.metadata(epoch=Epoch())
+    with pytest.raises(MetadataError) as caught:
+        metadata.seq_lens_cpu = assigned
+    assert str(caught.value) == message
+    assert metadata._seq_lens_cpu is None
+
+
+def test_assigned_lengths_are_known_until_none_is_assigned():
+    metadata = MIXED.metadata(epoch=Epoch())
+    metadata.seq_lens_cpu = torch.tensor(MIXED.seq_lens, dtype=torch.int32)
+    with sync_policy("error"):
+        assert metadata.seq_lens_cpu.tolist() == list(MIXED.seq_lens)
+    metadata.seq_lens_cpu = None
+    assert metadata._seq_lens_cpu is None
+    assert metadata.seq_lens_cpu.tolist() == list(MIXED.seq_lens)
+
+
+def test_unpadded_may_keep_padding_tokens():
+    kept = MIXED.metadata().unpadded(7, 2)
+    assert (kept.num_actual_tokens, kept.query_start_loc_cpu.tolist()) == (7, [0, 1, 5])
+
+
+@given(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=1, max_size=8).filter(any), st.data())
+def test_every_row_is_in_a_part(query_lens: list[int], data: st.DataObject):
+    """Rows without query tokens too, wherever they are; only a request that a cut divides is in two parts."""
+    seq_lens = [10 + length for length in query_lens]
+    metadata = Batch(tuple(query_lens), tuple(seq_lens)).metadata(known=True, epoch=Epoch())
+    total = sum(query_lens)
+    offsets = sorted(data.draw(st.sets(st.integers(1, total - 1), max_size=3))) if total > 1 else []
+    parts = metadata.split(*offsets)
+    rows = [row for part in parts for row in (part.block_table_tensor[:, 0] // 2).tolist()]
+    starts = metadata.query_start_loc_cpu.tolist()
+    divided = [sum(a <= row for a in starts) - 1 for row in offsets if row not in starts]
+    assert rows == sorted([*range(len(query_lens)), *divided])
+    for part in parts:
+        assert part.query_start_loc.tolist() == part.query_start_loc_cpu.tolist()
+        assert part.seq_lens.tolist() == part.seq_lens_cpu.tolist()
+        assert int(part.query_start_loc_cpu[-1]) == part.num_actual_tokens
+
+
+def test_a_first_row_without_query_tokens_stays():
+    parts = Batch((0, 5, 7), (9, 5, 7)).metadata().split(5)
+    assert [part.seq_lens.tolist() for part in parts] == [[9, 5], [7]]
+    assert [part.query_start_loc_cpu.tolist() for part in parts] == [[0, 0, 5], [0, 7]]
 
 
 def _equal(a: object, b: object) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_async_spec import (
+    Epoch,
     HostCopy,
     HostSyncError,
     HostSyncWarning,
@@ -155,6 +156,23 @@ def test_pinned_ring_hands_out_its_buffers_in_turn():
     assert first.tolist() == [7, 7]
     with pytest.raises(ValueError, match="depth is 0; a PinnedRing needs at least 1 buffer"):
         PinnedRing((2,), torch.int32, depth=0, device="cpu")
+
+
+def test_pinned_ring_is_on_the_host_whatever_pytorchs_default_device_is():
+    with torch.device("meta"):
+        ring = PinnedRing((3,), torch.int32, depth=2, device="cpu")
+    assert ring.next().tolist() == [0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_copies_are_pinned_whatever_pytorchs_default_device_is():
+    source = torch.arange(8, dtype=torch.int32, device="cuda")
+    with torch.device("cuda"):
+        copy = HostCopy(source, "seq_lens", epoch=Epoch())
+        copy.prefetch()
+        assert PinnedRing((3,), torch.int32, depth=1, device="cuda").next().is_pinned()
+    assert copy.read().is_pinned()
+    assert copy.read().tolist() == list(range(8))
 
 
 @pytest.mark.gpu

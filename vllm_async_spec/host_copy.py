@@ -83,7 +83,7 @@ class HostCopy:
             with host_read(self.name, self.source.nbytes):
                 # copy=True: on a CPU "device" too, the value must not change when the device tensor does.
                 host = self.source.to("cpu", copy=True)
-        self._host, self._pending = host, None
+        self._host, self._pending = host if _holds_values(host) else None, None
         return host
 
     def prefetch(self) -> None:
@@ -96,7 +96,8 @@ class HostCopy:
         if self.epoch is None:
             _warn_unused(f"{self.name} is not prefetched")
         elif self._host is None and self._pending is None:
-            self._pending = _Pending.start(self.source)
+            pending = _Pending.start(self.source)
+            self._pending = pending if _holds_values(pending.host) else None
 
     def _forget_if_stale(self) -> None:
         now = self._now()
@@ -112,6 +113,11 @@ class HostCopy:
 
 def _of_copy(source: torch.Tensor, name: str, known: torch.Tensor | None, epoch: Epoch | None) -> HostCopy:
     return HostCopy(source, name, given=known, epoch=epoch)
+
+
+def _holds_values(host: torch.Tensor) -> bool:
+    """Whether a copy may be kept: one made under a FakeTensorMode has no values, and a later read may be outside it."""
+    return type(host) is torch.Tensor
 
 
 def _warn_unused(what: str) -> None:
@@ -141,7 +147,7 @@ class _Pending:
         with torch.cuda.stream(side):
             # PyTorch's pinned allocator fences the block by events of its own, so a block whose HostCopy
             # was dropped early is not handed out again before this copy has run.
-            host = torch.empty(snapshot.shape, dtype=snapshot.dtype, pin_memory=True)
+            host = torch.empty(snapshot.shape, dtype=snapshot.dtype, device="cpu", pin_memory=True)
             host.copy_(snapshot, non_blocking=True)
             snapshot.record_stream(side)
             event = torch.cuda.Event()
@@ -185,7 +191,7 @@ class PinnedRing:
             raise ValueError(f"depth is {depth}; a PinnedRing needs at least 1 buffer")
         self.device = torch.device(device)
         pinned = self.device.type == "cuda"
-        self._buffers = [torch.zeros(shape, dtype=dtype, pin_memory=pinned) for _ in range(depth)]
+        self._buffers = [torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(depth)]
         self._fences: list[torch.cuda.Event | None] = [None] * depth
         self._events: list[torch.cuda.Event | None] = [None] * depth
         self._turn = -1

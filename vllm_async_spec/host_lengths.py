@@ -44,16 +44,16 @@ class HostLengths:
         """
         return self.host_lengths.read()
 
-    @seq_lens_cpu.setter
-    def seq_lens_cpu(self, value: torch.Tensor | None) -> None:
-        self._seq_lens_cpu = value
-
     @property
     def _seq_lens_cpu(self) -> torch.Tensor | None:
         known = self.host_lengths.known
+        if known is None:
+            return None
         # `dataclasses.replace` hands it on, perhaps beside another `seq_lens`. A view, because the tensor may be a
         # caller's own, who may give it again.
-        return None if known is None else _described(known.view_as(known), self.seq_lens)
+        view = known.view_as(known)
+        # Under a FakeTensorMode the view has no values, and what it is handed on to may be read outside.
+        return _described(view, self.seq_lens) if type(view) is type(known) else None
 
     @_seq_lens_cpu.setter
     def _seq_lens_cpu(self, value: torch.Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import InitVar, dataclass
 from itertools import pairwise
 from typing import Any
@@ -69,6 +70,10 @@ class CommonAttentionMetadata(HostLengths):
         _check("query_start_loc_cpu", self.query_start_loc_cpu, shape=(self.num_reqs + 1,), device=_HOST)
         _check("block_table_tensor", self.block_table_tensor, shape=(self.num_reqs, None), device=device)
         _check("slot_mapping", self.slot_mapping, shape=(None,), device=device, dtype=torch.int64)
+        if not isinstance(self.causal, bool):
+            raise MetadataError(f"causal is {_shown(self.causal)}; it must be True or False")
+        if not (self.epoch is None or isinstance(self.epoch, Epoch)):
+            raise MetadataError(f"epoch is {_shown(self.epoch)}; it must be an Epoch, as Epoch() makes, or None")
         if self.slot_mapping.shape[0] < self.num_actual_tokens:
             raise MetadataError(
                 f"slot_mapping has {self.slot_mapping.shape[0]} entries; it must have at least num_actual_tokens, "
@@ -81,12 +86,28 @@ class CommonAttentionMetadata(HostLengths):
         if _seq_lens_cpu is not None:
             _check("_seq_lens_cpu", _seq_lens_cpu, shape=batch, device=_HOST)
             if not is_of_others(_seq_lens_cpu, self.seq_lens):
-                self.seq_lens_cpu = _seq_lens_cpu
+                self._seq_lens_cpu = _seq_lens_cpu
 
     def __repr__(self) -> str:
         """Tensors by dtype, shape and device: printing their values would wait for the device."""
         fields = ((each.name, getattr(self, each.name)) for each in dataclasses.fields(self))
         return f"CommonAttentionMetadata({', '.join(f'{name}={_shown(value)}' for name, value in fields)})"
+
+    @property
+    def seq_lens_cpu(self) -> torch.Tensor:
+        """(batch,) int32, host: exact lengths. Copies if they are not known. Assign what the host knows, or None.
+
+        Raises:
+            HostSyncError: the lengths are not known and the sync policy is `error`.
+            MetadataError: what is assigned has the wrong type, dtype, shape or device.
+        """
+        return self.host_lengths.read()
+
+    @seq_lens_cpu.setter
+    def seq_lens_cpu(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            _check("seq_lens_cpu", value, shape=tuple(self.seq_lens.shape), device=_HOST)
+        self._seq_lens_cpu = value
 
     def replace(self, **changes: Any) -> CommonAttentionMetadata:
         """A copy with `changes`; a known host copy stays known unless `seq_lens` or the epoch is replaced.
@@ -102,10 +123,17 @@ class CommonAttentionMetadata(HostLengths):
         """The first `num_actual_reqs` requests and `num_actual_tokens` tokens: padding cut off.
 
         Raises:
-            MetadataError: the batch has fewer requests or tokens.
+            MetadataError: the batch has fewer requests or tokens, these requests have more query tokens, or an argument
+                is no integer.
         """
-        _check_within("num_actual_reqs", num_actual_reqs, self.num_reqs)
-        _check_within("num_actual_tokens", num_actual_tokens, self.num_actual_tokens)
+        num_actual_reqs = _within("num_actual_reqs", num_actual_reqs, self.num_reqs)
+        num_actual_tokens = _within("num_actual_tokens", num_actual_tokens, self.num_actual_tokens)
+        queried = int(self.query_start_loc_cpu[num_actual_reqs])
+        if num_actual_tokens < queried:
+            raise MetadataError(
+                f"num_actual_tokens is {num_actual_tokens}; it must be at least {queried}, the query tokens of the "
+                f"{num_actual_reqs} requests"
+            )
         rows = slice(0, num_actual_reqs)
         return self._rows(
             rows,
@@ -119,10 +147,10 @@ class CommonAttentionMetadata(HostLengths):
         """Requests `start` to `stop` (excluded), as a batch of their own.
 
         Raises:
-            MetadataError: not 0 <= start <= stop <= num_reqs.
+            MetadataError: not 0 <= start <= stop <= num_reqs, or one of them is no integer.
         """
-        _check_within("stop", stop, self.num_reqs)
-        _check_within("start", start, stop)
+        stop = _within("stop", stop, self.num_reqs)
+        start = _within("start", start, stop)
         first_token = int(self.query_start_loc_cpu[start])
         # Token padding follows the last request, and stays with it.
         last = stop == self.num_reqs and start < stop
@@ -142,17 +170,19 @@ class CommonAttentionMetadata(HostLengths):
     def split(self, *token_offsets: int) -> tuple[CommonAttentionMetadata, ...]:
         """Micro-batches: the batch cut before each of `token_offsets` (ascending).
 
-        A request that a cut divides is in both parts; in the earlier part its sequence ends at the cut. Padding rows
-        and tokens go to the last part.
+        A request that a cut divides is in both parts; in the earlier part its sequence ends at the cut. A request
+        without query tokens at a cut is in the earlier part. Padding rows and tokens go to the last part.
 
         Raises:
-            MetadataError: the offsets do not ascend strictly within the batch.
+            MetadataError: the offsets are not integers that ascend strictly within the batch.
         """
         total = int(self.query_start_loc_cpu[-1])
-        cuts = (0, *token_offsets, total)
-        if any(a >= b for a, b in pairwise(cuts)):
+        offsets = [index for each in token_offsets if (index := _index(each)) is not None]
+        cuts = (0, *offsets, total)
+        if len(offsets) < len(token_offsets) or any(a >= b for a, b in pairwise(cuts)):
             raise MetadataError(
-                f"token_offsets is {token_offsets}; it must ascend strictly between 0 and the {total} query tokens"
+                f"token_offsets is {token_offsets}; it must be integers that ascend strictly between 0 and the {total} "
+                "query tokens"
             )
         return tuple(self._token_range(a, b) for a, b in pairwise(cuts))
 
@@ -164,9 +194,9 @@ class CommonAttentionMetadata(HostLengths):
         with the batch that it was cut from, whose bounds do not rise: advance one of the two.
 
         Raises:
-            MetadataError: `num_tokens` is negative.
+            MetadataError: `num_tokens` is negative or no integer.
         """
-        _check_count("num_tokens", num_tokens)
+        num_tokens = _within("num_tokens", num_tokens, _INT32_MAX)
         _check_count("max_seq_len + num_tokens", self.max_seq_len + num_tokens)
         # All are made before one is written, because on a CPU they may be one tensor.
         grown = _grown(self.seq_lens, num_tokens)
@@ -184,7 +214,8 @@ class CommonAttentionMetadata(HostLengths):
     def _token_range(self, first: int, end: int) -> CommonAttentionMetadata:
         """Query tokens `first` to `end` (excluded), not empty."""
         starts = self.query_start_loc_cpu
-        start, head = self._request_of(first)
+        # `_request_of` passes over rows without query tokens, and the first rows may be such.
+        start, head = self._request_of(first) if first else (0, 0)
         stop, behind = self._request_of(end)
         last = end == int(starts[-1])
         if last:
@@ -296,6 +327,19 @@ def _check_count(name: str, value: object) -> None:
         raise MetadataError(f"{name} is {value!r}; it must be an integer from 0 to {_INT32_MAX}")
 
 
-def _check_within(name: str, value: int, most: int) -> None:
-    if not 0 <= value <= most:
-        raise MetadataError(f"{name} is {value!r}; it must be from 0 to {most}")
+def _within(name: str, value: object, most: int) -> int:
+    """`value` as an int from 0 to `most`."""
+    index = _index(value)
+    if index is None or not 0 <= index <= most:
+        raise MetadataError(f"{name} is {_shown(value)}; it must be an integer from 0 to {most}")
+    return index
+
+
+def _index(value: object) -> int | None:
+    """An integer, NumPy's too, as an int; None for all else. A tensor is none, because reading it could wait."""
+    if isinstance(value, bool | torch.Tensor):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None

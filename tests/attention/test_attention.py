@@ -86,6 +86,12 @@ def test_flash_attention_2_with_kvcache_takes_uniform_batches(name: str):
     torch.testing.assert_close(got.flatten(0, 1), oracle(case), atol=1e-5, rtol=1e-5)
 
 
+def test_with_kvcache_compares_on_the_host_whatever_pytorchs_default_device_is():
+    arguments = FlashAttentionAdapter().arguments(make_case(BATCHES["decode"]).metadata)
+    with torch.device("meta"):
+        assert arguments.with_kvcache()["cache_seqlens"] is arguments.seqused_k
+
+
 def test_a_ragged_batch_is_refused_where_the_kernel_needs_a_uniform_one():
     arguments = FlashAttentionAdapter().arguments(make_case(BATCHES["mixed"]).metadata)
     with pytest.raises(

@@ -38,6 +38,20 @@ def test_a_plan_of_an_unknown_kind_is_refused(named: dict[str, Any]):
         write_exact_lengths(Wrapper(), torch.zeros(1, dtype=torch.int32), PAGE)
 
 
+def test_plans_are_filled_on_the_host_whatever_pytorchs_default_device_is():
+    class Wrapper:
+        _paged_kv_last_page_len_buf = torch.zeros(3, dtype=torch.int32)
+
+    with torch.device("meta"):
+        filled = with_empty_requests(Wrapper)()._filled
+    assert {name: each.tolist() for name, each in filled.items()} == {
+        "qo_indptr": [0] * 4,
+        "paged_kv_indptr": [0] * 4,
+        "last_page_len": [0] * 3,
+        "seq_lens": [0] * 3,
+    }
+
+
 @dataclass
 class Case:
     """One batch: what the device knows, and the bound that the host plans from."""

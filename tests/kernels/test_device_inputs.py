@@ -127,6 +127,13 @@ def tensors(rows: list[Row], pages: tuple[int, ...], axes: int, device: str = "c
     )
 
 
+def test_addresses_are_made_on_the_host_whatever_pytorchs_default_device_is():
+    row = torch.zeros(2, dtype=torch.int32)
+    sent = StepInputs(row, row, row, row.long(), row, axes=None, paged=())
+    with torch.device("meta"):
+        assert sent.addresses[0] == row.data_ptr()
+
+
 def slot(group: PagedGroup, row: int, position: int) -> int:
     return int(group.block_table[row, position // group.page_size]) * group.page_size + position % group.page_size
 

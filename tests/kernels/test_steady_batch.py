@@ -29,6 +29,12 @@ def buffers(computed: list[int], device: str) -> BatchInputs:
     )
 
 
+def test_addresses_are_made_on_the_host_whatever_pytorchs_default_device_is():
+    inputs = buffers([0], "cpu")
+    with torch.device("meta"):
+        assert inputs.addresses[0] == inputs.computed.data_ptr()
+
+
 def check(how: Callable[..., None], batch: int, drafts: int, seed: int, device: str = "cpu") -> None:
     source, tokens = random.Random(seed), drafts + 1
     computed = [source.choice([0, 5, 2**30]) + source.randint(0, 99) for _ in range(batch)]

@@ -76,7 +76,7 @@ class FlashAttentionArguments:
             ValueError: the batch is ragged.
         """
         starts = self.cu_seqlens_q_cpu
-        begins = torch.arange(0, starts.shape[0], dtype=starts.dtype) * self.max_seqlen_q
+        begins = torch.arange(0, starts.shape[0], dtype=starts.dtype, device="cpu") * self.max_seqlen_q
         live = (starts < starts[-1]).sum()  # the first padding row begins where the last request ends
         if self.num_tokens != begins[-1] or not torch.equal(starts[: live + 1], begins[: live + 1]):
             raise ValueError(

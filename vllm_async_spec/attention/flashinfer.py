@@ -151,7 +151,7 @@ def with_empty_requests(wrapper_class: type[Any]) -> type[Any]:
             count = self._paged_kv_last_page_len_buf.shape[0]
             # Pageable memory, so that a copy to the device has read it when the call returns.
             sizes = {"qo_indptr": count + 1, "paged_kv_indptr": count + 1, "last_page_len": count, "seq_lens": count}
-            self._filled = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+            self._filled = {name: torch.zeros(size, dtype=torch.int32, device="cpu") for name, size in sizes.items()}
             self._views = {name: filled.numpy() for name, filled in self._filled.items()}
 
         def plan(

@@ -79,7 +79,7 @@ class StepInputs:
         for group in self.paged:
             table = group.block_table
             values += [table.data_ptr(), table.stride(0), group.page_size, group.slot_mapping.data_ptr()]
-        return torch.tensor(values, dtype=torch.int64).to(self.seq_lens.device)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.seq_lens.device)
 
 
 ROW_FIELDS = 5

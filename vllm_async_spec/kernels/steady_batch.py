@@ -40,7 +40,7 @@ class BatchInputs:
         """(7,) int64, device: the addresses of the fields in order."""
         fields = (self.computed, self.accepted, self.discarded, self.query_start_loc, self.seq_lens)
         values = [field.data_ptr() for field in (*fields, self.positions, self.input_ids)]
-        return torch.tensor(values, dtype=torch.int64).to(self.seq_lens.device)
+        return torch.tensor(values, dtype=torch.int64, device="cpu").to(self.seq_lens.device)
 
 
 def advance_batch(
