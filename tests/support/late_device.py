@@ -63,7 +63,8 @@ class LateStreams:
 
     seed: int | None = None
     waits: int = 0
-    _queue: list[Callable[[], None]] = field(default_factory=list)
+    _queue: list[tuple[Callable[[], None], bool]] = field(default_factory=list)
+    """What is left to run, and whether it was launched in inference mode."""
     _random: random.Random = field(init=False)
 
     def __post_init__(self):
@@ -88,14 +89,16 @@ class LateStreams:
             self._run_first()
 
     def _launch(self, work: Callable[[], None]) -> None:
-        self._queue.append(work)
+        self._queue.append((work, torch.is_inference_mode_enabled()))
         if self.seed is not None:
             for _ in range(self._random.randint(0, 2)):
                 self._run_first()
 
     def _run_first(self) -> None:
         if self._queue:
-            self._queue.pop(0)()
+            work, mode = self._queue.pop(0)
+            with torch.inference_mode(mode):
+                work()
 
 
 @dataclass
@@ -104,7 +107,7 @@ class StreamArrival:
     copy: Callable[[], None]
 
     def query(self) -> bool:
-        return all(work is not self.copy for work in self.streams._queue)
+        return all(work is not self.copy for work, _ in self.streams._queue)
 
     def synchronize(self) -> None:
         self.streams.waits += 1

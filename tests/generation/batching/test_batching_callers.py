@@ -307,14 +307,17 @@ def test_the_error_of_one_caller_holds_nothing_of_another():
     assert found.error.__traceback__ is None
 
 
-def test_a_batcher_s_memory_goes_with_the_last_reference():
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_batcher_s_memory_goes_when_it_is_closed_or_with_the_last_reference(closed: bool):
     batcher = make()
     assert asyncio.run(collect(stream(batcher, 0))) == expected()[0]
-    batcher.close()
     gone = weakref.ref(batcher._in_flight._runner)
     gc.disable()
     try:
-        del batcher
+        if closed:
+            batcher.close()
+        else:
+            del batcher
         # The thread that has run the last step lets go of it a moment after it has said so.
         for _ in range(1000):
             if gone() is None:

@@ -1,6 +1,7 @@
 """What a batcher is made with."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch):
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate")
 
-    monkeypatch.setattr("vllm_async_spec.generation.batching.batcher.PagedCache", no_memory)
+    monkeypatch.setattr("vllm_async_spec.generation.batching.paged_cache.PagedCache", no_memory)
     with pytest.raises(
         BatcherError, match=r"a KV cache of 208 tokens does not fit .*; give smaller cache_tokens, .* tried"
     ):
@@ -156,5 +157,7 @@ def test_whether_it_is_synchronous_is_changed_between_runs_only():
 def test_one_thread_steps_at_a_time():
     with make() as batcher:
         batcher.submit([1, 2], max_new_tokens=4)
-        with batcher._stepping, pytest.raises(BatcherError, match="runs in another thread"):
-            batcher.step()
+        with batcher._stepping, ThreadPoolExecutor(1) as another:
+            step = another.submit(batcher.step)
+            with pytest.raises(BatcherError, match="runs in another thread"):
+                step.result()

@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import warnings
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
 
 from vllm_async_spec.generation.batching.attention_backends import choose_backend, default_page_size
-from vllm_async_spec.generation.batching.config import BatcherConfig
+from vllm_async_spec.generation.batching.config import BatcherConfig, config_of
 from vllm_async_spec.generation.batching.decoding import Decoding, SingleTokens
 from vllm_async_spec.generation.batching.drafting import DraftedTokens
 from vllm_async_spec.generation.batching.driver import Driver, Work
@@ -27,9 +27,11 @@ from vllm_async_spec.generation.batching.model_check import (
     ends_of_sequence,
     layers_of,
     max_length_of,
-    take_over,
+    refuse_autocast,
+    refuse_other_tokens,
 )
-from vllm_async_spec.generation.batching.paged_cache import LayerShape, PagedCache
+from vllm_async_spec.generation.batching.owned_models import OwnedModels
+from vllm_async_spec.generation.batching.paged_cache import cache_of
 from vllm_async_spec.generation.batching.paged_model import PagedModel
 from vllm_async_spec.generation.batching.pages import PageAllocator
 from vllm_async_spec.generation.batching.request import BatcherError, Request, RequestError
@@ -39,6 +41,8 @@ from vllm_async_spec.generation.batching.step_slots import Sizes
 from vllm_async_spec.generation.batching.steps_in_flight import StepsInFlight
 from vllm_async_spec.generation.batching.streams import CudaStreams, OpenStreams, open_streams
 from vllm_async_spec.generation.compiling import compiling_each
+
+_RUNS = "step() already runs in {} thread; let one thread drive the batcher"
 
 
 class ContinuousBatcher:
@@ -59,7 +63,7 @@ class ContinuousBatcher:
     Raises:
         ModelError: the model can't be batched.
         AttentionChoiceError: the attention is unavailable for this model or machine.
-        BatcherError: the KV cache does not fit into memory.
+        BatcherError: the KV cache does not fit into memory, or `torch.autocast` is on.
         ValueError: the model does not allow a setting; the message names it.
     """
 
@@ -73,8 +77,9 @@ class ContinuousBatcher:
         open_streams: OpenStreams = open_streams,
         **settings: Any,
     ) -> None:
-        config = _config_of(config, settings)
+        config = config_of(tokenizer, config, settings)
         device: torch.device = model.device
+        refuse_autocast(device)
         if config.cuda_graphs and device.type != "cuda":
             raise ValueError(
                 f"cuda_graphs is True and the model is on {device.type}; leave out cuda_graphs, or move the model"
@@ -92,10 +97,13 @@ class ContinuousBatcher:
         cached = max_batch * width if config.cache_tokens is None else -(-config.cache_tokens // page_size)
         sizes = Sizes(max_batch, config.max_prefills, config.max_prefill_tokens, width, drafts)
 
-        self._attention_before: list[tuple[Any, str]] = []
+        owned = OwnedModels()
+        # A batcher that is dropped without `close` gives its models back too.
+        self._give_back = weakref.finalize(self, owned.give_back)
+        self._give_back.atexit = False
         try:
             for each in models:
-                self._attention_before += take_over(each)
+                owned.take(each)
             pages = PageAllocator(cached + 1)
 
             def paged(each: Any, query_tokens: int) -> PagedModel:
@@ -108,9 +116,10 @@ class ContinuousBatcher:
                     device=device,
                     query_tokens=query_tokens,
                 )
-                cache = _cache(layers, pages.num_pages, page_size, device)
+                cache = cache_of(layers, pages.num_pages, page_size, device)
                 return PagedModel.of(each, cache, backend, compile_with=compile_with)
 
+            refuse_other_tokens(model)
             eos_token_ids = ends_of_sequence(model, config.eos_token_id)
             target = paged(model, 1 + drafts)
             self.attention = target.backend.name
@@ -142,8 +151,9 @@ class ContinuousBatcher:
                     cuda_graphs=captures,
                 )
         except BaseException:
-            self._give_attention_back()
+            self._give_back()
             raise
+        self._device = device
         self._scheduler = Scheduler(
             pages,
             page_size=page_size,
@@ -156,8 +166,9 @@ class ContinuousBatcher:
         vocabulary = model.get_input_embeddings().num_embeddings
         self._intake = Intake(tokenizer, vocabulary, samples=not drafts, check=self._scheduler.check)
         self._in_flight = StepsInFlight(self._scheduler, runner, self._streams, device)
+        del runner, decoding, target
         self._commands: deque[Callable[[], None]] = deque()
-        self._stepping = threading.Lock()
+        self._stepping = threading.RLock()  # only its owner can release it, so whoever was interrupted may try
         self._stepping_thread: int | None = None
         self._driver = Driver()
         self._closed: str | None = None
@@ -169,7 +180,7 @@ class ContinuousBatcher:
     def submit(
         self, prompt: Prompt, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int | None = None
     ) -> Request:
-        """Queue a request, from any thread; `step`, `run` or iteration over the request serves it.
+        """Queue a request, from any thread; `step`, `run` or an event loop that called `start` serves it.
 
         Args:
             prompt: token ids, in a sequence or a tensor, or text where there is a tokenizer.
@@ -180,15 +191,17 @@ class ContinuousBatcher:
 
         Raises:
             RequestError: the request can never be served; nothing is queued.
-            BatcherError: the batcher is closed.
+            BatcherError: the batcher is closed, or `torch.autocast` is on.
         """
         if self._closed:
             raise BatcherError(self._closed)
+        refuse_autocast(self._device)
         request = self._intake.request(prompt, max_new_tokens, temperature, seed)
         self._commands.append(functools.partial(self._scheduler.add, request))
         if self._closed:
             # Another thread has closed the batcher meanwhile, so no step reads commands any more.
             raise BatcherError(self._closed)
+        self._driver.wake(self._work())
         return request
 
     def cancel(self, request: Request) -> None:
@@ -240,8 +253,9 @@ class ContinuousBatcher:
             Whether there is more to do.
 
         Raises:
-            BatcherError: a `step` is already running.
+            BatcherError: a `step` is already running, or `torch.autocast` is on.
         """
+        refuse_autocast(self._device)
         return self._step(wait=False)
 
     def run(self) -> None:
@@ -271,13 +285,15 @@ class ContinuousBatcher:
                 self.cancel(request)
 
     def start(self) -> None:
-        """Run steps in a thread beside the running event loop, until nothing is left to do or the loop ends.
+        """Run steps in a thread beside the running event loop whenever there are requests, until the loop ends.
 
         Each event loop that iterates over requests may call this. One loop drives; when it ends, another takes over.
 
         Raises:
-            BatcherError: the last step of a stopped driver has not returned.
+            BatcherError: the batcher is closed, or the last step of a stopped driver has not returned.
         """
+        if self._closed:
+            raise BatcherError(self._closed)
         self._driver.start(self._work())
 
     def close(self) -> None:
@@ -288,9 +304,11 @@ class ContinuousBatcher:
         self._gives_model_back = True
         self._take_no_more("the batcher is closed; make another", "the batcher was closed")
         if not self._steps_here():
-            self._stepping.acquire()
-            self._stepping_thread = threading.get_ident()
-            self._leave_step()
+            try:
+                self._stepping.acquire()
+                self._stepping_thread = threading.get_ident()
+            finally:
+                self._leave_step()
 
     def __enter__(self) -> ContinuousBatcher:
         return self
@@ -302,33 +320,44 @@ class ContinuousBatcher:
         return Work(step=functools.partial(self._step, wait=True), busy=lambda: self.busy)
 
     def _step(self, *, wait: bool) -> bool:
-        if self._closed is not None or not self._stepping.acquire(blocking=wait):
-            if self._closed is None:
-                where = "in this thread" if self._steps_here() else "in another thread"
-                raise BatcherError(f"step() already runs {where}; let one thread drive the batcher")
+        if self._closed is not None:
             return False
-        self._stepping_thread = threading.get_ident()
+        if self._steps_here():
+            raise BatcherError(_RUNS.format("this"))
         try:
-            if self._closed is None:
+            if not self._stepping.acquire(blocking=wait):
+                raise BatcherError(_RUNS.format("another"))
+            self._stepping_thread = threading.get_ident()
+            self._advance_or_stop()
+        finally:
+            self._leave_step()
+        return self.busy
+
+    def _advance_or_stop(self) -> None:
+        if self._closed is not None:
+            return
+        try:
+            # Buffers made in inference mode can be written to only there, and a driver's thread begins outside.
+            with torch.inference_mode():
                 self._advance()
         except BaseException as error:
             what = f"the batcher stopped at {type(error).__name__}: {error}".removesuffix(": ")
             self._take_no_more(f"{what}; make another", what)
             raise
-        finally:
-            self._leave_step()
-        return self.busy
 
     def _steps_here(self) -> bool:
         return self._stepping_thread == threading.get_ident()
 
     def _leave_step(self) -> None:
+        """Release the lock if this thread has it, also where an interrupt came just after the lock was taken."""
         try:
-            if self._closed is not None:
+            if self._closed is not None and self._steps_here():
                 self._end()
         finally:
-            self._stepping_thread = None
-            self._stepping.release()
+            if self._steps_here():
+                self._stepping_thread = None
+            with contextlib.suppress(RuntimeError):
+                self._stepping.release()
 
     def _advance(self) -> None:
         self._obey()
@@ -358,42 +387,11 @@ class ContinuousBatcher:
     def _end(self) -> None:
         """End the remaining requests of a closed batcher; can be repeated after an interrupt."""
         with contextlib.ExitStack() as last:  # runs all, from the last to the first, whatever fails
-            if self._gives_model_back and self._attention_before:
-                last.callback(self._give_attention_back)
+            if self._gives_model_back and self._give_back.alive:
+                last.callback(self._in_flight.release)
+                last.callback(self._give_back)
                 last.callback(self._streams.drain)
+            last.callback(self._driver.end)
             last.callback(self._scheduler.fail_all, RequestError(self._reason))
             last.callback(self._in_flight.forget)
             self._obey()
-
-    def _give_attention_back(self) -> None:
-        for configuration, attention in self._attention_before:
-            configuration._attn_implementation = attention  # of its parts too, which come later
-        self._attention_before.clear()
-
-
-def _config_of(config: BatcherConfig | None, settings: dict[str, Any]) -> BatcherConfig:
-    """The config, made from `settings` if the caller gave these one by one."""
-    if config is not None:
-        if settings:
-            raise TypeError(f"a config and {', '.join(settings)} were given; put all settings into the BatcherConfig")
-        return config
-    if not settings:
-        raise TypeError("ContinuousBatcher needs a config, such as BatcherConfig(max_batch=8)")
-    warnings.warn(
-        f"keyword arguments of ContinuousBatcher work in this release only: give {', '.join(settings)} in a config, "
-        "as in ContinuousBatcher(model, tokenizer, BatcherConfig(max_batch=8))",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return BatcherConfig(**settings)
-
-
-def _cache(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> PagedCache:
-    try:
-        with torch.inference_mode():
-            return PagedCache(layers, num_pages=num_pages, page_size=page_size, device=device)
-    except torch.OutOfMemoryError as error:
-        raise BatcherError(
-            f"a KV cache of {num_pages * page_size} tokens does not fit into the device's memory; give smaller "
-            f"cache_tokens, max_length or max_batch: {error}"
-        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -67,8 +68,11 @@ class BatcherConfig:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number")
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+            object.__setattr__(self, name, int(value))  # NumPy's integers are not like Python's in all
         compile_arguments(self.torch_compile)
-        decode_sizes_of(self.max_batch, self.decode_sizes)
+        sizes = decode_sizes_of(self.max_batch, self.decode_sizes)
+        if self.decode_sizes is not None:
+            object.__setattr__(self, "decode_sizes", tuple(sizes))  # an iterator can be read only once
 
     @property
     def compile_with(self) -> dict[str, Any] | None:
@@ -79,3 +83,28 @@ class BatcherConfig:
     def padded_sizes(self) -> list[int]:
         """Numbers of sequences that decodes are padded to, ascending; the last is `max_batch`."""
         return decode_sizes_of(self.max_batch, self.decode_sizes)
+
+
+def config_of(tokenizer: Any, config: BatcherConfig | None, settings: dict[str, Any]) -> BatcherConfig:
+    """The config of a batcher's arguments, made from `settings` if the caller gave these one by one.
+
+    Raises:
+        TypeError: the arguments hold no config, or two; the message says what to give.
+    """
+    if isinstance(tokenizer, BatcherConfig):
+        raise TypeError("the BatcherConfig was given as the tokenizer; give it by name, as config=...")
+    if config is not None and not isinstance(config, BatcherConfig):
+        raise TypeError(f"config is {config!r}; it must be a BatcherConfig, such as BatcherConfig(max_batch=8)")
+    if config is not None:
+        if settings:
+            raise TypeError(f"a config and {', '.join(settings)} were given; put all settings into the BatcherConfig")
+        return config
+    if not settings:
+        raise TypeError("ContinuousBatcher needs a config, such as BatcherConfig(max_batch=8)")
+    warnings.warn(
+        f"keyword arguments of ContinuousBatcher work in this release only: give {', '.join(settings)} in a config, "
+        "as in ContinuousBatcher(model, tokenizer, BatcherConfig(max_batch=8))",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return BatcherConfig(**settings)

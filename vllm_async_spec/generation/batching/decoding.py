@@ -63,7 +63,7 @@ class SingleTokens:
         """(request slots + 1,) int64: the last token of each request; the last entry is for padding."""
         self._eos = torch.tensor(list(eos_token_ids), dtype=torch.int64, device=device)
         self._starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        self._starts_cpu = torch.arange(batch + 1, dtype=torch.int32)
+        self._starts_cpu = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> torch.Tensor:
         """(size, vocabulary): the model on one token of each row, taken from its request slot. See `Decoding`."""

@@ -64,7 +64,7 @@ class DraftedTokens:
         self._offsets = torch.arange(-1, drafts + 1, device=device)
         self._seconds = torch.arange(batch, device=device) * 2 + 1
         widths = {1, 2, drafts + 1}
-        self._starts_cpu = {width: torch.arange(batch + 1, dtype=torch.int32) * width for width in widths}
+        self._starts_cpu = {width: torch.arange(batch + 1, dtype=torch.int32, device="cpu") * width for width in widths}
         self._starts = {width: starts.to(device) for width, starts in self._starts_cpu.items()}
 
     def forward(self, inputs: DecodeInputs, size: int, longest: int) -> Drafted:

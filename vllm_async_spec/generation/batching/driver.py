@@ -62,13 +62,17 @@ class Driver:
     """
 
     def __init__(self) -> None:
+        self._ended = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ContinuousBatcher")
         self._lock = threading.Lock()
         self._current: _Drive | None = None
         self._followers: set[asyncio.AbstractEventLoop] = set()
+        """Event loops that want the work in hand done."""
+        self._started: set[asyncio.AbstractEventLoop] = set()
+        """Event loops that want all work done, also what comes after the driver has been idle."""
 
     def start(self, work: Work) -> None:
-        """Drive from the running event loop, unless another loop drives.
+        """Drive from the running event loop, unless another loop drives, now and after each `wake` until the loop ends.
 
         Raises:
             BatcherError: the last step of a stopped driver has not returned.
@@ -76,13 +80,32 @@ class Driver:
         current = self._current
         if current is not None and current.stopped:
             raise BatcherError("a stopped driver is still in step(); start the batcher after that step() returns")
+        with self._lock:
+            self._started.add(asyncio.get_running_loop())
         self.follow(work)
+
+    def wake(self, work: Work) -> None:
+        """Drive again from a loop that called `start`, if nobody drives; from any thread."""
+        with self._lock:
+            if self._current is not None:
+                return
+            loops = set(self._started)
+        self._call(loops, work)
+
+    def end(self) -> None:
+        """Start no thread any more, and let go of the one there is; may be repeated, and called in that thread."""
+        with self._lock:
+            self._ended = True
+            self._started.clear()
+        self._thread.shutdown(wait=False)
 
     def follow(self, work: Work) -> None:
         """Drive from the running event loop, as soon as the current drive and its last step have ended."""
         loop = asyncio.get_running_loop()
         with self._lock:
             current = self._current
+            if self._ended:
+                return
             if current is not None:
                 if current.stopped or current.loop is not loop:
                     self._followers.add(loop)
@@ -94,7 +117,8 @@ class Driver:
         except BaseException:
             # For example, no thread could be started. The next `start` must find no driver.
             self._stop_driving(current, work)
-            raise
+            if not self._ended:  # meanwhile, in another thread
+                raise
 
     def _run(self, drive: _Drive, work: Work) -> None:
         try:
@@ -118,8 +142,16 @@ class Driver:
             if self._current is not drive:
                 return
             self._current = None
-            followers, self._followers = self._followers, set()
-        for loop in followers:
-            # The first loop to run `follow` drives, and the others follow it. A closed loop raises, and is skipped.
-            with contextlib.suppress(Exception):
+            if drive.stopped:
+                self._started.discard(drive.loop)
+            loops, self._followers = self._followers | self._started, set()
+        self._call(loops, work)
+
+    def _call(self, loops: set[asyncio.AbstractEventLoop], work: Work) -> None:
+        for loop in loops:
+            # The first loop to run `follow` drives, and the others follow it.
+            try:
                 loop.call_soon_threadsafe(self.follow, work)
+            except Exception:  # the loop is closed
+                with self._lock:
+                    self._started.discard(loop)

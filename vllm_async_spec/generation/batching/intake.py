@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from vllm_async_spec.generation.batching.request import Request, RequestError
 Prompt = str | Sequence[int] | torch.Tensor
 """Token ids, in a sequence or a tensor, or text where there is a tokenizer."""
 
-_COLDEST = 0.01
+_COLDEST, _HOTTEST = 0.01, torch.finfo(torch.float32).max
 
 
 class Intake:
@@ -46,8 +46,10 @@ class Intake:
             _number("temperature", temperature),
             0 if seed is None else _whole("seed", seed),
         )
-        if made.temperature != 0 and not made.temperature >= _COLDEST:
-            raise RequestError(f"temperature is {temperature}; it must be 0, which is greedy, or at least {_COLDEST}")
+        if made.temperature != 0 and not _COLDEST <= made.temperature <= _HOTTEST:
+            raise RequestError(
+                f"temperature is {temperature}; it must be 0, which is greedy, or from {_COLDEST} to {_HOTTEST:.3g}"
+            )
         if made.temperature != 0 and not self._samples:
             raise RequestError(
                 f"temperature is {temperature}, and a batcher with a draft model decodes greedily; "
@@ -79,7 +81,11 @@ class Intake:
                     "the prompt is text, and the batcher has no tokenizer; give token ids, or make the batcher with one"
                 )
             tokens = self._tokenizer(prompt)["input_ids"]
+        if isinstance(tokens, (bytes, bytearray, Mapping, Set)):
+            raise RequestError(f"the prompt is {reprlib.repr(tokens)}; give a list of token ids, or text")
         if isinstance(tokens, torch.Tensor):
+            if tokens.dtype == torch.bool:
+                raise RequestError("the prompt is a tensor of bool, such as a mask; give the token ids")
             if tokens.shape[:-1].numel() > 1:
                 raise RequestError(f"the prompt has the shape {tuple(tokens.shape)}; submit each row on its own")
             tokens = tokens.flatten().tolist()

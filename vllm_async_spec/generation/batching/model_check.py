@@ -4,33 +4,69 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from vllm_async_spec.generation.batching.attention_function import IMPLEMENTATION, ModelError, Probe, at_work
+from vllm_async_spec.generation.batching.attention_function import ModelError, Probe, at_work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
+from vllm_async_spec.generation.batching.request import BatcherError
 
 _DEFAULT_DRAFTS = 4
 _DEFAULT_LENGTH = 2048
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _CHANGING_ROPE = ("dynamic", "longrope")
+_CHANGE_GREEDY_TOKENS = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "dola_layers": None,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "repetition_penalty": 1,
+    "sequence_bias": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "watermarking_config": None,
+}
+"""Entries of a `GenerationConfig`, and besides None the value with which each changes nothing."""
 
 
-def take_over(model: Any) -> list[tuple[Any, str]]:
-    """Make the model attend through this package's function.
-
-    Returns:
-        Each configuration in the model, before its parts, and the name of its previous attention.
+def refuse_autocast(device: torch.device) -> None:
+    """Refuse to work under autocast: the driver's thread is not under it, and the cache has the model's dtype.
 
     Raises:
-        ModelError: a batcher owns the model, the model has an encoder, or its attention bypasses the registry.
+        BatcherError: autocast is on in this thread, for this type of device.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise BatcherError(
+            f"torch.autocast is on for {device.type}; leave its block, or convert the model, as in "
+            "model.to(torch.bfloat16)"
+        )
+
+
+def check_attention(model: Any) -> None:
+    """Check that the model can attend through this package's function.
+
+    Raises:
+        ModelError: the model is compiled as a whole, it has an encoder, or its attention bypasses the registry.
     """
     name = type(model).__name__
-    if model.config._attn_implementation == IMPLEMENTATION:
-        raise ModelError(f"this {name} belongs to a ContinuousBatcher; close that batcher first")
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "the model is compiled by torch.compile; give the model that was compiled, and torch_compile=True in the "
+            "BatcherConfig"
+        )
     if getattr(model.config, "is_encoder_decoder", False):
         raise ModelError(f"{name} has an encoder; only decoder-only models can be batched")
     if not model._can_set_attn_implementation():
@@ -38,9 +74,6 @@ def take_over(model: Any) -> list[tuple[Any, str]]:
             f"{name} does not use transformers' AttentionInterface, so its attention can't read a paged cache; "
             "use model.generate"
         )
-    before = [(each, each._attn_implementation) for each in _configurations(model)]
-    model.set_attn_implementation(IMPLEMENTATION)
-    return before
 
 
 def layers_of(model: Any, max_length: int) -> dict[int, LayerShape]:
@@ -121,21 +154,44 @@ def ends_of_sequence(model: Any, given: int | Sequence[int] | None) -> list[int]
     """Tokens that end a sequence: `given`, or those of the model's generation configuration, if any.
 
     Raises:
-        ValueError: one is no token id.
+        ValueError: one is no token id, or one of `given` is none of the model's.
     """
-    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
+    ids: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None) if given is None else given
     if ids is None:
         return []
     try:
-        return [operator.index(each) for each in ([ids] if isinstance(ids, int) else ids)]
+        found = [operator.index(each) for each in ([ids] if isinstance(ids, Integral) else ids)]
     except TypeError:
         raise ValueError(f"eos_token_id is {ids!r}; it must be a token id, or a sequence of these") from None
+    tokens = range(model.get_input_embeddings().num_embeddings)
+    for each in found:
+        if given is not None and each not in tokens:
+            raise ValueError(
+                f"eos_token_id has {each}; the model's vocabulary is 0 to {len(tokens) - 1}, and [] ends no sequence"
+            )
+    return [each for each in found if each in tokens]
+
+
+def refuse_other_tokens(model: Any) -> None:
+    """Refuse a model whose own generation configuration changes the tokens of its greedy `generate`.
+
+    Raises:
+        ModelError: an entry does; the message names it.
+    """
+    own = getattr(model, "generation_config", None)
+    for name, without in _CHANGE_GREEDY_TOKENS.items():
+        value = getattr(own, name, None)
+        if value is not None and value != without and value != []:
+            raise ModelError(
+                f"the model's generation_config has {name}={value!r}, which the batcher does not apply; set "
+                f"model.generation_config.{name} = None for the model's own tokens, or use model.generate"
+            )
 
 
 def _positions_of(model: Any) -> int | None:
     """Maximum tokens of a sequence for this model; None if its configuration names no limit."""
     positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return positions
+    return None if positions is None or positions < 1 else positions  # -1 is XLNet's word for no limit
 
 
 def _check_configuration(model: Any, name: str, config: Any) -> None:
@@ -160,13 +216,6 @@ def _check_configuration(model: Any, name: str, config: Any) -> None:
                 raise ModelError(
                     f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
                 )
-
-
-def _configurations(model: Any) -> Iterator[Any]:
-    found = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for each in found:
-        yield each
-        found += [part for name in each.sub_configs if (part := getattr(each, name, None)) is not None]
 
 
 def _has_window(config: Any, max_length: int) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_async_spec.generation.batching.request import BatcherError
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -52,3 +54,19 @@ class PagedCache:
         """
         for pages, tokens in zip(self._pages[layer], (key, value), strict=True):
             pages.flatten(0, 1).index_copy_(0, slot_mapping, tokens)
+
+
+def cache_of(layers: Mapping[int, LayerShape], num_pages: int, page_size: int, device: torch.device) -> PagedCache:
+    """Allocate the cache on the device.
+
+    Raises:
+        BatcherError: the device's memory is too small.
+    """
+    try:
+        with torch.inference_mode():
+            return PagedCache(layers, num_pages=num_pages, page_size=page_size, device=device)
+    except torch.OutOfMemoryError as error:
+        raise BatcherError(
+            f"a KV cache of {num_pages * page_size} tokens does not fit into the device's memory; give smaller "
+            f"cache_tokens, max_length or max_batch: {error}"
+        ) from error

@@ -104,16 +104,16 @@ class Runner:
         fill_decodes(
             host, [], size=self._sizes.batch, page_size=self._target.cache.page_size, padding_slot=self._padding_slot
         )
-        self._streams.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
-        self._streams.compute(slot.number, lambda: self._warm_up_in(slot, host))
+        with torch.inference_mode():
+            self._streams.copy_in(slot.number, lambda: self._slots.send(slot, host, prefills=True))
+            self._streams.compute(slot.number, lambda: self._warm_up_in(slot, host))
         self._streams.drain()
 
     def _warm_up_in(self, slot: StepSlot, host: HostInputs) -> None:
-        with torch.inference_mode():
-            self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, sampled=True)
-            for size in self._decode_sizes:
-                # A padding row has one token, or with drafts two tokens and the drafts.
-                self._decode(slot, size, longest=2 + self._sizes.drafts, sampled=True)
+        self._prefill(slot, host, rows=1, tokens=1, longest=1, longest_query=1, sampled=True)
+        for size in self._decode_sizes:
+            # A padding row has one token, or with drafts two tokens and the drafts.
+            self._decode(slot, size, longest=2 + self._sizes.drafts, sampled=True)
 
     def _capture(self, streams: CudaStreams) -> None:
         pool = torch.cuda.graph_pool_handle()
@@ -167,7 +167,7 @@ class Runner:
 
 
 class OpenStep:
-    """One step while it is launched: call `fill`, then `decode` and `prefill`, then `close`."""
+    """One step while it is launched, in inference mode: call `fill`, then `decode` and `prefill`, then `close`."""
 
     def __init__(self, runner: Runner, slot: StepSlot, host: HostInputs, results: torch.Tensor) -> None:
         self._runner = runner
@@ -196,8 +196,7 @@ class OpenStep:
         longest = max(row.stop for row in rows)
 
         def work() -> None:
-            with torch.inference_mode():
-                runner._decode(self._slot, size, longest=longest, sampled=self._sampled_decodes)
+            runner._decode(self._slot, size, longest=longest, sampled=self._sampled_decodes)
 
         runner._streams.compute(self._slot.number, work)
 
@@ -207,16 +206,15 @@ class OpenStep:
         lengths = [row.stop - row.start for row in rows]
 
         def work() -> None:
-            with torch.inference_mode():
-                runner._prefill(
-                    self._slot,
-                    self._host,
-                    rows=len(rows),
-                    tokens=sum(lengths),
-                    longest=max(row.stop for row in rows),
-                    longest_query=max(lengths),
-                    sampled=self._sampled_prefills,
-                )
+            runner._prefill(
+                self._slot,
+                self._host,
+                rows=len(rows),
+                tokens=sum(lengths),
+                longest=max(row.stop for row in rows),
+                longest_query=max(lengths),
+                sampled=self._sampled_prefills,
+            )
 
         runner._streams.compute(self._slot.number, work)
 

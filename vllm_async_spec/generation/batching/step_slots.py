@@ -112,12 +112,13 @@ def decode_sizes_of(batch: int, given: Sequence[int] | None) -> list[int]:
     if given is None:
         return [*(1 << power for power in range(batch.bit_length()) if 1 << power < batch), batch]
     try:
+        given = list(given)
         sizes = sorted({operator.index(size) for size in given})
     except TypeError:
         raise ValueError(f"decode_sizes is {given!r}; it must be a sequence of whole numbers") from None
     if not sizes or sizes[0] < 1 or sizes[-1] != batch:
         raise ValueError(
-            f"decode_sizes is {list(given)}; the sizes must be positive, and the largest must be max_batch, {batch}"
+            f"decode_sizes is {given}; the sizes must be positive, and the largest must be max_batch, {batch}"
         )
     return sizes
 

@@ -67,6 +67,11 @@ class StepsInFlight:
         """Drop all steps in flight without reading their results."""
         self._steps.clear()
 
+    def release(self) -> None:
+        """Let go of the runner, and with it of the cache; no step may be launched any more."""
+        self._spare = None
+        del self._runner
+
     def _tried(self, launch: Callable[[Sequence[Row]], None], rows: list[Row]) -> list[Row]:
         """The rows that were launched: all, or none if memory ran out; then the last row's request fails."""
         if not rows:
