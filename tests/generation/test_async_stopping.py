@@ -135,8 +135,9 @@ def test_nobody_runs_further_ahead_than_was_said(poll_every: int, max_in_flight:
     for stop in range(4, 4 + poll_every):
         channel = LateChannel(10**6)
         criteria = AsyncStoppingCriteriaList(
-            [RowsStopAt([stop])], poll_every=poll_every, max_in_flight=max_in_flight, open_channel=channel.open
-        )
+            [RowsStopAt([stop])], poll_every=poll_every, max_in_flight=max_in_flight, open_channel=channel.open,
+            starts_unfinished=True,
+        )  # fmt: skip
         length = 3
         unfinished = torch.ones(1, dtype=torch.long)
         while bool(unfinished.max() != 0):

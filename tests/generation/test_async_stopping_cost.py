@@ -55,6 +55,13 @@ def criteria_of(kind: str) -> list[Any]:
     return [MaxLengthCriteria(10**6), *ends, *custom]
 
 
+def as_in_transformers(kind: str, batch: int, channel: LateChannel, **options: Any) -> AsyncStoppingCriteriaList:
+    """The list that transformers' loop is given."""
+    return AsyncStoppingCriteriaList(
+        criteria_of(kind), pads=batch > 1, starts_unfinished=True, open_channel=channel.open, **options
+    )
+
+
 CHECK = {
     # The newest token, its comparison, the rows that had stopped, and the copy; on the host, the loop's own two.
     ("one end", 1): 6,
@@ -71,7 +78,7 @@ CHECK = {
 @pytest.mark.parametrize(("kind", "batch"), list(CHECK))
 def test_a_step_is_no_more_operators_than_the_synchronous_one(kind: str, batch: int):
     channel = LateChannel(1)
-    own = AsyncStoppingCriteriaList(criteria_of(kind), pads=batch > 1, open_channel=channel.open)
+    own = as_in_transformers(kind, batch, channel)
     stock = operators(StoppingCriteriaList(criteria_of(kind)), batch)
     ours = operators(own, batch)
     assert channel.sent == WARM + STEPS, "nothing was asynchronous"
@@ -81,9 +88,7 @@ def test_a_step_is_no_more_operators_than_the_synchronous_one(kind: str, batch: 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_flags_that_travel_together_are_no_more_operators_a_step(batch: int):
-    own = AsyncStoppingCriteriaList(
-        criteria_of("one end"), pads=batch > 1, poll_every=4, open_channel=LateChannel(1).open
-    )
+    own = as_in_transformers("one end", batch, LateChannel(1), poll_every=4)
     assert operators(own, batch).total() < operators(StoppingCriteriaList(criteria_of("one end")), batch).total()
 
 
@@ -91,7 +96,7 @@ def test_flags_that_travel_together_are_no_more_operators_a_step(batch: int):
 def test_ends_of_sequence_are_judged_on_the_generating_stream_and_all_else_beside_it(batch: int):
     for kind, besides in (("one end", 0), ("several ends", 0), ("custom", WARM + STEPS)):
         channel = LateChannel(1)
-        operators(AsyncStoppingCriteriaList(criteria_of(kind), pads=batch > 1, open_channel=channel.open), batch)
+        operators(as_in_transformers(kind, batch, channel), batch)
         assert channel.besides == besides
         # Pads are the only reason for the generating stream to wait for the one beside it.
         assert channel.joins == (WARM + STEPS - 1 if besides and batch > 1 else 0)

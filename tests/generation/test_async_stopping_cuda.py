@@ -103,7 +103,9 @@ def test_ends_of_sequence_alone_under_random_delays(ends: list[int], batch: int,
 
 def test_no_step_makes_the_host_wait_for_the_device():
     eos = transformers.generation.EosTokenCriteria(torch.tensor([7], device="cuda"))
-    criteria = AsyncStoppingCriteriaList([eos, transformers.MaxLengthCriteria(60)], max_in_flight=2)
+    criteria = AsyncStoppingCriteriaList(
+        [eos, transformers.MaxLengthCriteria(60)], max_in_flight=2, starts_unfinished=True
+    )
     ids = torch.zeros(4, 3, dtype=torch.long, device="cuda")
     tokens, end = torch.ones(4, dtype=torch.long, device="cuda"), torch.full((4,), 7, device="cuda")
     # The first call opens the channel, which may wait.

@@ -1,6 +1,7 @@
 """What neither asynchronous stopping nor interleaving can do."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import late, seeded
+from generating import RowsStopAt, late, seeded
 from late_device import LateChannel
 from packaging.version import Version
 from switched_on import enabled, nothing_said
@@ -103,6 +104,59 @@ def test_a_mamba_state_that_outlives_the_call_is_not_cropped_but_generation_wait
     assert channel.sent == 0
 
 
+class Counting(transformers.DynamicCache):
+    """A cache that counts its tokens itself, which no crop undoes."""
+
+    seen = 0
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.seen += keys.shape[-2] * (layer_idx == 0)
+        return super().update(keys, values, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+
+def test_a_cache_with_a_state_of_its_own_is_not_cropped_but_generation_waits(nothing_said: None):
+    given = {"max_new_tokens": 30, "eos_token_id": [2, 3, 4, 5]}
+    channel = LateChannel(2)
+    seen = []
+    with one_warning("the cache is a Counting, which can't be cropped"):
+        for way in ({}, late(channel)):
+            cache = Counting(config=tiny_models.model("llama").config)
+            output, _ = seeded(
+                tiny_models.model("llama"), tiny_models.prompts([4]), way, past_key_values=cache, **given
+            )
+            seen.append((output.tolist(), cache.seen))
+    assert seen[0] == seen[1]
+    assert len(seen[0][0][0]) < 34, "no sequence ends early, so that no step could be extra"
+    assert channel.sent == 0
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, INTERLEAVED | {"static_cache": False}, INTERLEAVED | {"cuda_graphs": False}],
+    ids=["stopping", "growing", "static"],
+)
+@pytest.mark.parametrize(("kind", "waits"), [("dynamic rotary", True), ("long rotary", False)])
+def test_extra_steps_leave_no_frequencies_to_later_calls(
+    nothing_said: None, kind: str, waits: bool, way: dict[str, Any]
+):
+    channel = LateChannel(1)
+    given = {"stopping_criteria": [RowsStopAt([12])], "max_new_tokens": 20}
+    logits = []
+    with warnings.catch_warnings(record=True) as caught:
+        for each in ({}, late(channel, **way)):
+            model = copy.deepcopy(tiny_models.model(kind))
+            output, _ = seeded(model, tiny_models.prompts([5]), each, **given)
+            assert output.shape[1] == 12
+            logits.append(model(tiny_models.prompts([10], seed=4)["input_ids"]).logits)
+    assert torch.equal(*logits)
+    assert (channel.sent == 0) == waits
+    reason = "the LlamaRotaryEmbedding is of type dynamic, and an extra step would change its frequencies"
+    assert any(reason in str(each.message) for each in caught) == waits
+
+
 # enable()
 
 
@@ -121,11 +175,32 @@ def test_other_modes_fall_back_for_every_model(enabled: LateChannel, kwargs: dic
     assert enabled.sent == 0
 
 
-def test_a_model_with_a_loop_of_its_own_is_named(enabled: LateChannel):
-    class OwnLoop(transformers.LlamaForCausalLM):
-        def _sample(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return input_ids
+class OwnLoop(transformers.LlamaForCausalLM):
+    """A class that decodes in a way of its own: no model is asked, and the last token of each prompt is repeated."""
 
+    def _sample(self, input_ids: torch.Tensor, *, stopping_criteria: Any, **kwargs: Any) -> torch.Tensor:
+        done = torch.zeros(len(input_ids), dtype=torch.bool)
+        while not bool(done.all()):
+            input_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+            done |= stopping_criteria(input_ids, None)
+            assert input_ids.shape[1] < 20, "it was not stopped"
+        return input_ids
+
+
+@pytest.mark.parametrize("way", [{}, INTERLEAVED, {"interleaved": False, "static_cache": False}])
+def test_a_loop_of_the_class_is_not_replaced(nothing_said: None, way: dict[str, Any]):
+    model = OwnLoop(tiny_models.model("llama").config)
+    given = {**tiny_models.prompts([4, 4]), "max_new_tokens": 6}
+    channel = LateChannel(0)
+    with one_warning("stopping criteria are evaluated synchronously: OwnLoop has a decode loop of its own"):
+        found = model.generate(**given, **late(channel, **way))
+    assert torch.equal(found, model.generate(**given))
+    assert channel.sent == 0
+    with pytest.raises(ValueError, match="OwnLoop has a decode loop of its own; leave out strict"):
+        model.generate(**given, **late(channel, strict=True, **way))
+
+
+def test_a_model_with_a_loop_of_its_own_is_named(enabled: LateChannel):
     model = OwnLoop(tiny_models.model("llama").config)
     inputs = tiny_models.prompts([4])
     with one_warning("OwnLoop has a decode loop of its own"):
@@ -196,6 +271,24 @@ def test_a_streamer_is_found_behind_a_function_of_the_caller():
             model.generate(**inputs, max_new_tokens=3, custom_generate=mine, streamer=each)
     with pytest.raises(ValueError, match="not assisted_generation; leave out custom_generate"):
         model.generate(**inputs, max_new_tokens=3, custom_generate=mine, assistant_model=model)
+
+
+@pytest.mark.parametrize("spread_by", ["is_deepspeed_zero3_enabled", "is_fsdp_managed_module"])
+@pytest.mark.parametrize("way", [{}, INTERLEAVED])
+def test_ranks_that_transformers_synchronises_by_itself_are_not_left_behind(
+    monkeypatch: pytest.MonkeyPatch, way: dict[str, Any], spread_by: str
+):
+    utils = transformers.generation.utils
+    ranks = (utils, "_get_torch_distributed_world_size") if not OLD else (torch.distributed, "get_world_size")
+    monkeypatch.setattr(utils, spread_by, lambda *_: True)
+    monkeypatch.setattr(*ranks, lambda: 2)
+    for given in ({}, {"synced_gpus": True}):
+        with pytest.raises(ValueError, match="transformers passes no synced_gpus to a custom_generate function; leave"):
+            generate(**late(LateChannel(0)), **way, **given)
+    expected = generate(custom_generate=None, synced_gpus=False)
+    assert torch.equal(generate(**late(LateChannel(0)), synced_gpus=False), expected)
+    monkeypatch.setattr(*ranks, lambda: 1)
+    assert torch.equal(generate(**late(LateChannel(0))), expected)
 
 
 def test_the_arguments_of_another_models_generation_are_not_ours():

@@ -9,12 +9,14 @@ import torch
 import transformers
 from generating import may_wait
 from interleaving_runs import Favours, assert_same, both, recorded, ways
+from switched_on import nothing_said
 
 from vllm_async_spec import generation
 from vllm_async_spec.generation import decode, workspace
+from vllm_async_spec.generation.graph_key import frozen_in_graphs, why_not_captured
 from vllm_async_spec.generation.workspace import MemoryReport, reserved
 
-__all__ = ["recorded"]  # a fixture
+__all__ = ["nothing_said", "recorded"]  # fixtures
 pytestmark = may_wait
 
 
@@ -88,6 +90,80 @@ def test_a_changed_module_is_noticed(recorded: None, monkeypatch: pytest.MonkeyP
         assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
     monkeypatch.undo()
     assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with two adapters, chosen and scaled as PEFT does: by a list of names, and a dict of numbers."""
+
+    def __init__(self, base: torch.nn.Linear):
+        super().__init__()
+        self.base = base
+        self._active_adapter = ["a"]
+        self.scaling = {"a": 3.0, "b": 3.0}
+        shape = (base.out_features, base.in_features)
+        self.added = torch.nn.ParameterDict({name: torch.randn(shape) for name in "ab"})
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        active = [self.scaling[name] * (states @ self.added[name].T) for name in self._active_adapter]
+        return torch.stack([self.base(states), *active]).sum(0)
+
+
+@pytest.mark.parametrize("what", ["adapter", "scale"])
+def test_another_adapter_is_noticed(recorded: None, monkeypatch: pytest.MonkeyPatch, what: str):
+    torch.manual_seed(1)
+    mlp = tiny_models.model("llama").model.layers[0].mlp
+    adapted = Adapted(mlp.up_proj)
+    monkeypatch.setitem(mlp._modules, "up_proj", adapted)
+    inputs = tiny_models.prompts([3, 2])
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+    if what == "adapter":
+        adapted._active_adapter[0] = "b"
+    else:
+        adapted.scaling["a"] = -9.0
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=20))
+
+
+def test_another_configuration_is_noticed(recorded: None, monkeypatch: pytest.MonkeyPatch):
+    """A cap of logits changes what is drawn at a high temperature."""
+    config = tiny_models.model("softcap").config
+    inputs = tiny_models.prompts([3, 2])
+    settings: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True}
+    for cap in (0.1, None, 30.0):
+        monkeypatch.setattr(config, "final_logit_softcapping", cap)
+        assert_same(*both("softcap", inputs, ways(), **settings))
+
+
+def test_a_hook_runs_at_each_step(recorded: None, nothing_said: None):
+    model, inputs = tiny_models.model("llama"), tiny_models.prompts([3])
+    assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
+    seen: list[Any] = []
+    with (
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda module, given: seen.append(given[0].clone())),
+        pytest.warns(match="^steps run without CUDA graphs: a LlamaMLP has a forward hook, .*, or pass cuda_graphs=F"),
+    ):
+        expected, found = both("llama", inputs, ways(), max_new_tokens=9)
+    assert_same(expected, found)
+    assert len(seen) == 18
+    assert all(torch.allclose(*each, atol=1e-5) for each in zip(seen[:9], seen[9:], strict=True))
+
+
+def test_what_is_kept_of_a_module_may_hold_itself_and_hooks_of_transformers():
+    module = torch.nn.Linear(1, 1)
+    module.names = names = ["a", {"b": (None, {1.5})}]
+    names.append(names)
+    before = frozen_in_graphs(module)
+    assert before == frozen_in_graphs(module)
+    names[1]["b"][1].add(2.5)
+    assert before != frozen_in_graphs(module)
+
+    def collects(*_: Any) -> None:
+        """As those that transformers leaves on a model whose hidden states were asked for."""
+
+    collects.__module__ = "transformers.utils.output_capturing"
+    module.register_forward_hook(collects)
+    assert why_not_captured(module) is None
+    module.register_forward_hook(print)
+    assert why_not_captured(module) is not None
 
 
 def test_a_cache_has_the_dtype_of_its_generation():

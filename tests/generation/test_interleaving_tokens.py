@@ -15,7 +15,7 @@ from recorded_steps import RecordedSteps, Recording
 from transformers.cache_utils import StaticSlidingWindowLayer
 
 from vllm_async_spec import generation
-from vllm_async_spec.generation import decode_tail, interleaved, workspace
+from vllm_async_spec.generation import decode, decode_tail, interleaved, workspace
 
 __all__ = ["recorded"]  # a fixture
 pytestmark = may_wait
@@ -220,3 +220,33 @@ def test_a_compiled_step_generates_the_same_tokens(kind: str, lengths: list[int]
     frames = torch._dynamo.utils.counters["frames"]
     assert frames["ok"] > 0, "nothing was compiled"
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+class Remembers(transformers.LogitsProcessor):
+    """A custom processor that keeps the scores of earlier steps, and lowers a token that was likely before."""
+
+    def __init__(self):
+        self.kept: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.kept.append(scores)
+        return scores - 0.9 * self.kept[-3] if len(self.kept) > 2 else scores
+
+
+def test_a_processor_may_keep_the_scores_of_earlier_steps(recorded: None):
+    given: dict[str, Any] = {"logits_processor": lambda: [Remembers()], "max_new_tokens": 12}
+    assert_same(*both("llama", tiny_models.prompts([4, 2]), ways(), **given))
+    assert replays("llama") > 0
+
+
+@pytest.mark.parametrize(("processors", "copies"), [({"repetition_penalty": 1.4}, 0), ({"logits_processor": None}, 1)])
+def test_only_for_code_from_outside_is_a_graphs_output_copied(
+    recorded: None, monkeypatch: pytest.MonkeyPatch, processors: dict[str, Any], copies: int
+):
+    given = {"logits_processor": lambda: [Favours()]} if copies else processors
+    own, launched = RecordedSteps.replay, []
+    launch = decode.Decode.launch
+    monkeypatch.setattr(RecordedSteps, "replay", lambda *args: launched.append(own(*args)) or launched[-1])
+    monkeypatch.setattr(decode.Decode, "launch", lambda *args: launched.append(launch(*args)) or launched[-1])
+    both("llama", tiny_models.prompts([4, 2]), ways(), max_new_tokens=5, **given)
+    assert [each is other for each, other in zip(launched[::2], launched[1::2], strict=True)] == [not copies] * 4

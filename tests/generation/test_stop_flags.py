@@ -9,7 +9,7 @@ from vllm_async_spec.generation.stopping_criteria import AsyncStoppingCriteriaLi
 
 
 def flags(channel: LateChannel, finished: list[bool]) -> StopFlags:
-    criteria = AsyncStoppingCriteriaList([Says(finished)], open_channel=channel.open)
+    criteria = AsyncStoppingCriteriaList([Says(finished)], starts_unfinished=True, open_channel=channel.open)
     return criteria(torch.ones(len(finished), 4, dtype=torch.long), None)
 
 
@@ -44,6 +44,14 @@ def test_rows_of_another_origin_are_not_taken_for_those_of_the_step_before():
     for length in (4, 5):
         unfinished = torch.tensor([0, 1]) & ~criteria(torch.ones(2, length, dtype=torch.long), None)
     assert unfinished.tolist() == [0, 1]
+
+
+def test_a_row_that_the_loop_ends_at_its_first_token_stays_ended():
+    criteria = AsyncStoppingCriteriaList([Says([False, False])], open_channel=LateChannel(0).open)
+    unfinished = torch.tensor([0, 1]) & ~criteria(torch.ones(2, 4, dtype=torch.long), None)
+    assert unfinished.tolist() == [0, 1]
+    unfinished = (unfinished & torch.tensor([1, 0])) & ~criteria(torch.ones(2, 5, dtype=torch.long), None)
+    assert bool(unfinished.max() == 0)
 
 
 def test_flags_inside_of_another_argument_are_computed_too():

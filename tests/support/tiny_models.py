@@ -7,6 +7,14 @@ import torch
 import transformers
 
 VOCABULARY = 13
+
+
+def _rotary(kind: str, **numbers: Any) -> dict[str, Any]:
+    """Rotary positions of this kind, for sequences that are soon too long; transformers 5 has another name for them."""
+    told = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **numbers}
+    return {"max_position_embeddings": 8, "rope_scaling": told}
+
+
 _ALL = {"vocab_size": VOCABULARY, "initializer_range": 0.4}
 _SMALL = {
     **_ALL,
@@ -31,6 +39,7 @@ _JAMBA = {
 _BY_LAYER = {"head_dim": 8, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 _VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _NEO = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "attention_factor": 1.0}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _SMALL),
     "gpt2": ("GPT2LMHeadModel", {**_ALL, **_GPT2}),
@@ -61,6 +70,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "vision": ("LlavaForConditionalGeneration", {"text_config": _SMALL, "vision_config": _VISION}),
     "own cache": ("GPTNeoForCausalLM", {**_ALL, **_NEO}),
     "counts positions": ("CTRLLMHeadModel", {**_ALL, "n_embd": 16, "dff": 32, "n_layer": 2, "n_head": 2}),
+    "dynamic rotary": ("LlamaForCausalLM", {**_SMALL, **_rotary("dynamic")}),
+    "long rotary": ("LlamaForCausalLM", {**_SMALL, **_rotary("longrope", **_LONG)}),
     "own positions": ("XLMRobertaXLForCausalLM", {**_SMALL, "is_decoder": True, "pad_token_id": 0}),
 }
 """The class and the configuration of each kind."""

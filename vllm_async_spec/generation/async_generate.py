@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache, EncoderDecoderCache, GenerationMixin
 from transformers.generation import GenerationMode
 
 from vllm_async_spec.generation.cache_argument import CACHE
@@ -22,8 +22,20 @@ from vllm_async_spec.generation.flag_channel import OpenChannel, open_channel
 from vllm_async_spec.generation.interleaved import DecodeSwitches, decode_interleaved, why_not_interleaved
 from vllm_async_spec.generation.known_inputs import known_inputs
 from vllm_async_spec.generation.reused_inputs import reused_inputs
-from vllm_async_spec.generation.rollback import crop_cache, crop_output, may_draw, why_not_croppable
-from vllm_async_spec.generation.stopping_criteria import OWN_LOOP, AsyncStoppingCriteriaList, check_pace, fall_back
+from vllm_async_spec.generation.rollback import (
+    crop_cache,
+    crop_output,
+    may_draw,
+    why_not_croppable,
+    why_steps_show,
+)
+from vllm_async_spec.generation.stopping_criteria import (
+    LATE,
+    OWN_LOOP,
+    AsyncStoppingCriteriaList,
+    check_pace,
+    fall_back,
+)
 
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 _OTHER_STATES = ("cache_params", "state", "mems", "past_buckets_states")
@@ -72,7 +84,7 @@ def generate(
         memory_limit: bytes that may stay allocated between generations; None means no limit.
         strict: whether a generation that can't be asynchronous raises `ValueError`. If not, a
             `SynchronousGenerationWarning` gives the reason once. Beam search, and with `interleaved` a model that this
-            package's loop does not support, then use transformers' own loop.
+            package's loop does not support, then use transformers' own loop; a class with a loop of its own uses that.
         model_kwargs: passed on.
 
     Returns:
@@ -93,11 +105,12 @@ def generate(
         torch_compile=torch_compile,
         memory_limit=memory_limit,
     )
-    why = why_not_mode(mode) if mode in _BEAMS else None
+    has_own = why_not_loop(model)
+    why = why_not_mode(mode) if mode in _BEAMS else has_own
     if why is None and switches is not None:
         why = why_not_interleaved(model, generation_config, switches, model_kwargs)
     if why is not None:
-        fall_back(why, strict=strict, instead=OWN_LOOP)
+        fall_back(why, strict=strict, instead=LATE if why is has_own else OWN_LOOP)
         loop = model._beam_search if mode in _BEAMS else model._sample
         return loop(
             input_ids,
@@ -142,12 +155,14 @@ def decode_late(
 ) -> Any:
     """Run `loop`, transformers' `_sample`, asynchronously if extra steps can be undone exactly, else unchanged."""
     run = functools.partial(loop, input_ids, logits_processor=logits_processor, generation_config=generation_config)
-    reason = _why_synchronous(input_ids, stopping_criteria, generation_config, kwargs)
+    reason = _why_synchronous(input_ids, stopping_criteria, generation_config, kwargs) or why_steps_show(model)
     if reason is not None:
         fall_back(reason, strict=options["strict"])
         return run(stopping_criteria=stopping_criteria, **kwargs)
     draws = may_draw(model, generation_config.do_sample, logits_processor, stopping_criteria)
-    criteria = AsyncStoppingCriteriaList(stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, **options)
+    criteria = AsyncStoppingCriteriaList(
+        stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, starts_unfinished=True, **options
+    )
     with known_inputs(model, input_ids, generation_config, kwargs) as known, reused_inputs(model, kwargs):
         output = run(stopping_criteria=criteria, **known)
     if steps := criteria.finish():
@@ -196,6 +211,13 @@ def _cache_outlives(generation_config: Any, kwargs: dict[str, Any]) -> bool:
 def why_not_mode(mode: GenerationMode) -> str:
     """The reason why a mode of generation is not asynchronous."""
     return f"asynchronous stopping supports greedy search and sampling, not {getattr(mode, 'value', mode)}"
+
+
+def why_not_loop(model: Any) -> str | None:
+    """The reason why the decode loop of a model is not replaced; None if it is the one that all models share."""
+    if type(model)._sample is GenerationMixin._sample:
+        return None
+    return f"{type(model).__name__} has a decode loop of its own"
 
 
 def _refuse_what_is_lost(lost: dict[str, Any], mode: GenerationMode) -> None:

@@ -15,6 +15,7 @@ from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.rollback import generator_state, set_generator_state
 from vllm_async_spec.generation.step_graphs import StepGraphs
+from vllm_async_spec.generation.stopping_criteria import with_verdict
 from vllm_async_spec.generation.workspace import Workspace
 from vllm_async_spec.patching import temporarily
 
@@ -122,7 +123,9 @@ class Decode:
             ValueError: the model's forward failed.
         """
         if self._workspace.graphs is not None:
-            return self._workspace.graphs.replay(slot)
+            logits = self._workspace.graphs.replay(slot)
+            # The slot's next step overwrites what a graph returns.
+            return logits.clone() if logits is not None and self.tail.may_keep_logits else logits
         with self._errors_in_a_sentence():
             return self._logits(slot, length)
 
@@ -134,10 +137,17 @@ class Decode:
         """Evaluate the criteria that need more than the last token, and add their flags to those of the step's slot.
 
         `length` is of the sequences, the step's tokens included.
+
+        Raises:
+            ValueError: a criterion's flags have a wrong shape.
         """
-        if self.tail.criteria is not None:
-            flags = self.buffers.finished[slot]
-            flags |= self.tail.criteria(self.ids(length), None).bool()
+        if self.tail.criteria is None:
+            return
+        flags, ids = self.buffers.finished[slot], self.ids(length)
+        finished = flags
+        for criterion in self.tail.criteria:
+            finished = with_verdict(finished, criterion, ids, None)
+        flags.copy_(finished)
 
     def ids(self, length: int) -> torch.Tensor:
         """int64 (batch, length): a copy of the first `length` tokens of each sequence."""

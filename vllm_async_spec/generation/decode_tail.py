@@ -20,6 +20,7 @@ from transformers.generation import (
 
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers
 from vllm_async_spec.generation.end_of_sequence import end_ids, ends_of
+from vllm_async_spec.generation.rollback import is_foreign
 
 # They read only the scores. They ignore earlier tokens, whose number changes, and read nothing on the host.
 OF_SCORES_ALONE = (
@@ -64,6 +65,8 @@ class DecodeTail:
         self._write = _write if compile_with is None else torch.compile(_write, dynamic=False, **compile_with)
         self.criteria = StoppingCriteriaList(others) if others else None
         """Criteria that need more than the last token, which `Decode.judge` evaluates; None if there are none."""
+        self.may_keep_logits = any(map(is_foreign, processors))
+        """Whether a processor may keep the logits that it is given beyond its step."""
 
     def signature(self) -> tuple[Any, ...] | None:
         """A key for captured tails: equal keys mean equal work. None if the tail can't be captured.

@@ -7,7 +7,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import GenerationMixin
+from transformers.generation import utils
 
 _LOST = ("streamer", "synced_gpus", "assistant_model")
 
@@ -17,7 +19,7 @@ class DroppedArguments:
     """What transformers keeps to itself of one call."""
 
     lost: dict[str, Any] = field(default_factory=dict)
-    """The arguments that reach no `custom_generate` function, by name; only those that were given."""
+    """The arguments that reach no `custom_generate` function, by name; those given, or set by transformers."""
     model_arguments: dict[str, Any] = field(default_factory=dict)
     """What the caller passed for the model. transformers 4.57 does not mark these arguments later."""
 
@@ -37,6 +39,22 @@ def dropped_arguments(model: Any) -> DroppedArguments:
         frame = frame.f_back
     given = frame.f_locals
     lost = {name: given[name] for name in _LOST if given.get(name) is not None}
-    if not lost.get("synced_gpus"):
-        lost.pop("synced_gpus", None)
+    if not lost.setdefault("synced_gpus", _sets_synced_gpus(model)):
+        lost.pop("synced_gpus")
     return DroppedArguments(lost, given.get("kwargs") or {})
+
+
+def _sets_synced_gpus(model: Any) -> bool:
+    """Whether transformers sets `synced_gpus` by itself: the weights are spread over several ranks."""
+    spread = _asked("is_deepspeed_zero3_enabled") or _asked("is_fsdp_managed_module", model)
+    if not spread:
+        return False
+    # Release 4 asks PyTorch.
+    ranks = getattr(utils, "_get_torch_distributed_world_size", None) or torch.distributed.get_world_size
+    return bool(ranks() > 1)
+
+
+def _asked(name: str, *args: Any) -> bool:
+    """The answer of a function that `generate` asks; False in a release of transformers that has none of that name."""
+    function = getattr(utils, name, None)
+    return function is not None and bool(function(*args))

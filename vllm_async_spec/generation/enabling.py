@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerationMode
 
-from vllm_async_spec.generation.async_generate import decode_late, why_not_mode
+from vllm_async_spec.generation.async_generate import decode_late, why_not_loop, why_not_mode
 from vllm_async_spec.generation.stopping_criteria import OWN_LOOP, AsyncStoppingCriteriaList, fall_back
 from vllm_async_spec.patching import Transaction
 
@@ -70,8 +70,7 @@ def _with_keywords(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise ValueError(
                     f"{name} is {given[name]!r}, and {_SWITCH} is not set; pass {_SWITCH}=True too, or leave it out"
                 )
-        elif type(self)._sample is not GenerationMixin._sample:
-            reason = f"{type(self).__name__} has a decode loop of its own"
+        elif (reason := why_not_loop(self)) is not None:
             fall_back(reason, strict=getattr(config, _STRICT, False))
         return config, model_kwargs
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from vllm_async_spec.generation.decode import Decode, first_positions
 from vllm_async_spec.generation.decode_buffers import DecodeBuffers, full_static_cache, layer_beside_keys_and_values
 from vllm_async_spec.generation.decode_tail import DecodeTail
 from vllm_async_spec.generation.flag_channel import FinishTracker, FlagChannel, OpenChannel, open_channel
-from vllm_async_spec.generation.rollback import RngHistory, may_draw
+from vllm_async_spec.generation.graph_key import frozen_in_graphs, why_not_captured
+from vllm_async_spec.generation.rollback import RngHistory, may_draw, why_steps_show
 from vllm_async_spec.generation.stopping_criteria import HostCriteria, check_pace, fall_back
 from vllm_async_spec.generation.workspace import Workspace, in_use, keep, kept, memory_report, release, slots_of
 
@@ -150,11 +150,7 @@ def decode_interleaved(
     _refuse(model, generation_config, switches, given, kwargs)
     check_pace(poll_every, max_in_flight)
     device = prompts.device
-    if device.type != "cuda":
-        fall_back(
-            f"streams, CUDA graphs and asynchronous stop flags need a CUDA device, and input_ids are on {device.type}",
-            strict=strict,
-        )
+    switches = _possible(model, switches, device, strict=strict)
     compile_with = switches.compiles_with
     host = HostCriteria(stopping_criteria)
     pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
@@ -197,6 +193,23 @@ def decode_interleaved(
                     trail=RngHistory(device, poll_every * (max_in_flight + 1)) if draws else None,
                 )
         return decode.ids(length)
+
+
+def _possible(model: Any, switches: DecodeSwitches, device: torch.device, *, strict: bool) -> DecodeSwitches:
+    """The switches without what the model does not allow; a warning gives each reason, and that of the device."""
+    if device.type != "cuda":
+        fall_back(
+            f"streams, CUDA graphs and asynchronous stop flags need a CUDA device, and input_ids are on {device.type}",
+            strict=strict,
+        )
+    if switches.interleaved and (why := why_steps_show(model)) is not None:
+        fall_back(why, strict=strict)
+        switches = replace(switches, interleaved=False)
+    if _captures(switches, device) and (why := why_not_captured(model)) is not None:
+        # Never an error: without graphs, steps still don't wait for each other's flags.
+        fall_back(why, strict=False, instead="steps run without CUDA graphs")
+        switches = replace(switches, cuda_graphs=False)
+    return switches
 
 
 def _refuse(
@@ -260,7 +273,7 @@ def _workspace(
     if _captures(switches, device):
         # A graph reads weights by address.
         weights = [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
-        reuse_key += [tail.signature(), switches.torch_compile, weights, *map(_frozen_in_graphs, model.modules())]
+        reuse_key += [tail.signature(), switches.torch_compile, weights, *frozen_in_graphs(model)]
     found = kept(model, reuse_key, longest)
     if found is not None:
         return found
@@ -272,15 +285,6 @@ def _workspace(
         cache = full_static_cache(model, columns)
     buffers = DecodeBuffers.allocate(len(prompts), longest, columns, shape, device)
     return Workspace(reuse_key, longest, buffers, cache, slots_of(device))
-
-
-def _frozen_in_graphs(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a graph keeps of a module's code: its class, plain attributes, hooks, and a replaced forward."""
-    own = vars(module)
-    plain = [(name, value) for name, value in own.items() if type(value) in (bool, int, float)]
-    # Ids of hooks are never used twice. A strong reference to a forward might keep the model alive.
-    forward = weakref.ref(own["forward"]) if "forward" in own else None
-    return type(module), plain, [*module._forward_pre_hooks, *module._forward_hooks], forward
 
 
 def _bound(model: Any, limit: int | None) -> None:

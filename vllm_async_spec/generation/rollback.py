@@ -43,6 +43,10 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
     if not isinstance(cache, Cache | EncoderDecoderCache):
         return f"the cache is a {type(cache).__name__}, which can't be cropped"
     own = _self_attention(cache)
+    for each in (cache, own):
+        # A subclass from elsewhere may count tokens in a way that no crop undoes.
+        if type(each).__module__ != Cache.__module__:
+            return f"the cache is a {type(each).__name__}, which can't be cropped"
     if getattr(own, "offloading", False):
         return f"the {type(own).__name__} is offloaded, and offloaded layers can't be cropped"
     for layer in own.layers:
@@ -57,6 +61,20 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
         if tokens is None or tokens > room:
             held = "an unknown number of" if tokens is None else f"up to {tokens}"
             return f"a {kind.__name__} keeps only {room} of {held} tokens, and dropped tokens can't be restored"
+    return None
+
+
+def why_steps_show(model: Any) -> str | None:
+    """The reason why an extra step leaves a trace in the model itself, if known; None if it leaves none."""
+    for module in model.modules():
+        kinds = vars(module).get("rope_type")
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            # Type longrope chooses its frequencies anew at each step. Type dynamic keeps those of the longest sequence.
+            if isinstance(kind, str) and "dynamic" in kind:
+                return (
+                    f"the {type(module).__name__} is of type {kind}, and an extra step would change its frequencies "
+                    "for later calls"
+                )
     return None
 
 
@@ -117,7 +135,12 @@ def may_draw(model: Any, do_sample: bool, *called: Iterable[Any] | None) -> bool
     """
     if do_sample or any(module.training for module in model.modules()):
         return True
-    return any(not type(each).__module__.startswith("transformers.") for some in called for each in some or ())
+    return any(is_foreign(each) for some in called for each in some or ())
+
+
+def is_foreign(called: Any) -> bool:
+    """Whether a logits processor or stopping criterion is not transformers' own, so that it may do anything."""
+    return not type(called).__module__.startswith("transformers.")
 
 
 class RngHistory:

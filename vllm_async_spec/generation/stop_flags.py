@@ -60,7 +60,8 @@ class StepFlags:
     """Whether a side stream computes `finished`."""
     length: int
     """Length of the sequences at this step."""
-    is_first: bool
+    all_before: bool
+    """Whether no row had stopped before this step, neither by a criterion nor by a rule of the loop."""
     stopped: bool
     """Whether the host knows of a step at which every row had stopped."""
     unfinished: torch.Tensor | None = None
@@ -92,11 +93,11 @@ class StepFlags:
         return self.unfinished
 
     def _holds_all_of(self, before: Any) -> bool:
-        """Whether `before & unfinished` equals `unfinished`: a stopped row stays stopped, and at first none has."""
+        """Whether `before & unfinished` equals `unfinished`: a stopped row stays stopped."""
         if isinstance(before, StopFlags):
             step = before._step
             return before._are_unfinished and step.channel is self.channel and step.length <= self.length
-        return self.is_first
+        return self.all_before
 
     def _flags(self, *, are_unfinished: bool) -> StopFlags:
         flags = self.finished.as_subclass(StopFlags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -21,11 +22,11 @@ class SynchronousGenerationWarning(UserWarning):
     """Asynchronous stopping was requested, but generation is synchronous: the same tokens, but no faster."""
 
 
-_LATE = "stopping criteria are evaluated synchronously"
+LATE = "stopping criteria are evaluated synchronously"
 OWN_LOOP = "transformers' own loop generates"
 
 
-def fall_back(reason: str, *, strict: bool, instead: str = _LATE) -> None:
+def fall_back(reason: str, *, strict: bool, instead: str = LATE) -> None:
     """Warn that generation is synchronous because of `reason`, a clause; each reason once a process.
 
     `instead` says what happens now.
@@ -75,6 +76,27 @@ def _is_silent(criterion: Any, length: int) -> bool:
     return criterion.max_position_embeddings is None or length <= criterion.max_position_embeddings
 
 
+def with_verdict(
+    finished: torch.Tensor, criterion: Any, input_ids: torch.Tensor, scores: Any, **kwargs: Any
+) -> torch.Tensor:
+    """`finished`, bool (batch,), with the rows that `criterion` stops. The other arguments are passed to it.
+
+    Raises:
+        ValueError: its flags are neither one for each row nor one for all.
+    """
+    verdict = criterion(input_ids, scores, **kwargs)
+    # A lone flag may also be a number, or lie on the host: PyTorch accepts both.
+    if isinstance(verdict, torch.Tensor) and verdict.dim() > 0 and verdict.shape != finished.shape:
+        if verdict.numel() not in (1, len(finished)):
+            raise ValueError(
+                f"the stopping criterion {type(criterion).__name__} returned flags of shape {tuple(verdict.shape)}; "
+                f"it must return shape ({len(finished)},), one flag for each sequence"
+            )
+        verdict = verdict.flatten()
+    stopped: torch.Tensor = finished | verdict
+    return stopped
+
+
 class DeviceCriteria:
     """Criteria that the host can't evaluate.
 
@@ -106,7 +128,7 @@ class DeviceCriteria:
         if finished is None:
             finished = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         for criterion in called:
-            finished = finished | criterion(input_ids, scores, **kwargs)
+            finished = with_verdict(finished, criterion, input_ids, scores, **kwargs)
         return finished
 
 
@@ -131,6 +153,8 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         rewind_generator: whether `finish` undoes what extra steps drew from the device's default generator.
         pads: whether the list shows criteria with an `eos_token_id`, for which transformers' loop pads stopped rows. A
             single row needs no pads, because its tokens after the end are cropped; without pads a step launches less.
+        starts_unfinished: whether the loop's first `unfinished & ~verdict` has no row that the loop itself has ended,
+            as in transformers' loop. The host then knows the maximum of that, too; else reading it waits.
         open_channel: how flags reach the host; the default uses a CUDA stream and pinned memory.
         strict: whether the first step raises `ValueError` where the list would be synchronous.
 
@@ -146,6 +170,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         max_in_flight: int = 1,
         rewind_generator: bool = True,
         pads: bool = True,
+        starts_unfinished: bool = False,
         open_channel: OpenChannel = open_channel,
         strict: bool = False,
     ) -> None:
@@ -155,11 +180,13 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         self.poll_every = poll_every
         self.max_in_flight = max_in_flight
         self._rewind = rewind_generator
+        self._starts_unfinished = starts_unfinished
         self._open_channel = open_channel
         self._strict = strict
         self._run: _Run | None = None
         self._synchronous = False
         self._length = 0
+        self._spent = False
         self._stopped_by_host: int | None = None
 
     @property
@@ -178,7 +205,12 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         Returns:
             bool (batch,), rows that have stopped at this step or before. The host answers the maximum of its inverse;
             any other use waits on the device, not on the host.
+
+        Raises:
+            ValueError: a criterion's flags have a wrong shape; or `strict` is set, and the list would be synchronous.
+            RuntimeError: the list has served a generation before.
         """
+        self._advance(input_ids.shape[1])
         if self._run is None and not self._synchronous:
             self._start(input_ids.device)
         if self._run is None:
@@ -192,6 +224,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         Returns:
             Number of extra steps, which the caller undoes.
         """
+        self._spent = True
         run = self._run
         if run is None:
             return 0
@@ -203,6 +236,19 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         if extra and run.trail is not None:
             run.trail.rewind(length)
         return extra
+
+    def _advance(self, length: int) -> None:
+        """Note the length of this step, or refuse the step of a second generation."""
+        if self._spent or length < self._length:
+            why = (
+                "finish() has ended it"
+                if self._spent
+                else f"its sequences shrank from {self._length} to {length} tokens"
+            )
+            raise RuntimeError(
+                f"an AsyncStoppingCriteriaList serves one generation, and {why}; make a new list for each generation"
+            )
+        self._length = length
 
     def _start(self, device: torch.device) -> None:
         channel = self._open_channel(device, self.poll_every, self.max_in_flight)
@@ -222,27 +268,26 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         )
 
     def _run_step(self, run: _Run, input_ids: torch.Tensor, scores: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        length = self._length = input_ids.shape[1]
-        before = run.finished
-        if run.device_criteria.beside:
-            with run.channel.beside():
-                run.finished = run.device_criteria.finished(before, input_ids, scores, kwargs)
-                sent = run.watch.record(run.finished, length, input_ids, scores)
-        else:
-            run.finished = run.device_criteria.finished(before, input_ids, scores, kwargs)
-            sent = run.watch.record(run.finished, length)
-        if run.trail is not None:
-            run.trail.mark(length)
+        length, is_first, beside = self._length, run.finished is None, run.device_criteria.beside
+        was_stopped = self.stopped
         if run.host_criteria.stopped(length):
             self._stopped_by_host = length
-        elif sent:
+        with run.channel.beside() if beside else contextlib.nullcontext():
+            finished = run.device_criteria.finished(run.finished, input_ids, scores, kwargs)
+            if self._stopped_by_host is not None:
+                finished = torch.ones_like(finished)  # not in place: these may be earlier flags
+            run.finished = finished
+            sent = run.watch.record(finished, length, *((input_ids, scores) if beside else ()))
+        if run.trail is not None and not was_stopped:  # a loop that goes on would push out the state to rewind to
+            run.trail.mark(length)
+        if sent and self._stopped_by_host is None:
             run.watch.poll()
         return StepFlags(
-            run.finished,
+            finished,
             run.channel,
-            beside=run.device_criteria.beside,
+            beside=beside,
             length=length,
-            is_first=before is None,
+            all_before=is_first and self._starts_unfinished,
             stopped=self.stopped,
         ).verdict()
 
