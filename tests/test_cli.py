@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import pwd
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +17,8 @@ from typer.testing import CliRunner
 from vllm_async_spec import __version__
 from vllm_async_spec.cli import app
 from vllm_async_spec.cli.common import progress_on_stderr
+from vllm_async_spec.cli.demo import _default_cache
+from vllm_async_spec.vllm_plugin.server_status import ServerStatus
 
 CLI = "from vllm_async_spec.cli import main; main()"
 # A vLLM that no ledger entry knows.
@@ -123,7 +127,7 @@ def test_without_vllm_each_command_says_how_to_get_it(command: str, exit_code: i
 )
 def test_a_mistake_gets_one_sentence(arguments, message):
     result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert result.output.count("\n") == 1
 
@@ -174,6 +178,50 @@ def test_version_and_patches():
     assert "async-scheduling-default" in {patch["name"] for patch in listed}
 
 
+def test_a_demo_without_a_home_directory_asks_for_the_option(monkeypatch: pytest.MonkeyPatch):
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    done = CliRunner().invoke(app, ["demo"])
+    assert (done.exit_code, done.stderr) == (2, "vllm-async-spec: there is no home directory; give --cache DIR\n")
+
+
+@pytest.mark.parametrize(("given", "parent"), [("", "/home/me/.cache"), ("/caches", "/caches"), ("~/c", "/home/me/c")])
+def test_the_demo_caches_where_other_programs_do(given: str, parent: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert _default_cache() == Path(parent, "vllm-async-spec")
+
+
+def test_what_a_server_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    found = ServerStatus("http://[fd00::1]:8000", "1.0", "[auto]", "[off]", refused={"[patch]": "[why]"})
+    monkeypatch.setattr("vllm_async_spec.vllm_plugin.server_status.read_server", lambda url: found)
+    done = CliRunner().invoke(app, ["status", "--url", found.url])
+    for text in ("1.0, on at http://[fd00::1]:8000 ", "[auto]", "[off]", "[patch]: [why]"):
+        assert text in done.stdout
+
+
+def test_a_download_without_a_temporary_directory_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    done = CliRunner().invoke(app, ["patches", "verify", "--pip", "0.32.0"])
+    assert done.exit_code == 2
+    assert done.stderr == (
+        "vllm-async-spec: --pip 0.32.0: its Python can't be kept in a temporary directory: [Errno 2] No usable "
+        "temporary directory found; give --cache DIR that can be written\n"
+    )
+
+
+def test_the_help_of_audit_promises_no_arguments_of_the_http_server():
+    said = " ".join(CliRunner().invoke(app, ["audit", "--help"], env={"COLUMNS": "300"}).output.split())
+    assert "Start an engine with this model; engine arguments of `vllm serve` may follow." in said
+
+
 AUDIT_MISTAKES = {
     "neither": ((), "an audit needs either --model, to start an engine, or --url, to ask a running server"),
     "both": (("--model", "m", "--url", "http://x"), "an audit needs either --model"),
@@ -193,6 +241,8 @@ AUDIT_MISTAKES = {
     "no plugin": (("--model", "m"), "does not load the plugin, because VLLM_PLUGINS is set and does not name"),
     "no address": (("--url", "localhost"), "can't be reached: unknown url type"),
 }
+NO_AUDIT = {"nobody there", "load", "no port", "no plugin", "no address"}
+"""Those that are no mistake of the command line alone."""
 
 
 @pytest.mark.parametrize("mistake", AUDIT_MISTAKES)
@@ -201,7 +251,7 @@ def test_an_audit_that_can_not_be_made_says_why_in_one_sentence(mistake, tmp_pat
     arguments, message = AUDIT_MISTAKES[mistake]
     log = [] if "--url" in arguments else ["--log", str(tmp_path / "log")]
     done = CliRunner().invoke(app, ["audit", *arguments, *log])
-    assert done.exit_code == 1
+    assert done.exit_code == (1 if mistake in NO_AUDIT else 2)
     assert done.stderr.startswith("vllm-async-spec: ")
     assert message in done.stderr
     assert done.stderr.strip().count("\n") == 0

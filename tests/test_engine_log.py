@@ -1,5 +1,6 @@
 """The error that ended an engine, from logs of three releases' shapes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,12 @@ def test_a_short_log_is_read_too(tmp_path: Path, text: str, cause: str):
     log = tmp_path / "log"
     log.write_text(text)
     assert last_error(log) == cause
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "no file"])
+def test_a_log_that_is_no_file_is_not_read(tmp_path: Path, kind: str):
+    log = Path("/dev/null") if kind == "a device" else tmp_path / "log"
+    if kind == "a pipe":
+        os.mkfifo(log)
+    assert last_error(log) == "the log says why, and is no file to read it from"

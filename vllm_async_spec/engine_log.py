@@ -43,6 +43,8 @@ def last_error(log: Path) -> str:
     That is the last line of the last traceback before any error that only refers to another. Without a traceback, the
     last line that names an error, or else the last line.
     """
+    if not log.is_file():  # but a pipe or a device: what went there can't be read again, and reading could block
+        return "the log says why, and is no file to read it from"
     lines = [_plain(line) for line in log.read_text(errors="replace").splitlines() if line.strip()]
     if not lines:
         return "the log is empty"

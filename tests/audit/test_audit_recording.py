@@ -342,8 +342,8 @@ def test_no_engine_starts_for_a_load_that_is_none(monkeypatch, tmp_path):
 
 
 def test_whatever_keeps_a_request_from_the_server_is_told():
-    with _sending("http://x", {}, "m", Work("", (Request({1}, 1),), 1)) as failed:
-        assert any(failed or time.sleep(0.01) for _ in range(1000))
+    with _sending("http://x", {}, "m", Work("", (Request({1}, 1),), 1)) as sent:
+        assert any(sent.refused or time.sleep(0.01) for _ in range(1000))
 
 
 def test_a_stack_is_read_without_the_machinery():

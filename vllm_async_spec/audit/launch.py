@@ -13,6 +13,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,13 @@ def audit_server(
         rank: the worker to record, of several.
 
     Raises:
-        AuditError: the server can't be asked, or can't answer; the message says why.
+        AuditError: the server can't be asked, can't answer, or refuses the whole load; the message says why.
     """
     url = url.rstrip("/")
     headers = _headers(api_key)
     with contextlib.ExitStack() as stack:
-        sent: Load | None = None
-        refused: list[Exception] = []
+        given: Load | None = None
+        sent = _Sent()
         if load is not None:
             with _known_answer(url):
                 model = _ask(f"{url}/v1/models", headers, None, 30)["data"][0]
@@ -103,8 +104,8 @@ def audit_server(
                 vocabulary=200,
                 longest=longest,
             )
-            refused = stack.enter_context(_sending(url, headers, name, work))
-            sent = Load(work.name, work.together, None, None)
+            sent = stack.enter_context(_sending(url, headers, name, work))
+            given = Load(work.name, work.together, None, None)
         try:
             answer = _ask(
                 f"{url}/async_spec/audit",
@@ -112,13 +113,35 @@ def audit_server(
                 {"steps": steps, "seconds": seconds, "rank": rank},
                 most_seconds(seconds) + 30,
             )
-        except AuditError:
-            if refused:
-                raise AuditError(f"the server refuses the load: {refused[0]}") from None
-            raise
+        except AuditError as error:
+            sent.check()
+            raise AuditError("; ".join([str(error), *sent.refusals()])) from None
+        sent.check()
         with _known_answer(url):
             report = Report.from_dict(answer)
-    return dataclasses.replace(report, load=sent or report.load, command=command_line())
+    notes = (*report.notes, *(f"{said[0].upper()}{said[1:]}." for said in sent.refusals()))
+    return dataclasses.replace(report, load=given or report.load, notes=notes, command=command_line())
+
+
+@dataclass(slots=True)
+class _Sent:
+    """The requests of a load so far."""
+
+    requests: int = 0
+    refused: list[Exception] = field(default_factory=list)
+    """Why requests failed; those under way have not."""
+
+    def refusals(self) -> list[str]:
+        """A sentence, without its full stop, if the server refused any."""
+        if not self.refused:
+            return []
+        why = str(self.refused[0]).rstrip(".")
+        return [f"the server refused {len(self.refused)} of {self.requests} requests: {why}"]
+
+    def check(self) -> None:
+        """Raise `AuditError` if the server refused all, so that an audit would be of no load, or of another's."""
+        if self.refused and len(self.refused) == self.requests:
+            raise AuditError(*self.refusals())
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
@@ -169,9 +192,9 @@ def _known_answer(url: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[list[Exception]]:
-    """Send `work` to the server over and over; yield a list that collects why requests failed."""
-    refused: list[Exception] = []
+def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Iterator[_Sent]:
+    """Send `work` to the server over and over; yield what counts the requests, and those that failed."""
+    sent = _Sent()
     requests = itertools.cycle(work.requests)
     lock, stop = threading.Lock(), threading.Event()
 
@@ -179,6 +202,7 @@ def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Itera
         while not stop.is_set():
             with lock:
                 request = next(requests)
+                sent.requests += 1
             body = {
                 "model": model,
                 "prompt": request.prompt,  # a tuple is a list in JSON
@@ -189,14 +213,14 @@ def _sending(url: str, headers: dict[str, str], model: str, work: Work) -> Itera
             try:
                 _ask(f"{url}/v1/completions", headers, body, 600)
             except Exception as error:
-                refused.append(error)
+                sent.refused.append(error)
                 stop.wait(1)
 
     threads = [threading.Thread(target=send, daemon=True) for _ in range(work.together)]
     for thread in threads:
         thread.start()
     try:
-        yield refused
+        yield sent
     finally:
         stop.set()
 

@@ -12,6 +12,7 @@ from vllm_async_spec.cli.compat import compat
 from vllm_async_spec.cli.demo import demo
 from vllm_async_spec.cli.interrupts import InterruptibleGroup
 from vllm_async_spec.cli.patches import patches_app
+from vllm_async_spec.cli.standard_output import escape_unencodable, output_or_reason
 from vllm_async_spec.cli.status import status
 
 app = typer.Typer(
@@ -31,7 +32,9 @@ app.add_typer(patches_app, name="patches")
 
 def main() -> None:
     """Run the command line."""
-    app()
+    escape_unencodable()
+    with output_or_reason():
+        app()
 
 
 def _version(value: bool) -> None:

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import LEFT_OUT, distinct_files, fail, output_file, write_outputs
+from vllm_async_spec.cli.common import LEFT_OUT, distinct_files, fail, output_file, refuse, write_outputs
 from vllm_async_spec.cli.outputs import OutputError, check_file
 
 
 def audit(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Option(help="Start an engine with this model; every argument of `vllm serve` may follow.")
+        str | None, typer.Option(help="Start an engine with this model; engine arguments of `vllm serve` may follow.")
     ] = None,
     url: Annotated[
         str | None, typer.Option(help="Audit a running server, which was started with VLLM_ASYNC_SPEC_AUDIT=1.")
@@ -51,7 +51,8 @@ def audit(
 ) -> None:
     """Find what makes the host wait for the GPU in a running engine: each line of code, how often, and for how long.
 
-    Exit code 0: the audit was made; 1: the audit failed, or a file could not be written.
+    Exit code 0: the audit was made; 1: the audit failed, or a file could not be written; 2: the command
+    line has a mistake.
     """
     import torch
 
@@ -64,17 +65,17 @@ def audit(
     from vllm_async_spec.vllm_plugin.settings import left_out
 
     if (model is None) == (url is None):
-        fail("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
+        refuse("an audit needs either --model, to start an engine, or --url, to ask a running server; give one of them")
     if compare not in (None, "off"):
-        fail(f"--compare is {compare!r}; it must be off")
+        refuse(f"--compare is {compare!r}; it must be off")
     _refuse_unused(context, url is not None, load is not None)
     if model is not None and trace_file is not None and not torch.cuda.is_available():
-        fail(NO_TIMES)
+        refuse(NO_TIMES)
     try:
         if model is not None:
             check_file("--log", log)
     except OutputError as error:
-        fail(str(error))
+        refuse(str(error))
     outputs = {"--json": json_file, "--html": html_file, "--trace": trace_file}
     distinct_files(outputs if model is None else {"--log": log, **outputs})
     if model is not None and left_out():
@@ -95,7 +96,9 @@ def audit(
                         arguments, **options, plugin=False, log=log, stage=lambda s: status.update(f"stock vLLM: {s}")
                     )
                 found = audit_model(arguments, **options, plugin=True, log=log, stage=status.update)
-    except (AuditError, LoadError) as error:
+    except LoadError as error:
+        refuse(str(error))
+    except AuditError as error:
         fail(str(error))
     texts: dict[str, tuple[Path, str]] = {}
     if json_file is not None:
@@ -128,4 +131,4 @@ def _refuse_unused(context: typer.Context, server: bool, loaded: bool) -> None:
         unused, where, remedy = given("--api-key", "--seconds"), "an engine that the audit starts", "use --url"
     if unused:
         said = " ".join(unused)
-        fail(f"{said} has no effect on {where}; leave out {said}, or {remedy}")
+        refuse(f"{said} has no effect on {where}; leave out {said}, or {remedy}")

@@ -29,7 +29,12 @@ def fail(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
-output_file = checked_option(check_file, fail)
+def refuse(mistake: str) -> NoReturn:
+    """End the command for a mistake of its command line, as typer does for an unknown option: with exit code 2."""
+    fail(mistake, 2)
+
+
+output_file = checked_option(check_file, refuse)
 """Callback of an option that names a file for output: ends the command if the file can't be written."""
 
 
@@ -40,7 +45,7 @@ def distinct_files(outputs: Mapping[str, Path | None]) -> None:
         if path is not None and (os.path.isfile(path) or not os.path.exists(path)):
             other = options.setdefault(path.resolve(), option)
             if other != option:
-                fail(f"{other} and {option} both name {str(path)!r}; name two files")
+                refuse(f"{other} and {option} both name {str(path)!r}; name two files")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -48,9 +53,9 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        fail(f'{option} is {text!r}, which is not JSON ({error}); give an object such as \'{{"method": "eagle"}}\'')
+        refuse(f'{option} is {text!r}, which is not JSON ({error}); give an object such as \'{{"method": "eagle"}}\'')
     if not isinstance(value, dict):
-        fail(f'{option} is {text!r}; it must be a JSON object such as \'{{"method": "eagle"}}\'')
+        refuse(f'{option} is {text!r}; it must be a JSON object such as \'{{"method": "eagle"}}\'')
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.cli.common import AsJson, fail, refuse
 from vllm_async_spec.cli.interrupts import exit_code
 from vllm_async_spec.cli.outputs import OutputError, check_folder
 
@@ -31,23 +31,24 @@ def demo(
     The first run trains two small byte-level models; after an interruption the next run goes on. Progress goes to
     stderr, without a terminal as a line every few seconds.
 
-    Exit code 0: all tokens are identical and the acceptance length does not fall; 1: otherwise, or the demo can't run.
+    Exit code 0: all tokens are identical and the acceptance length does not fall; 1: otherwise, or the demo can't run;
+    2: the command line has a mistake.
     """
     from vllm_async_spec.demo.compare import DemoError, compare
     from vllm_async_spec.demo.progress import shown_progress
     from vllm_async_spec.demo.terminal import print_comparison
     from vllm_async_spec.demo.train import DemoModels, prepare_models
 
-    folder = cache or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "vllm-async-spec"
+    folder = cache or _default_cache()
     if (target is None) != (draft is None):
-        fail("--target and --draft go together; give both, or neither for the demo's own models")
+        refuse("--target and --draft go together; give both, or neither for the demo's own models")
     for option, path in (("--target", target), ("--draft", draft)):
         if path is not None and not (path / "config.json").is_file():
-            fail(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
+            refuse(f"{option} is {str(path)!r}, which has no config.json; give the directory of a model")
     try:
         check_folder("--cache", folder)
     except OutputError as error:
-        fail(str(error))
+        refuse(str(error))
     with shown_progress(Console(stderr=True)) as progress:
         try:
             models = DemoModels(target, draft) if target and draft else prepare_models(folder, progress=progress)
@@ -76,3 +77,10 @@ def demo(
     for failure in found.failures:
         typer.echo(f"vllm-async-spec: {failure}", err=True)
     raise typer.Exit(1 if found.failures else 0)
+
+
+def _default_cache() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vllm-async-spec"
+    except RuntimeError:  # neither HOME nor the user's entry among the passwords names one
+        refuse("there is no home directory; give --cache DIR")

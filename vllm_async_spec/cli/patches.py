@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_async_spec.cli.common import AsJson, fail
+from vllm_async_spec.cli.common import AsJson, fail, refuse
 from vllm_async_spec.compat.fetch import LATEST, FetchError, fetch_release
 from vllm_async_spec.vllm_plugin.ledger.entries import (
     LOCK,
@@ -82,13 +82,13 @@ def verify_patches(
     """Compare every patch's target with some vLLM's source, which is neither imported nor installed.
 
     Exit code 0: every patch that is for this release finds its target as it knows it; 1: one does not, and would be
-    refused; 2: pip can't get the release. With --update it is 0 once the lock file and the README beside it are
-    written.
+    refused; 2: there is no such source, pip can't get the release, or the command line has a mistake. With --update it
+    is 0 once the lock file and the README beside it are written.
     """
     if (vllm_source is None) is (pip is None):
-        fail("give one of --vllm-source DIR and --pip VERSION, such as --pip latest")
+        refuse("give one of --vllm-source DIR and --pip VERSION, such as --pip latest")
     if cache is not None and pip is None:
-        fail("--cache keeps what --pip downloads; leave out --cache, or give --pip VERSION")
+        refuse("--cache keeps what --pip downloads; leave out --cache, or give --pip VERSION")
     with contextlib.ExitStack() as scratch:
         source = vllm_source or _downloaded(pip or LATEST, cache, scratch)
         try:
@@ -102,7 +102,7 @@ def verify_patches(
             if update:
                 _update(specs, source, [verdict for verdict in verdicts if verdict.match is Match.CHANGED])
         except PatchError as error:
-            fail(str(error))
+            fail(str(error), 2)
     raise typer.Exit(1 if not update and any(v.match is Match.CHANGED for v in verdicts) else 0)
 
 
@@ -113,7 +113,8 @@ def _downloaded(version: str, cache: Path | None, scratch: contextlib.ExitStack)
     except FetchError as error:
         fail(f"--pip {version}: {error}", 2)
     except OSError as error:
-        fail(f"--pip {version}: its Python can't be kept in {cache or tempfile.gettempdir()}: {error}", 2)
+        where = cache or "a temporary directory"  # which may be what is missing
+        fail(f"--pip {version}: its Python can't be kept in {where}: {error}; give --cache DIR that can be written", 2)
 
 
 def _print(verdicts: list[Verdict], release: str | None, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_async_spec.cli.common import LEFT_OUT, AsJson, fail, json_object, progress_on_stderr
+from vllm_async_spec.cli.common import LEFT_OUT, AsJson, fail, json_object, progress_on_stderr, refuse
 
 if TYPE_CHECKING:
     from vllm_async_spec.vllm_plugin.server_status import ServerStatus
@@ -37,17 +37,18 @@ def status(
     With a model and other arguments of `vllm serve`, also whether scheduling would be asynchronous, who decides that,
     and why.
 
-    Exit code 0: no problem was found; 1: a patch was refused, vLLM does not load the plugin, or a setting or argument
-    is wrong; 2: vLLM can't be imported, or no server with the plugin answers at --url.
+    Exit code 0: no problem was found; 1: a patch was refused, vLLM does not load the plugin, a setting is wrong, or
+    vLLM refuses the engine arguments; 2: vLLM can't be imported, no server with the plugin answers at --url, or the
+    command line has a mistake.
     """
     options = _options(model, speculative_config, async_scheduling)
     given = [*context.args, *options]
     if url is not None:
         if given:
-            fail(f"--url reads a server, which has its own engine arguments; leave out {given[0]}")
+            refuse(f"--url reads a server, which has its own engine arguments; leave out {given[0]}")
         _status_of_server(url, as_json)
     if given and model is None and all(argument.startswith("-") for argument in context.args):
-        fail(f"{given[0]} has no effect without a model; give the model first, or with --model")
+        refuse(f"{given[0]} has no effect without a model; give the model first, or with --model")
     from vllm_async_spec.vllm_plugin.ledger import PatchError
     from vllm_async_spec.vllm_plugin.serve_arguments import ArgumentsError
     from vllm_async_spec.vllm_plugin.settings import SettingError
@@ -94,13 +95,13 @@ def _status_of_server(url: str, as_json: bool) -> NoReturn:
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
         facts.add_column(overflow="fold")
-        facts.add_row("vllm-async-spec", f"{found.version}, on at {found.url}")
-        facts.add_row("VLLM_ASYNC_SPEC", found.mode)
-        facts.add_row("VLLM_ASYNC_SPEC_SYNC", found.sync)
-        facts.add_row("scheduling", _scheduling(found))
+        facts.add_row("vllm-async-spec", escape(f"{found.version}, on at {found.url}"))
+        facts.add_row("VLLM_ASYNC_SPEC", escape(found.mode))
+        facts.add_row("VLLM_ASYNC_SPEC_SYNC", escape(found.sync))
+        facts.add_row("scheduling", escape(_scheduling(found)))
         facts.add_row("patches", summary(found.patches))
         for name, reason in found.refused.items():
-            facts.add_row("[bold red]refused[/]", f"{name}: {escape(reason)}")
+            facts.add_row("[bold red]refused[/]", escape(f"{name}: {reason}"))
         Console().print(facts)
     raise typer.Exit(0 if found.healthy else 1)
 

@@ -125,7 +125,7 @@ def test_what_can_not_be_a_key_is_refused_and_not_told(server: Server, key: str)
 
 def test_an_engine_of_its_own_has_no_key():
     done = audit("--model", "m", "--api-key", KEY)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.stderr == (
         "vllm-async-spec: --api-key has no effect on an engine that the audit starts; leave out --api-key, "
         "or use --url\n"

@@ -349,6 +349,35 @@ def test_an_engine_that_dies_is_not_waited_for():
     assert asked(server(engine)) == (409, {"error": why})
 
 
+@pytest.mark.parametrize("lacks", ["its folder", "every folder"])
+def test_a_server_without_a_temporary_directory_says_so(
+    lacks: str, scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    if lacks == "its folder":
+        scratch.rmdir()
+        where = f"{scratch} (No such file or directory)"
+    else:
+        monkeypatch.setattr(tempfile, "gettempdir", none)
+        where = "(No usable temporary directory found in ['/tmp'])"
+    why = f"the server can't write to its temporary directory {where}; make it writable, or set TMPDIR"
+    assert asked(server()) == (409, {"error": why})
+    assert caplog.messages == []
+
+
+def test_an_audit_that_fails_unexpectedly_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def analyse(job: Any) -> Any:
+        raise ValueError("one\ntwo")
+
+    monkeypatch.setattr(audit_run, "_analyse", analyse)
+    assert asked(server()) == (500, {"error": "the audit failed: ValueError: one two"})
+    assert caplog.messages == ["vllm-async-spec: the audit failed: ValueError: one two"]
+
+
 @pytest.mark.parametrize("lacks", ["engine", "routes"])
 def test_a_server_without_a_route_says_so_in_its_log_and_serves(lacks: str, caplog: pytest.LogCaptureFixture):
     app = server()

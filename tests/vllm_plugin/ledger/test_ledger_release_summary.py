@@ -140,5 +140,5 @@ def test_what_pip_can_not_get_is_one_sentence(error: Exception, sentence: str, m
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], sentence: str):
     done = verified(*options)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.output.startswith(f"vllm-async-spec: {sentence}")

@@ -144,7 +144,7 @@ def test_an_update_that_cannot_be_made_says_why_and_changes_nothing(ledger, sour
     spoil(source, ledger)
     before = {path.name: path.read_text() for path in ledger.iterdir()}
     done = update(source)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert message in done.output
     assert "Traceback" not in done.output
     assert {path.name: path.read_text() for path in ledger.iterdir()} == before

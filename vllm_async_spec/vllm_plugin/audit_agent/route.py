@@ -96,6 +96,10 @@ class Door:
             return JSONResponse({"error": str(error)}, status_code=409)
         except Refusal as refusal:
             return JSONResponse({"error": str(refusal)}, status_code=refusal.status)
+        except Exception as error:  # else the server logs a traceback, and its client gets no reason
+            why = f"the audit failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            logger.error("vllm-async-spec: %s", why)
+            return JSONResponse({"error": why}, status_code=500)
 
     async def close(self) -> None:
         """End the current audit and refuse new ones."""

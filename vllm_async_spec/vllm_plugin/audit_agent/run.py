@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Run:
             AuditError: the audit can't be made; the message says why.
         """
         facts = described(await self._ask({"do": "describe"}), self.rank)
-        with make_folder() as folder:
+        with _folder() as folder:
             saved = {how.value: await self._record(how, folder) for how in recordings(facts)}
             return await _analyse({"facts": facts, "saved": saved})
 
@@ -94,6 +95,23 @@ class Run:
             return
         with contextlib.suppress(AuditError, asyncio.TimeoutError):
             await asyncio.wait_for(self._ask({"do": "cancel", "folder": folder}), _CANCEL_S)
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """As `make_folder`.
+
+    Raises:
+        AuditError: there is no temporary directory that can be written.
+    """
+    try:
+        return make_folder()
+    except OSError as error:
+        # An error without a file name lists the directories that were tried.
+        tried = f"{Path(error.filename).parent} " if error.filename else ""
+        raise AuditError(
+            f"the server can't write to its temporary directory {tried}({error.strerror}); make it writable, or set "
+            "TMPDIR"
+        ) from error
 
 
 async def _analyse(job: dict[str, object]) -> dict[str, object]:
