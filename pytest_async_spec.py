@@ -15,6 +15,7 @@ pytest imports this file in every run, so the file is not part of the package, w
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,16 +69,19 @@ def async_spec_backend(request: pytest.FixtureRequest) -> BackendResult:
 
 
 _OPENED = pytest.StashKey[tuple[Any, Any]]()
+_SETTINGS = pytest.StashKey[dict[str, str]]()
 
 
 def _names(config: pytest.Config) -> list[Any]:
-    return list(config.getoption("--async-spec-backend") or config.getini("async_spec_backends"))
+    # As `compat.installed.distinct`, which would import PyTorch while pytest collects.
+    named = config.getoption("--async-spec-backend") or config.getini("async_spec_backends")
+    return list(dict.fromkeys(name if ":" in name else name.upper() for name in named))
 
 
 def _check(config: pytest.Config, name: str) -> Any:
     from vllm_async_spec.cli.compat import try_in_new_process
     from vllm_async_spec.compat.builder_inputs import SubjectError
-    from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.suite import own_settings
     from vllm_async_spec.compat.third_party import is_third_party
     from vllm_async_spec.compat.vllm_source import VllmSourceError
 
@@ -86,11 +90,31 @@ def _check(config: pytest.Config, name: str) -> Any:
         if device_name == "cpu" and unpacked is None and not is_third_party(name):
             # vLLM's own builder is tried as on a machine with a GPU, which this process must not pretend to be.
             return try_in_new_process(name, device_name)
-        if _OPENED not in config.stash:
-            source = prepare(unpacked)
-            config.stash[_OPENED] = source, open_device(device_name, source)
-        source, device = config.stash[_OPENED]
-        seconds = config.getoption("--async-spec-forward-seconds")
-        return run([name], device, source=source, forward_seconds=seconds).results[0]
+        with own_settings(config.stash.setdefault(_SETTINGS, {})):
+            return _run_here(config, name, device_name, unpacked)
     except (SubjectError, VllmSourceError) as error:
         pytest.fail(str(error), pytrace=False)
+    finally:
+        _unload_what_is_off()
+
+
+def _run_here(config: pytest.Config, name: str, device_name: str, unpacked: Path | None) -> Any:
+    from vllm_async_spec.compat.suite import open_device, prepare, run
+
+    if _OPENED not in config.stash:
+        source = prepare(unpacked)
+        config.stash[_OPENED] = source, open_device(device_name, source)
+    source, device = config.stash[_OPENED]
+    seconds = config.getoption("--async-spec-forward-seconds")
+    return run([name], device, source=source, forward_seconds=seconds).results[0]
+
+
+def _unload_what_is_off() -> None:
+    """Have vLLM load plugins again for the session's next engine, if the suite had it load this package's as off."""
+    from vllm_async_spec.vllm_plugin import state
+    from vllm_async_spec.vllm_plugin.settings import Mode
+
+    plugin, loader = state.active_plugin(), sys.modules.get("vllm.plugins")
+    if plugin is not None and loader is not None and plugin.settings.mode is Mode.OFF and plugin.ledger is None:
+        state._plugin = None
+        vars(loader)["plugins_loaded"] = False

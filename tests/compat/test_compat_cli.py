@@ -1,9 +1,11 @@
 """`vllm-async-spec compat`."""
 
 import contextlib
+import errno
 import importlib.util
 import json
 import multiprocessing
+import os
 import re
 import time
 import xml.etree.ElementTree as ET
@@ -13,12 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import compat_outside
+import compat_planted
 import pytest
+from compat_checked import checked, report
 from compat_command import compat, in_support, installed, needs_vllm
 from typer.testing import Result
 
 from vllm_async_spec.cli.compat import _second_process
+from vllm_async_spec.compat import installed as installed_side
+from vllm_async_spec.compat import suite
 from vllm_async_spec.compat.archive import read_archive
+from vllm_async_spec.compat.builder_inputs import SubjectError
+from vllm_async_spec.compat.installed import joined
 from vllm_async_spec.compat.third_party import _construct
 from vllm_async_spec.compat.vllm_source import installed_vllm
 
@@ -164,6 +172,54 @@ def test_the_installed_vllms_own_builders_and_one_that_runs_on_the_host(tmp_path
 
 @pytest.mark.slow
 @needs_vllm
+def test_vllms_builders_may_be_named_in_lower_case(tmp_path: Path):
+    file = tmp_path / "found.json"
+    names = ["flashinfer_trtllm", "compat_planted:Clean", "cpu_attn", "FLASHINFER_TRTLLM", "compat_planted:Clean"]
+    done = installed(*(f"--backend={name}" for name in names), "--model=tiny", f"--json={file}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = [each["backend"] for each in json.loads(file.read_text())["backends"]]
+    assert found == ["FLASHINFER_TRTLLM", "compat_planted:Clean", "CPU_ATTN"]
+
+
+def test_a_builder_that_is_named_twice_is_tried_once(monkeypatch: pytest.MonkeyPatch):
+    tried: list[str] = []
+    monkeypatch.setattr(suite, "run", lambda names, *_arguments, **_named: tried.extend(names) or report())
+    monkeypatch.setattr(installed_side, "divide", lambda *_arguments: installed_side.Division())
+    compat(*(f"--backend={name}" for name in ("triton_attn", "mine:Builder", "TRITON_ATTN", "mine:Builder")))
+    assert tried == ["TRITON_ATTN", "mine:Builder"]
+
+
+def test_a_builder_without_a_result_is_told():
+    here, there = report(checked(compat_planted.Clean, "decode")), report()
+    assert joined(here, there, ["planted"]) == here
+    with pytest.raises(SubjectError, match=r"^mine:Builder: no result came back; run each in a command of its own$"):
+        joined(here, there, ["planted", "mine:Builder"])
+
+
+def test_the_commands_settings_are_not_its_callers(monkeypatch: pytest.MonkeyPatch):
+    for name in ("VLLM_ASYNC_SPEC", "VLLM_LOGGING_LEVEL", "VLLM_HAS_FLASHINFER_CUBIN"):
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    assert compat("--backend", "compat_planted:Clean").exit_code == 0
+    assert dict(os.environ) == before
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def run(*_arguments: Any, **_named: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/model/config.json")
+
+    monkeypatch.setattr(suite, "run", run)
+    result = compat("--backend", "compat_planted:Clean")
+    assert result.exit_code == 2, result.output
+    assert one_line(result) == (
+        "vllm-async-spec: stopped, because a file that the suite needs can't be written or read ([Errno 28] No space "
+        "left on device: '/tmp/model/config.json'); free space, or set TMPDIR to a directory that can be written; no "
+        "batch was built\n"
+    )
+
+
+@pytest.mark.slow
+@needs_vllm
 def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(tmp_path: Path):
     file = tmp_path / "found.json"
     done = installed("--backend=compat_triton:Backend", f"--vllm-source={installed_vllm()}", f"--json={file}")
@@ -175,14 +231,14 @@ def test_a_backend_with_triton_kernels_is_tried_with_the_installed_vllms_python(
 
 def test_the_plugin_that_is_off_is_no_silent_no_op():
     result = compat("--plugin", "--backend", "compat_planted:Clean")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable" in one_line(result)
 
 
 def test_a_wrong_setting_of_the_plugin_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_ASYNC_SPEC", "on")
     result = compat("--plugin", "--backend", "compat_planted:Clean")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "VLLM_ASYNC_SPEC" in one_line(result)
 
 

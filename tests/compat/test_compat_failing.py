@@ -67,6 +67,42 @@ def test_a_builder_that_ends_python_is_a_fault():
     assert "its forward fails: SystemExit: 0 at " in attended(planted.ForwardExits, "decode").explain()
 
 
+class Boom(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no str")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("\x1b[31mno\x00 \udc80\uffff\x9b heads"), r"ValueError: \x1b[31mno\x00 \udc80\uffff\x9b heads at "),
+        (Boom(), "Boom: its message can't be read, because str() of it raises RuntimeError at "),
+    ],
+    ids=["unprintable", "unreadable"],
+)
+def test_whatever_an_exception_says_every_report_holds_it(error: Exception, said: str):
+    class Raises(planted.compat_planted.Builder):
+        def extra(self, metadata: Any) -> Any:
+            raise error
+
+    full = report(checked(Raises, "decode"))
+    (failure,) = ET.fromstring(junit(full)).iter("failure")
+    assert str(failure.get("message")).startswith(f"told exact lengths, it fails: {said}compat/test_compat_failing.py:")
+    for text in (printed(full), markdown(full.published), render_html([full.published]), json.dumps(full.to_dict())):
+        text.encode()
+        assert "\x1b" not in text
+
+
+def test_a_name_that_xml_can_not_hold_is_written_as_an_escape():
+    class Names(planted.compat_planted.Builder):
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            return {"\x00": common_attn_metadata.max_seq_len, "\udc80": common_attn_metadata._seq_lens_cpu is None}
+
+    xml = junit(report(checked(Names, "decode")))
+    assert r"\udc80" in xml
+    ET.fromstring(xml)
+
+
 def test_what_fails_while_a_graph_is_recorded_is_a_fault():
     found = checked(planted.FailsAtCapture, "decode", "capture, one token")
     assert list(found.faults) == ["capture, one token"]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from compat_command import needs_vllm
 
+from vllm_async_spec.compat.vllm_source import installed_vllm
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "backend"
 
@@ -147,6 +149,83 @@ def test_lines_that_no_batch_reached(tmp_path: Path):
     assert outcome(done) == {"passed": 1, "failed": 1, "skipped": 1}, done.stdout + done.stderr
     assert done.stdout.count("copy to host (cpu): metadata.seq_lens.cpu()") >= 2
     assert "not shown clean, no batch reached support/compat_unreached.py:" in done.stdout
+
+
+SETTINGS = "VLLM_ASYNC_SPEC", "VLLM_LOGGING_LEVEL", "VLLM_HAS_FLASHINFER_CUBIN", "VLLM_PLUGINS"
+STOCK = """
+import os
+
+import compat_planted
+
+
+class Stock(compat_planted.Clean):
+    def extra(self, metadata):
+        assert [os.environ.get(name) for name in VARIABLES] == VALUES
+
+
+class Again(Stock):
+    pass
+"""
+SESSION = """
+import os
+
+
+def settings():
+    return {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "CUDA_"))}
+
+
+BEFORE = settings()
+
+
+def test_it(async_spec_backend):
+    assert async_spec_backend.passed, async_spec_backend.explain()
+    assert settings() == BEFORE
+"""
+
+
+@pytest.mark.parametrize(
+    ("unpacked", "set_to"),
+    [(False, ["off", "ERROR", "1", "mine"]), pytest.param(True, [None, "ERROR", "1", ""], marks=needs_vllm)],
+)
+def test_the_suites_settings_are_not_the_sessions(
+    unpacked: bool, set_to: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in (*SETTINGS, "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", "mine")
+    (tmp_path / "stock.py").write_text(STOCK.replace("VARIABLES", repr(SETTINGS)).replace("VALUES", repr(set_to)))
+    (tmp_path / "test_it.py").write_text(SESSION)
+    source = [f"--async-spec-source={installed_vllm()}"] if unpacked else []
+    named = [f"--async-spec-backend=stock:{kind}" for kind in ("Stock", "Again")]
+    done = run_pytest(tmp_path, *named, *source)
+    assert outcome(done) == {"passed": 2}, done.stdout + done.stderr
+
+
+LATER = """
+def test_it(async_spec_backend):
+    from vllm.plugins import load_general_plugins
+    from vllm_async_spec.vllm_plugin.state import active_plugin
+
+    load_general_plugins()  # as a later engine's configuration does
+    assert active_plugin().settings.mode.value == "auto"
+"""
+
+
+@needs_vllm
+def test_a_later_engine_of_the_session_loads_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    shutil.copy(EXAMPLE / "paged_rows.py", tmp_path)
+    (tmp_path / "test_it.py").write_text(LATER)
+    done = run_pytest(tmp_path, "--async-spec-backend=paged_rows:PagedRowsMetadataBuilder")
+    assert outcome(done) == {"passed": 1}, done.stdout + done.stderr
+
+
+def test_a_backend_that_is_named_twice_is_tried_once(tmp_path: Path):
+    (tmp_path / "test_it.py").write_text("def test_it(async_spec_backend): pass\n")
+    names = ["triton_attn", "mine:Builder", "TRITON_ATTN", "mine:Builder"]
+    done = run_pytest(tmp_path, "--collect-only", "-q", *(f"--async-spec-backend={name}" for name in names))
+    assert re.findall(r"test_it\[(.+)\]", done.stdout) == ["TRITON_ATTN", "mine:Builder"], done.stdout
 
 
 def test_no_backend_and_a_wrong_one_fail_in_a_sentence(tmp_path: Path):

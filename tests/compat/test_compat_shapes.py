@@ -193,3 +193,39 @@ def test_another_machine_is_asked_anew_though_a_patch_has_wrapped_the_question(m
     machine[0] = "sm100"
     builder_inputs._forget()
     assert asked() == "sm100"
+
+
+class ThresholdFails(planted.Clean):
+    """Its threshold can be read `reads` times, over all that are made."""
+
+    reads = 0
+
+    @property
+    def reorder_batch_threshold(self) -> int:
+        if ThresholdFails.reads == 0:
+            raise RuntimeError("no threshold yet")
+        ThresholdFails.reads -= 1
+        return 1
+
+
+def test_a_threshold_that_can_not_be_read_is_the_builders_failure(monkeypatch: pytest.MonkeyPatch):
+    found = check(subject(ThresholdFails), SimulatedDevice())
+    sentence = "its thresholds can't be read: RuntimeError: no threshold yet at compat/test_compat_shapes.py:"
+    assert str(found.failure).startswith(sentence)
+    assert report(found).exit_code == 2
+    sentence = sentence.replace("thresholds", "reorder_batch_threshold")
+    for reads in range(3):  # by the suite, for the batch, for its first build, and for its second
+        monkeypatch.setattr(ThresholdFails, "reads", reads)
+        found = check(subject(ThresholdFails), SimulatedDevice(), cases=[NAMED["decode"]])
+        assert sentence in found.explain(), reads
+        assert report(found).exit_code == 1
+
+
+def test_a_declaration_that_can_not_be_read_is_the_builders_failure():
+    class Undeclared(planted.Clean):
+        @property
+        def host_need(self) -> Any:
+            raise RuntimeError("no need yet")
+
+    found = check(subject(Undeclared), SimulatedDevice(), cases=[NAMED["decode"]])
+    assert "it fails: what it declares can't be read: RuntimeError: no need yet at " in found.explain()

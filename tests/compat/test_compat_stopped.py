@@ -1,5 +1,6 @@
 """A run that is stopped or killed keeps what it had."""
 
+import errno
 import json
 import os
 import re
@@ -133,8 +134,55 @@ def test_results_that_can_not_be_kept_in_the_file_are_kept_elsewhere(
     kept(report)
     left = kept.stop()
     assert left is not None
+    assert left[1] is not None
     assert left[1].name == "compat.json"
     assert said == [f"The results so far are kept in {left[1]}; --json FILE keeps them in FILE."]
     assert path.is_fifo() == (where == "a pipe")
     kept.discard()
     assert not left[1].exists()
+
+
+def test_a_run_goes_on_where_no_results_can_be_kept(monkeypatch: pytest.MonkeyPatch):
+    def mkdtemp(*_arguments: Any, **_named: Any) -> str:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(keep, "_SECONDS", 0.0)
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    result = compat("--backend=compat_planted:Clean")
+    assert result.exit_code == 0, result.output
+    said = "The results so far are not kept, because the temporary directory can't be written ([Errno 30] Read-only"
+    assert result.stderr.startswith(said)
+    assert result.stderr.endswith("); free space there, or set TMPDIR to another.\n")
+    assert result.stderr.count("\n") == 1
+    result = compat("--backend=compat_stopping:Ends")
+    assert result.exit_code == 143, result.output
+    assert result.stderr.endswith(
+        "stopped by SIGTERM; the results so far, of 0 of 1 builders to the end, are not kept\n"
+    )
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_full_disk_leaves_no_part_of_a_file(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def write_text(path: Path, text: str, **_how: Any) -> int:
+        path.write_bytes(text.encode()[:9])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(keep, "_SECONDS", 0.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = tmp_path / "found.json"
+    said: list[str] = []
+    kept = KeptResults(path if named else None, said.append)
+    kept(report)
+    whole = list(tmp_path.rglob("*.json"))
+    assert len(whole) == 1
+    monkeypatch.setattr(Path, "write_text", write_text)
+    for _ in range(3):
+        kept(report)
+    assert list(tmp_path.iterdir()) == ([path] if named else [])
+    told = [sentence for sentence in said if "are not kept" in sentence]
+    assert len(told) == 1
+    assert "[Errno 28] No space left on device" in told[0]
+    left = kept.stop()
+    assert left is not None
+    assert left[1] is None
+    kept.discard()

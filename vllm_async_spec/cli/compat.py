@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from vllm_async_spec.cli.common import distinct_files, fail, write_outputs
+from vllm_async_spec.cli.common import distinct_files, fail, output_file, refuse, write_outputs
 from vllm_async_spec.cli.interrupts import exit_code, signal_of
-from vllm_async_spec.cli.outputs import check_file, checked_option
 from vllm_async_spec.compat.model_shapes import MODELS
 from vllm_async_spec.process_group import NewProcess
 
@@ -27,7 +26,6 @@ _MODELS = (
     f" There are {', '.join(MODELS)}."
 )
 _FORWARD_SECONDS = 600.0
-_output_file = checked_option(check_file, functools.partial(fail, code=2))
 
 
 def compat(
@@ -51,21 +49,21 @@ def compat(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", callback=_output_file, help="Write all evidence to this JSON file, while the suite runs."
+            "--json", callback=output_file, help="Write all evidence to this JSON file, while the suite runs."
         ),
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", callback=_output_file, help="Write the table to this Markdown file.")
+        Path | None, typer.Option("--markdown", callback=output_file, help="Write the table to this Markdown file.")
     ] = None,
     junit_file: Annotated[
         Path | None,
-        typer.Option("--junit", callback=_output_file, help="Write a test for each batch to this JUnit file, for CI."),
+        typer.Option("--junit", callback=output_file, help="Write a test for each batch to this JUnit file, for CI."),
     ] = None,
     html_file: Annotated[
-        Path | None, typer.Option("--html", callback=_output_file, help="Write the table to this HTML file.")
+        Path | None, typer.Option("--html", callback=output_file, help="Write the table to this HTML file.")
     ] = None,
     badge_file: Annotated[
-        Path | None, typer.Option("--badge", callback=_output_file, help="Write the last line to this SVG badge.")
+        Path | None, typer.Option("--badge", callback=output_file, help="Write the last line to this SVG badge.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 also if a builder is not shown clean.")] = False,
     forward_seconds: Annotated[
@@ -75,8 +73,8 @@ def compat(
     """Check whether metadata builders make the host wait: without host lengths, with upper bounds, and with garbage.
 
     Exit code 0: no builder makes the host wait in a step, and each builds the right metadata; 1: a builder waits,
-    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried, or a file
-    could not be written.
+    fails, or builds wrong metadata, or with --strict is not shown clean; 2: a builder could not be tried, a file could
+    not be written, or the command line has a mistake.
     """
     from vllm_async_spec.compat.builder_inputs import SubjectError
     from vllm_async_spec.compat.keep import KeptResults
@@ -112,7 +110,10 @@ def compat(
         kept.discard()
         fail(str(error), 2)
     except KeyboardInterrupt as interrupt:  # which no builder's `except Exception` catches
-        _stop(interrupt, kept)
+        _stop(f"stopped by {signal_of(interrupt).name}", exit_code(interrupt), kept)
+    except OSError as error:  # other than a builder's; such as of a model's directory, which vLLM reads
+        what = "stopped, because a file that the suite needs can't be written or read"
+        _stop(f"{what} ({error}); free space, or set TMPDIR to a directory that can be written", 2, kept)
     failed = write_outputs({option: (path, make(found)) for option, (path, make) in written.items() if path})
     kept.discard()
     print_report(found, Console())
@@ -120,19 +121,19 @@ def compat(
     raise typer.Exit(found.exit_code or (2 if failed else int(unsure)))
 
 
-def _stop(interrupt: KeyboardInterrupt, kept: KeptResults) -> NoReturn:
-    """Print what was found until the signal, say where it is kept, and exit as a shell expects."""
+def _stop(why: str, code: int, kept: KeptResults) -> NoReturn:
+    """Print what was found so far, say why the run stopped and where the results are kept, and exit with `code`."""
     from vllm_async_spec.compat.render import print_report
 
-    stopped, code = f"stopped by {signal_of(interrupt).name}", exit_code(interrupt)
     left = kept.stop()
     if left is None:
-        fail(f"{stopped}; no batch was built", code)
+        fail(f"{why}; no batch was built", code)
     report, path = left
     print_report(report, Console())
     names = {*report.not_tried, *(each.backend for each in report.results)}
     tried = f"{len(names) - len(report.not_tried)} of {len(names)} builders to the end"
-    fail(f"{stopped}; the results so far, of {tried}, are in {path}", code)
+    where = "are not kept" if path is None else f"are in {path}"
+    fail(f"{why}; the results so far, of {tried}, {where}", code)
 
 
 def _try(
@@ -147,13 +148,14 @@ def _try(
     forward_seconds: float = _FORWARD_SECONDS,
 ) -> Report:
     """Run the suite in this process, which has imported no vLLM yet, and where it must in a second one."""
-    from vllm_async_spec.compat.installed import divide, joined
+    from vllm_async_spec.compat.installed import distinct, divide, joined
     from vllm_async_spec.compat.model_shapes import models_named
-    from vllm_async_spec.compat.suite import open_device, prepare, run
+    from vllm_async_spec.compat.suite import open_device, own_settings, prepare, run
 
+    names = distinct(names)
     models_named(models)  # a wrong name is told before vLLM is loaded
     division = divide(names, device, vllm_source)
-    with _second_process() as second:
+    with _second_process() as second, own_settings({}):
         # Started first, since this process sets variables that are not meant for the other.
         there = functools.partial(_try, models=models, forward_seconds=forward_seconds)
         beside = second.submit(there, division.beside, plugin, device) if division.beside else None
@@ -207,9 +209,9 @@ def _insist_on_the_plugin() -> None:
     try:
         mode = Settings.read().mode
     except SettingError as error:
-        fail(str(error))
+        refuse(str(error))
     if mode is Mode.OFF:
-        fail("--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable, or leave out --plugin")
+        refuse("--plugin has no effect while VLLM_ASYNC_SPEC is 'off'; unset the variable, or leave out --plugin")
 
 
 def _load_plugin() -> Callable[[], dict[str, str]]:

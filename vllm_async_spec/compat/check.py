@@ -24,6 +24,7 @@ from vllm_async_spec.compat.builder_inputs import AbsentError, SubjectError, con
 from vllm_async_spec.compat.cases import CASES, Call, Case, Host
 from vllm_async_spec.compat.compare import Snapshot
 from vllm_async_spec.compat.device import Device, Wait
+from vllm_async_spec.compat.error_text import message_of, printable
 from vllm_async_spec.compat.lacking import lacking
 from vllm_async_spec.compat.model import against_model
 from vllm_async_spec.compat.results import BackendResult, CaseResult, Need
@@ -64,13 +65,12 @@ def check(
     found = BackendResult(subject.name, subject.name, subject.source, patched, device_name, model=subject.model)
     try:
         builder = make_builder(subject, device)
+        cases = _own_cases(builder, subject.block_size) if cases is None else cases
     except (AbsentError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a `sys.exit(0)` of the builder must not end the suite as if all were right
         sentence = str(error) if isinstance(error, SubjectError) else f"can't be made: {failure_sentence(error)}"
         return replace(found, failure=sentence)
-    if cases is None:
-        cases = (*CASES, *threshold_cases(builder, subject.block_size))
     unsteady = {} if known is None else {each.case: frozenset(each.unsteady) for each in known.ran}
     found = replace(found, builder=f"{type(builder).__module__}:{type(builder).__qualname__}")
     snapshots: dict[str, Snapshot | None] = {}
@@ -83,6 +83,15 @@ def check(
         if known is None:
             found = replace(found, cases=in_turn(subject, cases, found.cases, snapshots, device))
     return replace(found, reached=trace.result())
+
+
+def _own_cases(builder: Any, block_size: int) -> tuple[Case, ...]:
+    try:
+        return (*CASES, *threshold_cases(builder, block_size))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise SubjectError(f"its thresholds can't be read: {failure_sentence(error)}") from error
 
 
 def in_turn(
@@ -119,22 +128,22 @@ def in_turn(
 
 
 def failure_sentence(error: BaseException) -> str:
-    """An exception in one line, with its innermost line outside PyTorch, Python's library and the suite.
+    """An exception in one printable line, with its innermost line outside PyTorch, Python's library and the suite.
 
     If an unpacked release needs what the stubs lack, the line says what instead.
     """
     if (lacks := lacking(error)) is not None:
-        return lacks
+        return printable(lacks)
     frames = [
         (frame.filename, frame.lineno or 0, frame.name) for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
     theirs = [frame for frame in readable(tuple(frames)) if not frame.file.startswith("vllm_async_spec/compat")]
     where = f" at {theirs[0].file}:{theirs[0].line}" if theirs else ""
     # PyTorch's C++ appends its own stack to a message.
-    said = " ".join(str(error).partition("Exception raised from")[0].split())[:300]
+    said = " ".join(message_of(error).partition("Exception raised from")[0].split())[:300]
     if not said and theirs:  # as from an assert without a message
         said = theirs[0].source
-    return f"{type(error).__name__}{': ' if said else ''}{said}{where}"
+    return printable(f"{type(error).__name__}{': ' if said else ''}{said}{where}")
 
 
 def make_builder(subject: Subject, device: Device) -> Any:
@@ -158,9 +167,11 @@ def check_case(
     result = CaseResult(case.name, None, subject.metadata.realistic, capture, model=subject.model)
     reason = subject.not_for(case) or does_not_fit(case, subject.block_size)
     builder = make_builder(subject, device)
-    result = replace(result, declared=declared.host_need(builder))
-    case = declared.reordered(builder, case)
+    case, failure = _reordered(builder, case)
+    if failure is not None:
+        return replace(result, failure=failure), None
     try:
+        result = replace(result, declared=declared.host_need(builder))
         with configured(builder):
             reason = reason or declared.has_no_such_call(builder, case)
             refused = declared.refusal(builder, case) or subject.may_refuse(case)
@@ -168,7 +179,7 @@ def check_case(
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return replace(result, failure=f"get_cudagraph_support() fails: {failure_sentence(error)}"), None
+        return replace(result, failure=f"what it declares can't be read: {failure_sentence(error)}"), None
     if reason is not None:
         return replace(result, not_run=reason), None
     tried = _try_case(subject, case, result, device, known)
@@ -177,6 +188,16 @@ def check_case(
     if tried[0].failure is not None and unpadded is not None:
         return _try_case(subject, case.without_padded_rows(), replace(result, unpadded=unpadded), device, known)
     return tried
+
+
+def _reordered(builder: Any, case: Case) -> tuple[Case, str | None]:
+    """The batch in vLLM's order for the builder, and what asking the builder for its threshold raises."""
+    try:
+        return declared.reordered(builder, case), None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return case, f"its reorder_batch_threshold can't be read: {failure_sentence(error)}"
 
 
 def _try_case(
@@ -288,13 +309,15 @@ def build_batch(
     if is_new:
         builder = make_builder(subject, device)
     device.begin_batch()
-    case = declared.reordered(builder, case)
+    case, failure = _reordered(builder, case)
+    if failure is not None:
+        return Built(case, builder, None, failure, (), ())
     metadata = subject.metadata(
         case, host, block_size=subject.block_size, place=device.place, **subject.fields(case, device)
     )
     before = _kept(metadata)
     arguments = dict(subject.arguments(case, device))
-    built, failure = None, None
+    built = None
     watching = device.watching() if watched else contextlib.nullcontext(())
     recording = recorded(builder, device) if is_new and watched and host in _RECORDED else contextlib.nullcontext()
     with without_warnings(), torch.no_grad(), configured(builder), watching as waits, recording:

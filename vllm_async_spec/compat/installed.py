@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm_async_spec.compat.backends import BACKENDS
+from vllm_async_spec.compat.builder_inputs import SubjectError
 from vllm_async_spec.compat.report import Report
 from vllm_async_spec.compat.third_party import is_third_party
 from vllm_async_spec.compat.vllm_source import installed_vllm
@@ -32,6 +33,11 @@ class Division:
 
     source: Path | None = None
     beside: tuple[str, ...] = ()
+
+
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Each builder once, and vLLM's as they are called in `BACKENDS`; the results are found by these names."""
+    return tuple(dict.fromkeys(name if is_third_party(name) else name.upper() for name in names))
 
 
 def divide(names: Sequence[str], device: str, source: Path | None) -> Division:
@@ -51,7 +57,13 @@ def _runs_as_it_is(name: str) -> bool:
 
 
 def joined(report: Report, beside: Report, names: Sequence[str]) -> Report:
-    """One report of both processes, in the order of `names`, or of `BACKENDS` if there are none."""
+    """One report of both processes, in the order of `names`, or of `BACKENDS` if there are none.
+
+    Raises:
+        SubjectError: One of `names` has no result in either.
+    """
     found = {result.backend: result for result in (*report.results, *beside.results)}
+    if missing := [name for name in names if name not in found]:
+        raise SubjectError(f"{', '.join(missing)}: no result came back; run each in a command of its own")
     ordered = [found[name] for name in names or BACKENDS if name in found]
     return replace(report, results=tuple(ordered))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +19,8 @@ class KeptResults:
     """Writes the results so far to a file, at most once a second, each time as a whole.
 
     Without a path the file is in a new private directory, which `discard` removes; `say` is then called once with a
-    sentence that names the file. Results go there too if `path` is a device or a pipe, or can't be written.
+    sentence that names the file. Results go there too if `path` is a device or a pipe, or can't be written. If that
+    can't be written either, `say` is told so once, and the run goes on without.
     """
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
@@ -27,42 +28,55 @@ class KeptResults:
             path = None  # a rename would replace a device by a file
         self._named, self._path, self._say = path is not None, path, say
         self._written = time.monotonic()
+        self._gave_up = False
         self._so_far: Callable[[], Report] | None = None
 
     def __call__(self, so_far: Callable[[], Report]) -> None:
         """Write the report that `so_far` makes, if the last write is long enough ago."""
         self._so_far = so_far
-        if time.monotonic() - self._written >= _SECONDS:
+        if not self._gave_up and time.monotonic() - self._written >= _SECONDS:
             self._write(so_far())
 
-    def stop(self) -> tuple[Report, Path] | None:
-        """Write what was found so far; the report and its file, or None if no batch was built."""
+    def stop(self) -> tuple[Report, Path | None] | None:
+        """Write what was found so far; the report and its file, if it can be kept; None if no batch was built."""
         if self._so_far is None:
             return None
         report = self._so_far()
-        return report, self._write(report)
+        return report, None if self._gave_up else self._write(report)
 
     def discard(self) -> None:
         """Remove the file and its directory if both are this object's own; the run is at its end."""
         if not self._named and self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path.parent.rmdir()
+            with contextlib.suppress(OSError):  # what is left there changes no result
+                self._path.unlink(missing_ok=True)
+                self._path.parent.rmdir()
 
-    def _write(self, report: Report) -> Path:
+    def _write(self, report: Report) -> Path | None:
         try:
             return self._write_whole(report)
-        except OSError:
-            if not self._named:
-                raise
-            self._named, self._path = False, None
-            return self._write_whole(report)
+        except OSError as error:
+            if self._named:
+                self._named, self._path = False, None
+                return self._write(report)
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: OSError) -> None:
+        self.discard()
+        self._gave_up, self._path = True, None
+        self._say(
+            f"The results so far are not kept, because the temporary directory can't be written ({error}); "
+            "free space there, or set TMPDIR to another."
+        )
 
     def _write_whole(self, report: Report) -> Path:
         if self._path is None:
             self._path = Path(tempfile.mkdtemp(prefix="vllm-async-spec-")) / "compat.json"
             self._say(f"The results so far are kept in {self._path}; --json FILE keeps them in FILE.")
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
-        partial.replace(self._path)
+        # In a directory, which is removed with what is in it if a full disk holds only a part.
+        with tempfile.TemporaryDirectory(prefix=f".{self._path.name}.", dir=self._path.parent) as scratch:
+            partial = Path(scratch) / self._path.name
+            partial.write_text(json.dumps(report.to_dict(), indent=1), encoding="utf-8")
+            partial.replace(self._path)
         self._written = time.monotonic()
         return self._path

@@ -6,6 +6,7 @@ import re
 import traceback
 from pathlib import Path
 
+from vllm_async_spec.compat.error_text import message_of
 from vllm_async_spec.compat.vllm_source import VllmSource, loaded_source
 
 _STUBS = "STUBS in vllm_async_spec/compat/stubs.py"
@@ -28,11 +29,12 @@ def lacking(error: BaseException) -> str | None:
             f"vLLM {source.version} imports {error.name}, which is neither installed nor a stub; "
             f"install the package, or add {error.name} to {_STUBS}"
         )
+    said = message_of(error)
     if isinstance(error, ImportError):
         if (error.name or "").partition(".")[0] == "vllm":
-            return f"vLLM {source.version} imports what is compiled and has no stub: {error}; add it to {_STUBS}"
-        return f"vLLM {source.version} needs a newer package than is installed: {error}"
-    if (operator := _OPERATOR.search(str(error))) is not None:
+            return f"vLLM {source.version} imports what is compiled and has no stub: {said}; add it to {_STUBS}"
+        return f"vLLM {source.version} needs a newer package than is installed: {said}"
+    if (operator := _OPERATOR.search(said)) is not None:
         name = "torch.ops.{}:{}".format(*operator.groups())
         return f"vLLM {source.version} calls {name}, which is compiled and has no stub; add it to {_STUBS}"
     return None

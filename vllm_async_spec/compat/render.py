@@ -15,6 +15,7 @@ from vllm_async_spec.audit.pages import page_environment
 from vllm_async_spec.compat.advice import advised
 from vllm_async_spec.compat.backends import BACKENDS
 from vllm_async_spec.compat.cases import Host
+from vllm_async_spec.compat.error_text import printable
 from vllm_async_spec.compat.legend import EXCLUDED, LEGEND, excluded
 from vllm_async_spec.compat.report import CLASSES, NOT_RUN, Report, Row, Run
 from vllm_async_spec.compat.results import NOT_SHOWN_CLEAN, BackendResult, CaseResult, Need
@@ -150,7 +151,8 @@ def junit(report: Report) -> str:
         for name, count in counts.items():
             suite.set(name, str(count))
     ET.indent(root)
-    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    # XML can't hold the characters that, for example, the key of a builder's dictionary may have.
+    return printable(ET.tostring(root, encoding="unicode", xml_declaration=True)) + "\n"
 
 
 def markdown(run: Run) -> str:

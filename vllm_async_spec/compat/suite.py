@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +34,32 @@ from vllm_async_spec.compat.vllm_source import VllmSource, load_vllm
 _TWICE_LOST = "the GPU failed in an earlier builder's forward, and the new process for the other builders ended too"
 
 
+@contextlib.contextmanager
+def own_settings(own: dict[str, str]) -> Iterator[None]:
+    """Give the caller's settings of vLLM back at the end: with the suite's, each later engine would be a stock one.
+
+    `own` takes the suite's settings; they hold again in a later context with the same `own`.
+    """
+    before = _settings()
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        own |= _settings()
+        for name in own.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _settings() -> dict[str, str]:
+    # Not all variables: importing vLLM sets some, such as those of TorchInductor, that its engines need.
+    return {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "CUDA_VISIBLE_DEVICES"))}
+
+
 def prepare(source: Path | None, *, plugin: bool = False) -> VllmSource | None:
     """Choose the vLLM that this process imports, and silence its log. Call this before vLLM is imported.
+
+    It sets variables for the whole process; a caller with other uses for vLLM calls it in `own_settings`.
 
     Args:
         source: The directory that contains the `vllm/` to load as on a machine with a GPU, which is then simulated:

@@ -19,6 +19,7 @@ from vllm_async_spec.compat.builder_inputs import BuilderInputs, SubjectError
 from vllm_async_spec.compat.cases import BLOCK_SIZE, MetadataFactory, our_metadata, release_metadata
 from vllm_async_spec.compat.check import failure_sentence
 from vllm_async_spec.compat.device import Device
+from vllm_async_spec.compat.error_text import message_of, printable
 from vllm_async_spec.compat.layer import NOT_TINY, NOTHING_COMPILED, ImplLayer, Layer
 from vllm_async_spec.compat.model_shapes import TINY, Model
 from vllm_async_spec.compat.subject import Subject
@@ -136,7 +137,8 @@ def _construct(cls: type[Any], setting: BuilderInputs) -> Any:
         if positional or set(wanted_names) - given.keys():
             given = dict(zip(_GIVEN, setting.arguments(), strict=True))
     except ImportError as error:
-        raise SubjectError(f"its constructor needs vLLM's configuration, and {error}; {_FACTORY}") from error
+        said = printable(message_of(error))
+        raise SubjectError(f"its constructor needs vLLM's configuration, and {said}; {_FACTORY}") from error
     try:
         return cls(*given.values()) if positional else cls(**{each: given[each] for each in wanted_names})
     except AttributeError as error:
