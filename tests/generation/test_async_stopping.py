@@ -103,12 +103,14 @@ def test_rows_that_stopped_get_pads_and_a_later_call_draws_the_same_numbers():
 
 @may_wait
 @pytest.mark.parametrize("way", [{}, {"interleaved": True, "static_cache": False}], ids=["stopping", "interleaved"])
-@pytest.mark.parametrize("what", ["submodule", "processor"])
+@pytest.mark.parametrize("what", ["submodule", "processor", "hook"])
 def test_draws_of_overshoot_are_undone_in_greedy_search(what: str, way: dict[str, Any]):
     model = copy.deepcopy(tiny_models.model("llama"))
     given = {"max_new_tokens": 15, "stopping_criteria": stopping_at([6]), **tiny_models.prompts([3])}
     if what == "submodule":
         model.model.layers[0].self_attn.train().attention_dropout = 0.5
+    elif what == "hook":
+        model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: out + torch.rand_like(out))
     else:
         given["logits_processor"] = [lambda ids, scores: scores + torch.rand_like(scores)]
     channel = LateChannel(2)

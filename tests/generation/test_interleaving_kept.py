@@ -1,6 +1,7 @@
 """What interleaved generation keeps for a model."""
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -250,3 +251,24 @@ def test_expandable_segments_leave_other_settings_be(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     generation.use_expandable_segments()
     assert told == ["max_split_size_mb:64,expandable_segments:True"]
+
+
+class Wrapped(torch.nn.Module):
+    """A model within another, as PEFT has it."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self._base = base
+
+    def get_base_model(self) -> Any:
+        return self._base
+
+
+@pytest.mark.parametrize("wrapped", [lambda model: torch.compile(model, backend="eager"), Wrapped])
+def test_a_wrapper_finds_what_is_kept_of_its_model(recorded: None, wrapped: Any):
+    model = copy.deepcopy(tiny_models.model("llama"))
+    model.generate(**tiny_models.prompts([3]), max_new_tokens=4, custom_generate=generation.generate, **ways())
+    assert generation.memory_report(wrapped(model)) == generation.memory_report(model)
+    generation.release(wrapped(model))
+    with pytest.raises(LookupError, match="no workspace is kept"):
+        generation.memory_report(model)

@@ -163,8 +163,15 @@ def decode_late(
     criteria = AsyncStoppingCriteriaList(
         stopping_criteria, rewind_generator=draws, pads=len(input_ids) > 1, starts_unfinished=True, **options
     )
-    with known_inputs(model, input_ids, generation_config, kwargs) as known, reused_inputs(model, kwargs):
-        output = run(stopping_criteria=criteria, **known)
+    try:
+        with known_inputs(model, input_ids, generation_config, kwargs) as known, reused_inputs(model, kwargs):
+            output = run(stopping_criteria=criteria, **known)
+    except Exception:
+        # An extra step may fail where transformers' loop has ended: a grammar allows nothing after the end.
+        found = None if _cache_outlives(generation_config, kwargs) else criteria.recover()
+        if found is None:
+            raise
+        return found
     if steps := criteria.finish():
         output = crop_output(output, steps)
         if _cache_outlives(generation_config, kwargs):

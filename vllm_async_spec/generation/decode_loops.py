@@ -59,7 +59,7 @@ def interleaved(
         The length at which the last row stopped. Extra steps may have made the sequences longer; their random draws
         are undone.
     """
-    slot = 0
+    slot, failed = 0, False
     slots.begin()
     try:
         with slots.step(slot):
@@ -74,20 +74,27 @@ def interleaved(
             if watch.finished_at is not None:
                 break
             slot = 1 - slot
-            with slots.step(slot):
-                logits = decode.launch(slot, length)
-                if logits is not None:
-                    slots.await_judgement(1 - slot)
-                    decode.settle(slot, length, logits)
-                length += 1
-                sent = _judge_beside(decode, slot, length, slots, channel, watch)
+            try:
+                with slots.step(slot):
+                    logits = decode.launch(slot, length)
+                    if logits is not None:
+                        slots.await_judgement(1 - slot)
+                        decode.settle(slot, length, logits)
+                    length += 1
+                    sent = _judge_beside(decode, slot, length, slots, channel, watch)
+            except Exception:
+                # `synchronous` launches no extra step, so what such a step raises is not the generation's error.
+                if watch.drain() is None:
+                    raise
+                failed = True
+                break
         watch.drain()
     finally:
         # Needed after an exception too: the next generation writes to the same buffers.
         slots.end()
         channel.join()
     finished_at = watch.finished_at or length
-    if trail is not None and finished_at < length:
+    if trail is not None and (failed or finished_at < length):
         trail.rewind(finished_at)
     return finished_at
 

@@ -155,13 +155,14 @@ class FinishTracker:
         while self.finished_at is None and self._sent and self._sent[0].arrival.arrived():
             self._read()
 
-    def drain(self) -> None:
-        """Wait for all recorded flags, or until a set flag is found."""
+    def drain(self) -> int | None:
+        """Wait for all recorded flags, or until a set flag is found; return `finished_at`."""
         if self.finished_at is None and self._inputs:
             with self._channel.beside():
                 self._send(self._flags)
         while self.finished_at is None and self._sent:
             self._read()
+        return self.finished_at
 
     def _send(self, flags: torch.Tensor) -> None:
         if len(self._sent) == self._in_flight:

@@ -32,13 +32,19 @@ def frozen_in_graphs(model: torch.nn.Module) -> list[Any]:
 
 def why_not_captured(model: torch.nn.Module) -> str | None:
     """The reason why a step of the model can't be repeated by a graph, if known without a capture; None if not."""
-    for module in model.modules():
-        if any(not _is_harmless(hook) for hook in _hooks(module)):
-            return (
-                f"a {type(module).__name__} has a forward hook, whose Python a graph does not repeat; remove the hook, "
-                "or pass cuda_graphs=False"
-            )
-    return None
+    module = with_foreign_hook(model)
+    if module is None:
+        return None
+    return (
+        f"a {type(module).__name__} has a forward hook, whose Python a graph does not repeat; remove the hook, or pass "
+        "cuda_graphs=False"
+    )
+
+
+def with_foreign_hook(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The first module with a forward hook that may do anything; None if no module has any."""
+    hooked = (each for each in model.modules() if any(not _is_harmless(hook) for hook in _hooks(each)))
+    return next(hooked, None)
 
 
 def _of_module(module: torch.nn.Module) -> tuple[Any, ...]:

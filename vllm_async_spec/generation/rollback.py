@@ -10,6 +10,8 @@ import torch
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
+from vllm_async_spec.generation.graph_key import with_foreign_hook
+
 # Fields of transformers' outputs with one entry a step; the encoder's fields have one entry a layer.
 _PER_STEP = (
     "scores",
@@ -133,7 +135,7 @@ def may_draw(model: Any, do_sample: bool, *called: Iterable[Any] | None) -> bool
 
     `called` are lists of logits processors or stopping criteria.
     """
-    if do_sample or any(module.training for module in model.modules()):
+    if do_sample or any(module.training for module in model.modules()) or with_foreign_hook(model) is not None:
         return True
     return any(is_foreign(each) for some in called for each in some or ())
 

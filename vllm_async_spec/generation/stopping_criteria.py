@@ -186,6 +186,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         self._run: _Run | None = None
         self._synchronous = False
         self._length = 0
+        self._sequences: torch.Tensor | None = None
         self._spent = False
         self._stopped_by_host: int | None = None
 
@@ -211,6 +212,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
             RuntimeError: the list has served a generation before.
         """
         self._advance(input_ids.shape[1])
+        self._sequences = input_ids
         if self._run is None and not self._synchronous:
             self._start(input_ids.device)
         if self._run is None:
@@ -236,6 +238,22 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         if extra and run.trail is not None:
             run.trail.rewind(length)
         return extra
+
+    def recover(self) -> torch.Tensor | None:
+        """After the loop has raised: the sequences, int64 (batch, length), if all rows had stopped before.
+
+        Then it was an extra step that raised. The generator is rewound as by `finish`. None if a row had not stopped.
+        """
+        run = self._run
+        if run is None or self._sequences is None:
+            return None
+        length = run.watch.drain()
+        run.channel.join()
+        if length is None:
+            return None
+        if run.trail is not None:
+            run.trail.rewind(length)
+        return self._sequences[:, :length].clone(memory_format=torch.contiguous_format)
 
     def _advance(self, length: int) -> None:
         """Note the length of this step, or refuse the step of a second generation."""

@@ -150,12 +150,19 @@ def release(model: Any) -> None:
 
     The next generation allocates a new one. If nothing is kept, nothing happens.
     """
-    workspace = _kept.pop(model, None)
+    workspace = _kept.pop(_inner(model), None)
     if workspace is not None and workspace.slots.streams:
         # Take a turn, because waiting for the device would break another thread's capture.
         with workspace.slots.turn():
             # An extra step may still run on its streams, and its memory goes to the next allocation.
             torch.cuda.synchronize(workspace.buffers.length.device)
+
+
+def _inner(model: Any) -> Any:
+    """The model that generates, within the wrapper of torch.compile or of PEFT."""
+    model = getattr(model, "_orig_mod", model)
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
 
 
 def memory_report(model: Any) -> MemoryReport:
@@ -164,7 +171,7 @@ def memory_report(model: Any) -> MemoryReport:
     Raises:
         LookupError: the model keeps nothing.
     """
-    workspace = _kept.get(model)
+    workspace = _kept.get(_inner(model))
     if workspace is None:
         raise LookupError(f"no workspace is kept for this {type(model).__name__}; generate with interleaved=True first")
     return workspace.report()
