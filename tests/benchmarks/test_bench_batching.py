@@ -238,7 +238,7 @@ def test_decodes_are_compiled_if_that_is_asked_for(tmp_path: Path, monkeypatch: 
         assert json.loads(result.read_text())["compiled"] == bool(options)
         assert ("the decodes of this package's arms are compiled" in done.output) == bool(options)
     assert [config.torch_compile for config in made] == [False, True]
-    assert made[1].decode_sizes == [2]
+    assert made[1].decode_sizes == (2,)
 
 
 def test_shares_are_those_of_the_third_quarter_of_the_steps(monkeypatch: pytest.MonkeyPatch):
