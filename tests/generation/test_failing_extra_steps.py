@@ -10,6 +10,8 @@ from generating import late, seeded
 from interleaving_runs import assert_same, recorded
 from late_device import LateChannel
 
+from vllm_async_spec.generation import async_generate
+
 __all__ = ["recorded"]
 
 PROMPT = 4
@@ -55,6 +57,8 @@ def run(way: dict[str, Any], channel: LateChannel, **given: Any) -> tuple[Any, A
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_only_an_extra_step_raises_is_dropped(recorded: None, way: str, case: str, lateness: int):
+    if way == "stopping" and lateness and not async_generate._MARKS_GIVEN_CACHES:
+        pytest.skip("in transformers 4.57 any cache may be the caller's, so what an extra step raises is raised")
     given = {"max_new_tokens": 12, "do_sample": False, **CASES[case]}
     model, prompt = tiny_models.model("llama"), tiny_models.prompts([PROMPT])
     expected = seeded(model, prompt, {"cache_implementation": "static"}, **given)

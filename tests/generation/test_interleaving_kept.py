@@ -181,6 +181,8 @@ def test_it_runs_in_inference_mode_and_out_of_it(recorded: None):
     inputs = tiny_models.prompts([3, 2])
     with torch.inference_mode():
         assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
+    # transformers 4.57 keeps its own static cache, and could not write it out of inference mode.
+    vars(tiny_models.model("llama")).pop("_cache", None)
     assert_same(*both("llama", inputs, ways(), max_new_tokens=9))
 
 
