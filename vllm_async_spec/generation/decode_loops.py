@@ -74,21 +74,19 @@ def interleaved(
             if watch.finished_at is not None:
                 break
             slot = 1 - slot
-            try:
-                with slots.step(slot):
-                    logits = decode.launch(slot, length)
-                    if logits is not None:
-                        slots.await_judgement(1 - slot)
-                        decode.settle(slot, length, logits)
-                    length += 1
-                    sent = _judge_beside(decode, slot, length, slots, channel, watch)
-            except Exception:
-                # `synchronous` launches no extra step, so what such a step raises is not the generation's error.
-                if watch.drain() is None:
-                    raise
-                failed = True
-                break
+            with slots.step(slot):
+                logits = decode.launch(slot, length)
+                if logits is not None:
+                    slots.await_judgement(1 - slot)
+                    decode.settle(slot, length, logits)
+                length += 1
+                sent = _judge_beside(decode, slot, length, slots, channel, watch)
         watch.drain()
+    except Exception:
+        # `synchronous` launches no extra step, so what such a step raises is not the generation's error.
+        if watch.drain() is None:
+            raise
+        failed = True
     finally:
         # Needed after an exception too: the next generation writes to the same buffers.
         slots.end()

@@ -11,6 +11,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from vllm_async_spec.generation.graph_key import with_foreign_hook
+from vllm_async_spec.generation.rotary import rope_types
 
 # Fields of transformers' outputs with one entry a step; the encoder's fields have one entry a layer.
 _PER_STEP = (
@@ -68,15 +69,13 @@ def why_not_croppable(cache: Any, tokens: int | None) -> str | None:
 
 def why_steps_show(model: Any) -> str | None:
     """The reason why an extra step leaves a trace in the model itself, if known; None if it leaves none."""
-    for module in model.modules():
-        kinds = vars(module).get("rope_type")
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            # Type longrope chooses its frequencies anew at each step. Type dynamic keeps those of the longest sequence.
-            if isinstance(kind, str) and "dynamic" in kind:
-                return (
-                    f"the {type(module).__name__} is of type {kind}, and an extra step would change its frequencies "
-                    "for later calls"
-                )
+    for module, kind in rope_types(model):
+        # Type longrope chooses its frequencies anew at each step. Type dynamic keeps those of the longest sequence.
+        if "dynamic" in kind:
+            return (
+                f"the {type(module).__name__} is of type {kind}, and an extra step would change its frequencies for "
+                "later calls"
+            )
     return None
 
 

@@ -230,10 +230,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         run = self._run
         if run is None:
             return 0
-        run.watch.drain()
-        # Tensors of extra steps may be freed from here on, so their readers on the side stream come first.
-        run.channel.join()
-        length = run.watch.finished_at or self._length
+        length = _ended_at(run) or self._length
         extra = self._length - length
         if extra and run.trail is not None:
             run.trail.rewind(length)
@@ -247,8 +244,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]  # 
         run = self._run
         if run is None or self._sequences is None:
             return None
-        length = run.watch.drain()
-        run.channel.join()
+        length = _ended_at(run)
         if length is None:
             return None
         if run.trail is not None:
@@ -329,3 +325,11 @@ class _Run:
         self.host_criteria = host_criteria
         self.device_criteria = device_criteria
         self.finished: torch.Tensor | None = None
+
+
+def _ended_at(run: _Run) -> int | None:
+    """Wait for the flags in flight: the length at which the last row had stopped, or None if a row had not."""
+    length = run.watch.drain()
+    # Tensors of extra steps may be freed from here on, so their readers on the side stream come first.
+    run.channel.join()
+    return length

@@ -93,12 +93,12 @@ def config_of(tokenizer: Any, config: BatcherConfig | None, settings: dict[str, 
     """
     if isinstance(tokenizer, BatcherConfig):
         raise TypeError("the BatcherConfig was given as the tokenizer; give it by name, as config=...")
-    if config is not None and not isinstance(config, BatcherConfig):
-        raise TypeError(f"config is {config!r}; it must be a BatcherConfig, such as BatcherConfig(max_batch=8)")
-    if config is not None:
+    if isinstance(config, BatcherConfig):
         if settings:
             raise TypeError(f"a config and {', '.join(settings)} were given; put all settings into the BatcherConfig")
         return config
+    if config is not None:
+        raise TypeError(f"config is {config!r}; it must be a BatcherConfig, such as BatcherConfig(max_batch=8)")
     if not settings:
         raise TypeError("ContinuousBatcher needs a config, such as BatcherConfig(max_batch=8)")
     warnings.warn(

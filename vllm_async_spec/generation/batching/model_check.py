@@ -13,6 +13,7 @@ import torch
 from vllm_async_spec.generation.batching.attention_function import ModelError, Probe, at_work
 from vllm_async_spec.generation.batching.paged_cache import LayerShape
 from vllm_async_spec.generation.batching.request import BatcherError
+from vllm_async_spec.generation.rotary import rope_types
 
 _DEFAULT_DRAFTS = 4
 _DEFAULT_LENGTH = 2048
@@ -209,13 +210,11 @@ def _check_configuration(model: Any, name: str, config: Any) -> None:
         raise ModelError(
             f"{name} attends within chunks of {config.attention_chunk_size} tokens, which no adapter supports"
         )
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in _CHANGING_ROPE:
-                raise ModelError(
-                    f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
-                )
+    for _, kind in rope_types(model):
+        if kind in _CHANGING_ROPE:
+            raise ModelError(
+                f"{name} has rotary embeddings of type {kind}, which depend on the longest sequence of the batch"
+            )
 
 
 def _has_window(config: Any, max_length: int) -> bool:
