@@ -66,7 +66,7 @@ compat: $(VENV)/.ready  ## the compatibility suite on five releases, stock and w
 test-transformers: $(VENV)/.ready  ## generation with the oldest and the newest transformers that it is for, beside the installed one
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(addprefix test-transformers-,4.57.3 5.24.0)
 
-test-transformers-%:
+test-transformers-%: $(VENV)/.ready
 	@echo "transformers $*"
 	test -d $(CACHE)/transformers-$* || $(UV) $(FIND_LINKS) --target $(CACHE)/transformers-$* 'transformers==$*'
 	PYTHONPATH=$(CACHE)/transformers-$* $(PYTHON) -m pytest tests/generation/test_*.py $(patsubst %,tests/generation/batching/test_batching_%.py,tokens requests settings drafts attention_backends)
