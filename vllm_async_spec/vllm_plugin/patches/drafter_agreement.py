@@ -87,7 +87,7 @@ def _apply(transaction: Transaction, module: ModuleType) -> None:
         modes = None if use_cudagraphs else {CUDAGraphMode.NONE}
         mode, batch = self.cudagraph_dispatcher.dispatch(num_tokens, valid_modes=modes)
         # Without counts of all engines vLLM's forward context would ask for them.
-        return mode, batch.num_tokens, torch.full((engines,), batch.num_tokens, dtype=torch.int32)
+        return mode, batch.num_tokens, torch.full((engines,), batch.num_tokens, dtype=torch.int32, device="cpu")
 
     transaction.set(proposer, _NAME, _determine_batch_execution_and_padding)
 

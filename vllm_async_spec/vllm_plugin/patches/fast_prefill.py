@@ -109,7 +109,7 @@ def _apply_counts(transaction: Transaction, module: ModuleType) -> None:
         if counts is None and len(logits_indices) == requests:
             counts = np.ones(requests, dtype=np.int32)
         known: _LastKnown = logits_indices.as_subclass(_LastKnown)
-        known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1)
+        known.last = torch.tensor(int(self.query_start_loc.np[requests]) - 1, device="cpu")
         padded: torch.Tensor = prepare(self, known)
         # vLLM makes this view anew each step, so the note can't outlive the step.
         setattr(padded, _NOTED, counts)

@@ -249,7 +249,9 @@ def _needs_exact(builder: FlashInferBuilderBase, common_prefix_len: int) -> str 
 def _bound_of(metadata: BatchMetadata) -> torch.Tensor:
     """(requests,) int32, host: upper bounds. Up to 0.26 the V2 runner's draft steps only know the longest's bound."""
     bound = metadata.seq_lens_cpu_upper_bound
-    return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32) if bound is None else bound
+    if bound is None:
+        return torch.full((metadata.num_reqs,), metadata.max_seq_len, dtype=torch.int32, device="cpu")
+    return bound
 
 
 def _bounded(metadata: BatchMetadata, bound: torch.Tensor) -> Any:

@@ -154,7 +154,7 @@ def without_host_lengths(cls: _ClassT) -> _ClassT:
 
 def _bounded(metadata: GraftedMetadata) -> Any:
     """A copy whose host lengths are the upper bound, for vLLM code that slices them and takes their maximum."""
-    bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32)
+    bound = torch.full((metadata.seq_lens.shape[0],), metadata.max_seq_len, dtype=torch.int32, device="cpu")
     return with_host_values(metadata, bound)
 
 

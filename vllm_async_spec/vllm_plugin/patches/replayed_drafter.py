@@ -120,7 +120,7 @@ class Drafter:
         drafter, tokens = self._drafter, shape.tokens
         metadata = self._metadata_class(
             query_start_loc=given["query_start_loc"],
-            query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32) * tokens,
+            query_start_loc_cpu=torch.arange(rows + 1, dtype=torch.int32, device="cpu") * tokens,
             seq_lens=given["seq_lens"],
             num_reqs=rows,
             num_actual_tokens=rows * tokens,
