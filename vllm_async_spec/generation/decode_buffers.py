@@ -26,6 +26,8 @@ class DecodeBuffers:
     """int64 (batch, 1) for each slot: the tokens of its step."""
     finished: tuple[torch.Tensor, torch.Tensor]
     """bool (batch,) for each slot: rows that have stopped at its step or before."""
+    undrawn: tuple[torch.Tensor, torch.Tensor]
+    """bool (1,) for each slot: whether no token could be drawn at its step or before."""
     positions: torch.Tensor
     """int64 (..., 1): position ids of the step's input, in the shape that the model takes."""
     mask: torch.Tensor
@@ -43,14 +45,15 @@ class DecodeBuffers:
         def ids(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.long, device=device)
 
-        def flags() -> torch.Tensor:
-            return torch.zeros(batch, dtype=torch.bool, device=device)
+        def flags(number: int) -> torch.Tensor:
+            return torch.zeros(number, dtype=torch.bool, device=device)
 
         return cls(
             sequences=ids(batch, longest),
             length=ids(1),
             tokens=(ids(batch, 1), ids(batch, 1)),
-            finished=(flags(), flags()),
+            finished=(flags(batch), flags(batch)),
+            undrawn=(flags(1), flags(1)),
             positions=ids(*positions),
             mask=torch.ones((batch, columns), dtype=torch.long, device=device),
         )
@@ -72,7 +75,7 @@ class DecodeBuffers:
         if positions is not None:
             # `write` adds 1 when it appends the first token.
             self.positions.copy_(positions - 1)
-        for flags in self.finished:
+        for flags in (*self.finished, *self.undrawn):
             flags.zero_()
 
     def rewind(self) -> None:

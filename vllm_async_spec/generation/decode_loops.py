@@ -10,6 +10,16 @@ from vllm_async_spec.generation.stopping_criteria import HostCriteria
 from vllm_async_spec.sync_policy import host_read
 
 
+class UndrawnError(RuntimeError):
+    """Nothing can be drawn from a step's scores. transformers raises a `RuntimeError` of `torch.multinomial` there."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token can be drawn from a step's scores, because one of them is NaN or infinite; look at the model's "
+            "weights and dtype (float16 overflows where bfloat16 does not), or pass do_sample=False"
+        )
+
+
 def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
     """Read the flags of each step before the next step is launched, and return where the last row stopped.
 
@@ -17,6 +27,9 @@ def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
         decode: after `begin`, so the first token of each sequence is written.
         host: the criteria that the host evaluates.
         length: of the sequences, the first token included.
+
+    Raises:
+        UndrawnError: scores of a step were no probabilities.
     """
     slot = 0
     while True:
@@ -25,7 +38,10 @@ def synchronous(decode: Decode, host: HostCriteria, length: int) -> int:
         stopped = host.stopped(length)
         with host_read("stop flags", decode.buffers.finished[slot].nbytes):
             stopped |= bool(decode.buffers.finished[slot].all())
+            undrawn = decode.tail.do_sample and stopped and bool(decode.buffers.undrawn[slot])
         if stopped:
+            if undrawn:
+                raise UndrawnError
             return length
         slot = 1 - slot
         logits = decode.launch(slot, length)
@@ -58,6 +74,9 @@ def interleaved(
     Returns:
         The length at which the last row stopped. Extra steps may have made the sequences longer; their random draws
         are undone.
+
+    Raises:
+        UndrawnError: as in `synchronous`.
     """
     slot, failed = 0, False
     slots.begin()
@@ -94,6 +113,8 @@ def interleaved(
     finished_at = watch.finished_at or length
     if trail is not None and (failed or finished_at < length):
         trail.rewind(finished_at)
+    if watch.failed:
+        raise UndrawnError
     return finished_at
 
 
@@ -103,6 +124,6 @@ def _judge_beside(
     """Evaluate and send the flags of the step just launched in `slot`; return whether any were sent."""
     with channel.beside():
         decode.judge(slot, length)
-        sent = watch.record(decode.buffers.finished[slot], length)
+        sent = watch.record(decode.buffers.finished[slot], length, failed=decode.buffers.undrawn[slot])
         slots.flags_read(slot)
     return sent

@@ -58,7 +58,8 @@ class DecodeTail:
         compile_with: dict[str, Any] | None = None,
     ) -> None:
         self._processors = processors
-        self._do_sample = do_sample
+        self.do_sample = do_sample
+        """Whether tokens are drawn."""
         self._pad = None if pad is None else pad.to(device)
         self._ends = end_ids(criteria, device)
         others = [each for each in criteria if type(each) is not EosTokenCriteria]
@@ -76,7 +77,7 @@ class DecodeTail:
         if self.criteria is not None or any(type(each) not in OF_SCORES_ALONE for each in self._processors):
             return None
         processors = tuple((type(each), _frozen(vars(each))) for each in self._processors)
-        return (processors, self._do_sample, _frozen(self._pad), _frozen(self._ends))
+        return (processors, self.do_sample, _frozen(self._pad), _frozen(self._ends))
 
     @property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -89,19 +90,26 @@ class DecodeTail:
         The other slot holds the previous step. `ids`, int64 (batch, length), are the tokens so far, which a captured
         tail ignores; `logits` are float32 (batch, vocabulary).
         """
-        self._write(buffers, slot, self._choose(ids, logits), self._pad, self._ends)
+        self._write(buffers, slot, *self._choose(ids, logits), self._pad, self._ends)
 
-    def _choose(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def _choose(self, ids: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tokens, int64 (batch,); and if they are drawn, the probabilities that they had, float32 (batch,)."""
         scores = self._processors(ids, logits)
-        if not self._do_sample:
-            return torch.argmax(scores, dim=-1)
+        if not self.do_sample:
+            return torch.argmax(scores, dim=-1), None
         # `torch.multinomial` draws one sample the same way, but its checks read the device.
         chances = torch.softmax(scores, dim=-1)
-        return torch.argmax(chances / torch.empty_like(chances).exponential_(1), dim=-1)
+        tokens = torch.argmax(chances / torch.empty_like(chances).exponential_(1), dim=-1)
+        return tokens, chances.gather(-1, tokens[:, None])[:, 0]
 
 
 def _write(
-    buffers: DecodeBuffers, slot: int, tokens: torch.Tensor, pad: torch.Tensor | None, ends: torch.Tensor | None
+    buffers: DecodeBuffers,
+    slot: int,
+    tokens: torch.Tensor,
+    chances: torch.Tensor | None,
+    pad: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> None:
     """Pad ended rows, find rows that end now, and append the tokens; a compiler fuses these small operations."""
     ended = buffers.finished[1 - slot]
@@ -109,6 +117,12 @@ def _write(
         tokens = torch.where(ended, pad, tokens)
     if ends is not None:
         ended = ended | ends_of(tokens, ends)
+    if chances is not None:
+        # One score that is NaN makes the softmax of its row NaN, and the largest of a row with NaN is NaN. Nobody draws
+        # after all rows have ended.
+        undrawn = buffers.undrawn[1 - slot] | (chances.isnan().any() & ~buffers.finished[1 - slot].all())
+        buffers.undrawn[slot].copy_(undrawn)
+        ended = ended | undrawn
     buffers.write(slot, tokens, ended)
 
 

@@ -112,13 +112,16 @@ class FinishTracker:
     """Sends one flag a step, `width` flags in one copy, and finds the first step whose flag was set.
 
     The host learns of a finish at most `width * (in_flight + 1) - 1` steps late. For more than `in_flight` copies the
-    host waits; both numbers are at least 1.
+    host waits; both numbers are at least 1. If steps `can_fail`, each copy has one flag more, and so has the channel.
     """
 
-    def __init__(self, channel: FlagChannel, device: torch.device, *, width: int, in_flight: int) -> None:
+    def __init__(
+        self, channel: FlagChannel, device: torch.device, *, width: int, in_flight: int, can_fail: bool = False
+    ) -> None:
         self._channel = channel
         self._in_flight = in_flight
-        self._flags = torch.zeros(width, dtype=torch.bool, device=device)
+        self._can_fail = can_fail
+        self._flags = torch.zeros(width + can_fail, dtype=torch.bool, device=device)
         self._places = self._flags.unbind()
         self._width = width
         self._inputs: list[Any] = []
@@ -126,20 +129,26 @@ class FinishTracker:
         self._last_length = 0
         self.finished_at: int | None = None
         """Length of the sequences when the last row stopped; None until the host knows."""
+        self.failed = False
+        """Whether a step failed, as far as the host knows."""
 
-    def record(self, finished: torch.Tensor, length: int, *inputs: Any) -> bool:
+    def record(self, finished: torch.Tensor, length: int, *inputs: Any, failed: torch.Tensor | None = None) -> bool:
         """Record the flag of one step, on the current stream.
 
         Args:
             finished: bool (batch,), rows that have stopped at this step or before.
             length: of the sequences at this step.
             inputs: the tensors that `finished` was computed from, if another stream frees them.
+            failed: bool (1,), whether this step or one before it failed; used if steps can fail. A failed step must
+                stop all rows.
 
         Returns:
             Whether flags were sent. Only then can `poll` find something new.
         """
         self._last_length = length
-        if self._width == finished.numel() == 1:
+        if self._can_fail and failed is not None:
+            self._places[-1].copy_(failed[0])
+        elif self._width == finished.numel() == 1:
             self._inputs.append((finished, *inputs))
             self._send(finished)  # one flag needs no reduction
             return True
@@ -175,5 +184,7 @@ class FinishTracker:
         sent = self._sent.popleft()
         # A partly filled copy ends with old flags; if one of those were set, an earlier copy would have shown it.
         flags = sent.arrival.wait()
+        if self._can_fail:
+            self.failed = flags.pop()
         if self.finished_at is None and any(flags):
             self.finished_at = sent.first_length + flags.index(True)

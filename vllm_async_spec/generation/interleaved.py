@@ -177,7 +177,8 @@ def decode_interleaved(
             _bound(model, switches.memory_limit)
             channel = None
             if switches.interleaved:
-                channel = _channel(workspace, device, poll_every, max_in_flight, open_channel)
+                flags = poll_every + tail.do_sample
+                channel = _channel(workspace, device, flags, max_in_flight, open_channel)
             length = prompts.shape[1] + 1
             if channel is None:
                 length = decode_loops.synchronous(decode, host, length)
@@ -189,7 +190,9 @@ def decode_interleaved(
                     length,
                     slots=workspace.slots,
                     channel=channel,
-                    watch=FinishTracker(channel, device, width=poll_every, in_flight=max_in_flight),
+                    watch=FinishTracker(
+                        channel, device, width=poll_every, in_flight=max_in_flight, can_fail=tail.do_sample
+                    ),
                     trail=RngHistory(device, poll_every * (max_in_flight + 1)) if draws else None,
                 )
         return decode.ids(length)
