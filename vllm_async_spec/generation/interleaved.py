@@ -157,7 +157,7 @@ def decode_interleaved(
     tail = DecodeTail(
         logits_processor if logits_processor is not None else LogitsProcessorList(),
         host.rest,
-        do_sample=generation_config.do_sample,
+        do_sample=bool(generation_config.do_sample),
         pad=generation_config._pad_token_tensor if pads else None,
         device=device,
         compile_with=compile_with,
