@@ -87,7 +87,7 @@ class SingleTokens:
         """See `Decoding`."""
         temperature = inputs.temperature[:size] if sampled else None
         tokens = sample(found, temperature, inputs.seeds[:size], inputs.positions[:size])
-        self._leave(tokens, inputs.request_slots[:size], results)
+        self._leave(tokens, sampled, inputs.request_slots[:size], results)
 
     def prefill(self, metadata: CommonAttentionMetadata, host: PrefillInputs, inputs: PrefillInputs) -> None:
         """See `Decoding`; nothing else is needed."""
@@ -98,11 +98,12 @@ class SingleTokens:
         """See `Decoding`."""
         temperature = inputs.temperature[:rows] if sampled else None
         tokens = sample(logits, temperature, inputs.seeds[:rows], inputs.seq_lens[:rows] - 1)
-        self._leave(tokens, inputs.request_slots[:rows], results)
+        self._leave(tokens, sampled, inputs.request_slots[:rows], results)
 
-    def _leave(self, tokens: torch.Tensor, request_slots: torch.Tensor, results: torch.Tensor) -> None:
+    def _leave(self, tokens: torch.Tensor, sampled: bool, request_slots: torch.Tensor, results: torch.Tensor) -> None:
         stops = ends_of(tokens, self._eos)
         # Last, without an allocation: a step that fails leaves all tokens as they were.
         results[:, TOKEN].copy_(tokens)
         results[:, STOPS].copy_(stops)
-        self._last_tokens.index_copy_(0, request_slots, tokens)
+        # A step may already be planned for a row for which nothing was drawn; it must have a token to feed.
+        self._last_tokens.index_copy_(0, request_slots, tokens.clamp(min=0) if sampled else tokens)

@@ -10,6 +10,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+UNDRAWN = -1
+"""What a step gives in place of a token where none can be drawn."""
+
 
 class BatcherError(RuntimeError):
     """The batcher can't go on, or was called wrongly; the message says why."""

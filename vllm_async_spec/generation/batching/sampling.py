@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from vllm_async_spec.generation.batching.request import UNDRAWN
+
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _FIRST = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _SECOND = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -28,14 +30,16 @@ def sample(
         positions: (rows,) int, position of the fed token that gave each row's logits.
 
     Returns:
-        (rows,) int64.
+        (rows,) int64; `UNDRAWN` where a row is not greedy and its logits give no probabilities: one is NaN or infinite,
+        or all are minus infinity.
     """
     greedy = logits.argmax(-1)
     if temperature is None:
         return greedy
     # Greedy rows are divided by 1, and their draws are dropped.
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).argmax(-1)
+    largest, drawn = (scaled + gumbel_noise(seeds, positions, logits.shape[-1])).max(-1)
+    drawn = torch.where(largest.isfinite(), drawn, UNDRAWN)  # the largest of a row with NaN is NaN
     return torch.where(temperature > 0, drawn, greedy)
 
 

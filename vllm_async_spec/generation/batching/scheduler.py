@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vllm_async_spec.generation.batching.pages import PageAllocator
-from vllm_async_spec.generation.batching.request import Request, RequestError
+from vllm_async_spec.generation.batching.request import UNDRAWN, Request, RequestError
 
 
 def _no_pages() -> array[int]:
@@ -216,6 +216,10 @@ class Scheduler:
 
     def _give(self, row: Row, tokens: Sequence[int], stops: bool) -> None:
         job, request = row.job, row.job.request
+        if UNDRAWN in tokens:
+            reason = "no token can be drawn from the logits of this request, because one of them is NaN or infinite"
+            self._end(job, "error", RequestError(f"{reason}; look at the model's weights and dtype"))
+            return
         room = request.max_new_tokens - job.given
         given = tokens[:room]
         job.given += len(given)
