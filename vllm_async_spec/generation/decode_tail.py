@@ -112,15 +112,15 @@ def _write(
     ends: torch.Tensor | None,
 ) -> None:
     """Pad ended rows, find rows that end now, and append the tokens; a compiler fuses these small operations."""
-    ended = buffers.finished[1 - slot]
+    ended = before = buffers.finished[1 - slot]
     if pad is not None:
-        tokens = torch.where(ended, pad, tokens)
+        tokens = torch.where(before, pad, tokens)
     if ends is not None:
-        ended = ended | ends_of(tokens, ends)
+        ended = before | ends_of(tokens, ends)
     if chances is not None:
         # One score that is NaN makes the softmax of its row NaN, and the largest of a row with NaN is NaN. Nobody draws
         # after all rows have ended.
-        undrawn = buffers.undrawn[1 - slot] | (chances.isnan().any() & ~buffers.finished[1 - slot].all())
+        undrawn = buffers.undrawn[1 - slot] | (chances.isnan().any() & ~before.all())
         buffers.undrawn[slot].copy_(undrawn)
         ended = ended | undrawn
     buffers.write(slot, tokens, ended)

@@ -139,14 +139,15 @@ class FinishTracker:
             finished: bool (batch,), rows that have stopped at this step or before.
             length: of the sequences at this step.
             inputs: the tensors that `finished` was computed from, if another stream frees them.
-            failed: bool (1,), whether this step or one before it failed; used if steps can fail. A failed step must
-                stop all rows.
+            failed: bool (1,), whether this step or one before it failed; required if steps can fail, else unused. A
+                failed step must stop all rows.
 
         Returns:
             Whether flags were sent. Only then can `poll` find something new.
         """
         self._last_length = length
-        if self._can_fail and failed is not None:
+        if self._can_fail:
+            assert failed is not None
             self._places[-1].copy_(failed[0])
         elif self._width == finished.numel() == 1:
             self._inputs.append((finished, *inputs))

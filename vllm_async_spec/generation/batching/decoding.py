@@ -102,8 +102,9 @@ class SingleTokens:
 
     def _leave(self, tokens: torch.Tensor, sampled: bool, request_slots: torch.Tensor, results: torch.Tensor) -> None:
         stops = ends_of(tokens, self._eos)
+        # A step may already be planned for a row for which nothing was drawn; it must have a token to feed.
+        fed = tokens.clamp(min=0) if sampled else tokens
         # Last, without an allocation: a step that fails leaves all tokens as they were.
         results[:, TOKEN].copy_(tokens)
         results[:, STOPS].copy_(stops)
-        # A step may already be planned for a row for which nothing was drawn; it must have a token to feed.
-        self._last_tokens.index_copy_(0, request_slots, tokens.clamp(min=0) if sampled else tokens)
+        self._last_tokens.index_copy_(0, request_slots, fed)
