@@ -22,37 +22,42 @@ def compiles_alone(arm: Mapping[str, Any], *, served: bool = False) -> bool:
     return bool(arm["plugin"] == Plugin.STOCK and (served or tensor_ranks(arm["engine"]) > 1))
 
 
-def state(arm: Mapping[str, Any], *, served: bool = False) -> str:
+def state(arm: Mapping[str, Any], *, served: bool = False, longest: int = 0) -> str:
     """Of an arm, given as plain data: `warm`, if it has started with these caches; `shared`, if only another arm that
-    compiles the same code has; or `cold`. `served` says whether its engine is a server's."""
-    mark = _mark(arm, served)
+    compiles the same code has; or `cold`.
+
+    Args:
+        served: whether its engine is a server's.
+        longest: most tokens of a request, by which an engine is sized whose arguments do not say its own length.
+    """
+    mark = _mark(arm, served, longest)
     return "warm" if mark.is_dir() else "shared" if mark.parent.is_dir() else "cold"
 
 
-def waves(arms: Sequence[Arm], *, served: bool = False) -> list[list[Arm]]:
+def waves(arms: Sequence[Arm], *, served: bool = False, longest: int = 0) -> list[list[Arm]]:
     """Arms that may start at once: of those that compile the same code and find none, one goes first."""
     first: dict[Path, Arm] = {}
     for arm in arms:
-        if state(arm.to_dict(), served=served) == "cold":
-            first.setdefault(_mark(arm.to_dict(), served).parent, arm)
+        if state(arm.to_dict(), served=served, longest=longest) == "cold":
+            first.setdefault(_mark(arm.to_dict(), served, longest).parent, arm)
     rest = [arm for arm in arms if arm not in first.values()]
     return [wave for wave in ([*first.values()], rest) if wave]
 
 
-def mark(arm: Mapping[str, Any], *, served: bool = False) -> None:
+def mark(arm: Mapping[str, Any], *, served: bool = False, longest: int = 0) -> None:
     """Note that the arm has started. The mark lies in vLLM's cache, so that both go together.
 
     Where nothing can be written, vLLM keeps no caches either, and the next start is cold again.
     """
     with contextlib.suppress(OSError):
-        _mark(arm, served).mkdir(parents=True, exist_ok=True)
+        _mark(arm, served, longest).mkdir(parents=True, exist_ok=True)
 
 
-def _mark(arm: Mapping[str, Any], served: bool) -> Path:
+def _mark(arm: Mapping[str, Any], served: bool, longest: int) -> Path:
     root = Path(os.environ.get(CACHE_ROOT) or Path.home() / ".cache" / "vllm")
     engine = {name: value for name, value in arm["engine"].items() if name != "seed"}  # vLLM's key has none
-    declared = [engine, *(arm[name] for name in ("method", "draft_tokens", "runner"))]
-    declared.append(compiles_alone(arm, served=served))
+    # vLLM's key has the longest sequence, but not the number of draft tokens (`SpeculativeConfig.compute_hash`).
+    declared = [engine, arm["method"], arm["runner"], longest, compiles_alone(arm, served=served)]
     code = hashlib.sha256(json.dumps(declared, sort_keys=True, default=str).encode()).hexdigest()[:12]
     release = arm["release"] or "installed"
     return root / "async-spec-benchmarks" / f"{release}-{arm['shape']}-{code}" / Plugin(arm["plugin"]).value

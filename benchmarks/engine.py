@@ -61,19 +61,20 @@ class BenchEngine:
             from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
             open_cpu_gate()  # on a CPU stock vLLM turns asynchronous scheduling off again
+        longest = max(load.longest for load in loads)
         options = {
             "skip_tokenizer_init": True,
             "enable_prefix_caching": False,
             "seed": 0,
             "worker_extension_cls": EXTENSION,
-            "max_model_len": max(load.longest for load in loads) + _SPARE_TOKENS,
+            "max_model_len": longest + _SPARE_TOKENS,
             "max_num_seqs": max(load.running for load in loads),
         }
-        self._caches = caches.state(self._arm)
+        self._caches = caches.state(self._arm, longest=longest)
         start = time.perf_counter()
         self._llm = vllm.LLM(**options | self._model_options(Path(setup["models"])) | self._arm["engine"])
         self._start_seconds = time.perf_counter() - start
-        caches.mark(self._arm)
+        caches.mark(self._arm, longest=longest)
 
         def sampling(max_tokens: int, **more: Any) -> Any:
             return vllm.SamplingParams(

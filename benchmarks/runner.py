@@ -150,7 +150,8 @@ class Runner:
         with contextlib.ExitStack() as stack:
             kept: dict[str, Child] = {}
             failed: dict[str, ChildError] = {}
-            for together in caches.waves(arms) if self._plan.keep else []:
+            longest = max(load.longest for load in self._plan.loads)
+            for together in caches.waves(arms, longest=longest) if self._plan.keep else []:
                 begun = [(arm.name, stack.enter_context(self._begun(arm))) for arm in together]
                 for name, process in begun:
                     self._beside[name] = len(together)

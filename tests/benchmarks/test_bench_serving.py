@@ -166,6 +166,16 @@ def test_a_head_scale_changes_no_order_of_logits():
     torch.testing.assert_close(heads[1], 0.25 * heads[0])
 
 
+def test_the_longest_sequence_is_in_the_key_of_caches_and_the_number_of_drafts_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    arm = SERVE_8B.arms[0].to_dict()
+    caches.mark(arm, longest=264)
+    assert caches.state(arm | {"draft_tokens": 7}, longest=264) == "warm"
+    assert caches.state(arm, longest=33_000) == "cold"
+
+
 def test_an_arms_caches_are_cold_until_it_or_its_like_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     stock, noop, plugin, other = (arm.to_dict() for arm in SERVE_8B.arms)

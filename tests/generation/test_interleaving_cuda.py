@@ -1,6 +1,7 @@
 """Interleaved generation on a GPU: the streams, events, graphs and pinned buffers that the CPU's tests stand in for."""
 
 import gc
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generating import RowsStopAt
+from generating import RowsStopAt, Spoils
 from interleaving_controls import (
     CONTROLS,
     INTERLEAVED,
@@ -99,6 +100,19 @@ def test_a_second_generation_reads_nothing_that_went_with_the_first(model: Any):
         tokens, _ = generate(model, inputs, **settings, **{**INTERLEAVED, "interleaved": interleaved})
         assert_same(model, expected, tokens)
     assert len(taken) == 10_000
+
+
+@pytest.mark.parametrize("way", [{}, {"static_cache": False}], ids=["static", "dynamic"])
+def test_a_score_that_is_not_a_number_is_an_error_and_breaks_nothing(model: Any, way: dict[str, Any]):
+    """Stock's draw from such scores is an assertion on the device, after which the process can use it no more."""
+    settings: dict[str, Any] = {"max_new_tokens": 40, "do_sample": True, "eos_token_id": VOCABULARY}
+    inputs = prompts([3, 1], 0)
+    expected, _ = generate(model, inputs, **settings, **STATIC)
+    spoils = transformers.LogitsProcessorList([Spoils(12, math.nan)])
+    with pytest.raises(RuntimeError, match="no token can be drawn"):
+        generate(model, inputs, **settings, **INTERLEAVED, **way, logits_processor=spoils)
+    tokens, _ = generate(model, inputs, **settings, **INTERLEAVED, **way)
+    assert_same(model, expected, tokens)
 
 
 @pytest.mark.parametrize("taken", list(CONTROLS))

@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from generating import may_wait
+from generating import Spoils, may_wait
 from interleaving_runs import as_graphs, assert_same, both, ways
 from late_device import LateChannel
 
@@ -20,20 +20,6 @@ WAYS = {
     "late flags, growing cache": {**ways(), "static_cache": False},
     "synchronous": {"interleaved": False, "static_cache": True},
 }
-
-
-class Spoils(transformers.LogitsProcessor):
-    """Scores of the last row that no softmax can take, from sequences of `length` tokens on."""
-
-    def __init__(self, length: int, score: float) -> None:
-        self.length, self.score = length, score
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] < self.length:
-            return scores
-        spoiled = scores.clone()
-        spoiled[-1, :3] = self.score
-        return spoiled
 
 
 def generated(way: dict[str, Any], length: int, score: float, **kwargs: Any) -> Any:

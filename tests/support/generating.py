@@ -33,6 +33,20 @@ def late(channel: LateChannel, **options: Any) -> dict[str, Any]:
     return {"custom_generate": generation.generate, "open_channel": channel.open, **options}
 
 
+class Spoils(transformers.LogitsProcessor):
+    """Scores of the last row that no softmax can take, from sequences of `length` tokens on."""
+
+    def __init__(self, length: int, score: float) -> None:
+        self.length, self.score = length, score
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] < self.length:
+            return scores
+        spoiled = scores.clone()
+        spoiled[-1, :3] = self.score
+        return spoiled
+
+
 class RowsStopAt(transformers.StoppingCriteria):
     """A custom criterion: row i stops for good once it has `lengths[i]` tokens."""
 

@@ -17,16 +17,18 @@ SPOILED = 101
 """Seed of the request whose logits are spoiled."""
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_sampled_row_without_probabilities_is_undrawn(value: float):
-    logits = torch.randn(4, 9)
+def test_a_sampled_row_without_probabilities_is_undrawn(value: float, device: str):
+    logits = torch.randn(4, 9, device=device)
     logits[1:3, 4] = value
-    temperature, rows = torch.tensor([1.0, 1.0, 0.0, 0.5]), torch.arange(4)
+    temperature, rows = torch.tensor([1.0, 1.0, 0.0, 0.5], device=device), torch.arange(4, device=device)
     tokens = sample(logits, temperature, rows, rows).tolist()
     assert tokens[1] == UNDRAWN
     assert tokens[2] == 4, "transformers gives a greedy row the same token"
     assert min(tokens[0], tokens[3]) >= 0
-    assert sample(torch.full((1, 9), -math.inf), torch.ones(1), rows[:1], rows[:1]).item() == UNDRAWN
+    nothing = torch.full((1, 9), -math.inf, device=device)
+    assert sample(nothing, torch.ones(1, device=device), rows[:1], rows[:1]).item() == UNDRAWN
 
 
 @pytest.mark.parametrize("at", [0, 2])
