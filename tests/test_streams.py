@@ -1,4 +1,5 @@
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_async_spec import reset_sync_report, sync_policy, sync_report
-from vllm_async_spec.streams import captured, counted_wait, refuse_waits
+from vllm_async_spec import reset_sync_report, streams, sync_policy, sync_report
+from vllm_async_spec.streams import captured, captured_beside_others, counted_wait, refuse_waits
+
+INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
 
 
 class Late:
@@ -91,7 +94,7 @@ class Capture:
 
     def __exit__(self, *error: object) -> None:
         if not Capture.ends:
-            raise RuntimeError("operation failed due to a previous error during capture")
+            raise RuntimeError(INVALIDATED)
         Capture.current = self.before
 
 
@@ -120,6 +123,48 @@ def test_a_capture_that_fails_leaves_nothing_in_capture_state(
     if not ends:
         assert generator.state == "free"
         assert pools == []
+
+
+@pytest.mark.parametrize(("invalid", "captures"), [(0, 1), (2, 3)])
+def test_a_capture_that_was_invalid_before_it_began_is_made_again(
+    invalid: int, captures: int, monkeypatch: pytest.MonkeyPatch
+):
+    calls = capturing(monkeypatch, [None] * invalid)
+    assert captured_beside_others(lambda: calls.append("prepared"), int, "a pool", stream="a stream") is int
+    assert calls == ["prepared", ("a pool", {"stream": "a stream"})] * captures
+
+
+@pytest.mark.parametrize("own", [KeyError("a kernel"), RuntimeError("not permitted when stream is capturing")])
+def test_a_capture_that_fails_by_itself_is_not_made_again(own: Exception, monkeypatch: pytest.MonkeyPatch):
+    calls = capturing(monkeypatch, [own])
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured_beside_others(lambda: None, int, "a pool")
+    assert len(calls) == 1
+
+
+def test_a_capture_that_is_never_valid_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    calls = capturing(monkeypatch, [None] * 9)
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured_beside_others(lambda: None, int, "a pool")
+    assert len(calls) == 3
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch, errors: list[Exception | None]) -> list[Any]:
+    """Let captures fail as on a device: by the first error of `run`, if there is one, and then at the capture's end."""
+    calls: list[Any] = []
+
+    def capture(run: Callable[[], object], pool: str, **options: str) -> Callable[[], object]:
+        calls.append((pool, options))
+        if not errors:
+            return run
+        first = errors.pop(0) or RuntimeError(INVALIDATED)
+        try:
+            raise first
+        finally:
+            raise RuntimeError(INVALIDATED)
+
+    monkeypatch.setattr(streams, "captured", capture)
+    return calls
 
 
 @pytest.mark.gpu

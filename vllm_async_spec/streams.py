@@ -14,6 +14,8 @@ from vllm_async_spec.sync_policy import ReadKind, host_read
 
 Kept = TypeVar("Kept")
 _WAITS = "called a synchronizing CUDA operation"
+_INVALIDATED = "previous error during capture"
+"""CUDA's words at the first call of a capture that is invalid already."""
 
 
 class Arrival(Protocol):
@@ -64,6 +66,40 @@ def captured(run: Callable[[], Kept], pool: Any, **capture: Any) -> Callable[[],
         return kept
 
     return replay
+
+
+def captured_beside_others(
+    prepare: Callable[[], None], run: Callable[[], Kept], pool: Any, **capture: Any
+) -> Callable[[], Kept]:
+    """Capture as `captured` does, where other threads may use the device meanwhile; at most three times.
+
+    Seen once on an H200, in `thread_local` mode: while another thread read tensors, the capture was invalid at its
+    first kernel. What `run` launches in a capture does not run, so the capture can be made again.
+
+    Args:
+        prepare: called before each capture.
+        run: as for `captured`.
+        pool: as for `captured`.
+        capture: as for `captured`.
+
+    Raises:
+        RuntimeError: as `captured`, or three captures were invalid.
+    """
+    for is_last in (False, False, True):
+        prepare()
+        try:
+            return captured(run, pool, **capture)
+        except RuntimeError as error:
+            if is_last or not _began_invalid(error):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _began_invalid(error: BaseException) -> bool:
+    """Whether the first error of a capture says that the capture was invalid before. `run`'s own would be another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return _INVALIDATED in str(error)
 
 
 def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:

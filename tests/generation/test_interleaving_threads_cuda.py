@@ -89,7 +89,7 @@ def test_what_another_thread_reads_while_one_captures_is_no_error():
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(read)
         try:
-            for _ in range(5):
+            for _ in range(20):
                 generation.release(model)
                 generate(model, inputs, **SETTINGS, **INTERLEAVED)
         finally:

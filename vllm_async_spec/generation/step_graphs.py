@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_async_spec.generation.slots import Slots
-from vllm_async_spec.streams import captured, refuse_waits
+from vllm_async_spec.streams import captured_beside_others, refuse_waits
 
 
 class StepGraphs:
@@ -39,10 +39,9 @@ class StepGraphs:
         self.pool: Any = torch.cuda.graph_pool_handle()
         self._replays: list[Callable[[], torch.Tensor | None]] = []
         for slot in range(len(slots.streams)):
-            rewind()
             # Capture both on one stream, for replay on any: a pool never gives one stream's freed memory to another.
             how = {"stream": slots.streams[0], "capture_error_mode": "thread_local"}
-            self._replays.append(captured(functools.partial(step, slot), self.pool, **how))
+            self._replays.append(captured_beside_others(rewind, functools.partial(step, slot), self.pool, **how))
 
     def replay(self, slot: int) -> torch.Tensor | None:
         """Launch the step of `slot` on the current stream; return its kept tensor, valid once the step has run."""

@@ -21,7 +21,7 @@ from vllm_async_spec.generation.batching.step_inputs import fill_decodes, fill_p
 from vllm_async_spec.generation.batching.step_slots import HostInputs, Sizes, StepSlot, StepSlots
 from vllm_async_spec.generation.batching.streams import CudaStreams, Streams
 from vllm_async_spec.metadata import CommonAttentionMetadata
-from vllm_async_spec.streams import Arrival, captured
+from vllm_async_spec.streams import Arrival, captured_beside_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class Runner:
             for size in reversed(self._decode_sizes):
                 for slot in self._slots.slots:
                     forward = functools.partial(self._decoding.forward, slot.inputs.decode, size, self._longest)
-                    self._graphs[slot.number, size] = captured(
-                        forward, pool, stream=streams.stream, capture_error_mode="thread_local"
+                    self._graphs[slot.number, size] = captured_beside_others(
+                        lambda: None, forward, pool, stream=streams.stream, capture_error_mode="thread_local"
                     )
         streams.drain()
 
