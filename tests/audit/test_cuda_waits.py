@@ -97,3 +97,26 @@ def test_copies_within_one_device_are_not_noted(mode):
     tensor.to("meta")  # as far from a GPU as this one
     waits.stop()
     assert waits.calls == []
+
+
+@pytest.mark.parametrize("asked", [{}, {"enable_timing": False}])
+def test_events_without_times_are_refused_in_pytorchs_words(asked: dict[str, bool]):
+    """Those of `torch.Event`: a subclass is refused as no event at all."""
+    with pytest.raises(ValueError, match="created with argument 'enable_timing=True'"):
+        AuditedEvent(enable_timing=True).elapsed_time(torch.Event(**asked))
+
+
+def test_two_audited_events_are_taken_for_events():
+    """KV offloading measures its copies so; a CPU records no event."""
+    with pytest.raises(ValueError, match="must be recorded"):
+        AuditedEvent(enable_timing=True).elapsed_time(AuditedEvent(enable_timing=True))
+
+
+@pytest.mark.gpu
+def test_audited_events_measure_time():
+    before, after = AuditedEvent(enable_timing=True), AuditedEvent(enable_timing=True)
+    before.record()
+    torch.cuda._sleep(10_000_000)
+    after.record(torch.cuda.current_stream())
+    after.synchronize()
+    assert 1.0 < before.elapsed_time(after) < 1000.0

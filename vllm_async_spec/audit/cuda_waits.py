@@ -98,10 +98,33 @@ class CudaWaits:
         self.calls.append(Call(threading.get_ident(), "warning", now, now, take()))
 
 
+_PlainEvent = torch.Event
+
+
 class AuditedEvent(torch.Event):
     """A `torch.Event` that reports its waits; `torch.Event` itself is written in C and can't be changed."""
 
     listener: Callable[[Callable[[], None]], None] | None = None
+    _timed: torch.Event | None = None
+    """With `enable_timing`, recorded with this event: PyTorch measures time between events of its own class only."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> AuditedEvent:
+        """Take the arguments of `torch.Event`."""
+        event = super().__new__(cls, *args, **kwargs)
+        if kwargs.get("enable_timing"):
+            event._timed = _PlainEvent(*args, **kwargs)
+        return event
+
+    def record(self, *args: Any) -> None:
+        """Record the event on a stream, the current one if none is given."""
+        super().record(*args)
+        if self._timed is not None:
+            self._timed.record(*args)
+
+    def elapsed_time(self, other: torch.Event) -> float:
+        """Milliseconds from this event to `other`."""
+        timed = [getattr(each, "_timed", None) or each for each in (self, other)]
+        return _PlainEvent.elapsed_time(*timed)
 
     def synchronize(self) -> None:
         """Wait for the event."""
