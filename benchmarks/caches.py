@@ -12,6 +12,8 @@ from benchmarks.arms import Arm, Plugin, tensor_ranks
 
 CACHE_ROOT = "VLLM_CACHE_ROOT"
 """vLLM's environment variable of the folder of its caches."""
+_LARGEST_GRAPH = 512
+"""Most tokens of a CUDA graph, by vLLM's default."""
 
 
 def compiles_alone(arm: Mapping[str, Any], *, served: bool = False) -> bool:
@@ -56,8 +58,11 @@ def mark(arm: Mapping[str, Any], *, served: bool = False, longest: int = 0) -> N
 def _mark(arm: Mapping[str, Any], served: bool, longest: int) -> Path:
     root = Path(os.environ.get(CACHE_ROOT) or Path.home() / ".cache" / "vllm")
     engine = {name: value for name, value in arm["engine"].items() if name != "seed"}  # vLLM's key has none
-    # vLLM's key has the longest sequence, but not the number of draft tokens (`SpeculativeConfig.compute_hash`).
-    declared = [engine, arm["method"], arm["runner"], longest, compiles_alone(arm, served=served)]
+    # vLLM's key has the longest sequence and the sizes of CUDA graphs. It has no number of draft tokens, but sizes are
+    # rounded to multiples of a request's tokens in a step: 2, 4 and 8 divide them already.
+    tokens = 1 + int(arm["draft_tokens"])
+    rounded = 0 if _LARGEST_GRAPH % tokens == 0 else tokens
+    declared = [engine, arm["method"], arm["runner"], longest, rounded, compiles_alone(arm, served=served)]
     code = hashlib.sha256(json.dumps(declared, sort_keys=True, default=str).encode()).hexdigest()[:12]
     release = arm["release"] or "installed"
     return root / "async-spec-benchmarks" / f"{release}-{arm['shape']}-{code}" / Plugin(arm["plugin"]).value

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import tensor_ranks
-from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS
+from benchmarks.plans.defaults import PUBLISHED, SEVERAL_GPUS, VARIANTS
 from benchmarks.present import Grid, notes, ratio, speed
 from benchmarks.results import read_result
 from benchmarks.serving.results import find_served, read_served, served_files, summarise, unlike
@@ -32,12 +32,29 @@ _SERVED = "serve-"
 
 
 def defaults(results: Path) -> str:
-    """Speeds at vLLM's defaults, of every result of these plans, with what the engines were, and what is missing."""
+    """Speeds at vLLM's defaults with three draft tokens and short prompts, with what the engines were, and what is
+    missing."""
+    return _speeds_at_defaults(results, [""])
+
+
+def variants(results: Path) -> str:
+    """The same with other numbers of draft tokens, and after long prompts."""
+    return _speeds_at_defaults(results, [suffix for suffix in VARIANTS if suffix])
+
+
+def _speeds_at_defaults(results: Path, suffixes: Sequence[str]) -> str:
+    """Of every result of the plans with one of these ends of their names."""
+    asked = {
+        which: [suffix for suffix in suffixes if suffix in which.variants] for which in (*PUBLISHED, *SEVERAL_GPUS)
+    }
+    names = {f"defaults-{which.name}{suffix}" for which, own in asked.items() for suffix in own}
     rows, lines, found = list[Sequence[str]](), list[str](), set[str]()
     noted: dict[str, list[str]] = {}  # results by what is to be said of them
     cells: dict[str, dict[str, Row | None]] = {"stock": {}, "FLASH_ATTN": {}}
     for path in files(results, "defaults-*.json"):
         document = read_result(path)
+        if document["plan"]["name"] not in names:
+            continue
         found.add(document["plan"]["name"])
         rows += _speeds(document)
         for note in notes(document):
@@ -47,12 +64,11 @@ def defaults(results: Path) -> str:
     lines += [f"{', '.join(names)}: {note}" for note, names in noted.items()]
     lines += [_behind(other, mine) for other, mine in cells.items()]
     missing = []
-    for which in (*PUBLISHED, *SEVERAL_GPUS):
-        lacking = [suffix for suffix in which.variants if f"defaults-{which.name}{suffix}" not in found]
+    for which, own in asked.items():
+        lacking = [suffix for suffix in own if f"defaults-{which.name}{suffix}" not in found]
         if lacking:
-            listed = ", ".join(each.strip("-") or "main" for each in lacking)
-            named = "all" if len(lacking) == len(which.variants) else listed
-            missing.append(f"{which.name} ({named})")
+            listed = "" if suffixes == [""] else f" ({', '.join(each.strip('-') for each in lacking)})"
+            missing.append(which.name + listed)
     lines += [f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
     return "\n".join([Grid((*_HEAD, *_RATIOS), rows).markdown(), *(f"- {line}" for line in lines), ""])
 

@@ -129,7 +129,7 @@ def read_result(path: Path) -> Document:
 
 
 def write_result(path: Path, document: Document) -> None:
-    """Write a result whole or not at all, with six digits of each float.
+    """Write a result whole or not at all, with five digits of each float.
 
     Raises:
         PlanError: the file can't be written; the message says where the result is kept.

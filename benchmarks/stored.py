@@ -69,9 +69,9 @@ def write_archive(folder: Path, results: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def rounded(value: Any) -> Any:
-    """The same with six digits of each float, more than any clock here resolves."""
+    """The same with five digits of each float, a hundred times finer than two turns agree."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {name: rounded(each) for name, each in value.items()}
     return [rounded(each) for each in value] if isinstance(value, list) else value

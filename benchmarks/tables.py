@@ -16,7 +16,7 @@ from benchmarks.audit_tables import host_time_grid, ranks_grid
 from benchmarks.features.table import feature_grid
 from benchmarks.held import in_words
 from benchmarks.present import Grid, grid, notes
-from benchmarks.published import defaults, devices, in_words_of, runners, served, served_table, starts
+from benchmarks.published import defaults, devices, in_words_of, runners, served, served_table, starts, variants
 from benchmarks.results import RESULTS, read_result
 from benchmarks.serving.results import find_served
 from benchmarks.stored import exists, files, read_json
@@ -209,6 +209,7 @@ _MADE_OF_SEVERAL: dict[str, Callable[[Path], str]] = {
     "soak": _soak,
     "starts": starts,
     "step-time": _step_time,
+    "variants": variants,
     **{f"feature-waits-{shape}": partial(waits_tables, shape=shape) for shape in SHAPES},
 }
 

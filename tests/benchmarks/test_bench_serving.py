@@ -166,13 +166,14 @@ def test_a_head_scale_changes_no_order_of_logits():
     torch.testing.assert_close(heads[1], 0.25 * heads[0])
 
 
-def test_the_longest_sequence_is_in_the_key_of_caches_and_the_number_of_drafts_is_not(
+def test_drafts_that_change_no_graphs_size_and_no_length_share_compiled_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     arm = SERVE_8B.arms[0].to_dict()
     caches.mark(arm, longest=264)
-    assert caches.state(arm | {"draft_tokens": 7}, longest=264) == "warm"
+    states = [caches.state(arm | {"draft_tokens": number}, longest=264) for number in (1, 5, 7)]
+    assert states == ["warm", "cold", "warm"]
     assert caches.state(arm, longest=33_000) == "cold"
 
 

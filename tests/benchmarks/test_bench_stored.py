@@ -48,10 +48,10 @@ def test_a_file_goes_before_the_archive_until_it_is_kept_and_the_others_stay(tmp
     assert files(tmp_path, "[bc].json") == [tmp_path / "b.json", tmp_path / "c.json"]
 
 
-def test_the_archive_has_six_digits_of_each_number(tmp_path: Path):
+def test_the_archive_has_five_digits_of_each_number(tmp_path: Path):
     written(tmp_path, a={"rows": [2 / 3, 123456789, {"us": 98765.4321}]})
     keep(tmp_path)
-    assert read_json(tmp_path / "a.json") == {"rows": [0.666667, 123456789, {"us": 98765.4}]}
+    assert read_json(tmp_path / "a.json") == {"rows": [0.66667, 123456789, {"us": 98765.0}]}
 
 
 def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):

@@ -85,7 +85,7 @@ def test_a_figure_that_no_result_has_is_named(written: Path, text: str, sentence
     assert sentence in str(refused.value)
 
 
-def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Path):
+def test_speeds_at_defaults_have_all_ratios_and_what_is_missing(tmp_path: Path):
     plan = find_plan("defaults-8b-K5")
     speeds = {"stock": [100.0] * 4, "noop": [100.0] * 4, "plugin": [200.0] * 4, "FLASH_ATTN": [160.0] * 4}
     facts = FACTS | {"runner": "V2"}
@@ -93,7 +93,7 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
     (tmp_path / "defaults-8b-K5-h100.json").write_text(
         json.dumps(document({"noop": [100.0]}, plan, facts | {"hardware": {"device": "another"}}))
     )
-    table = published.defaults(tmp_path)
+    table = published.variants(tmp_path)
     rows = [line for line in table.splitlines() if line.startswith("| 0.32.0, V2, FLASHINFER, 8b, ")]
     assert [row.split(", ", 4)[4].split(" | ")[:2] for row in rows] == [
         [device, f"decode-{batch}, 5"] for device in ("another", "a device") for batch in (1, 32, 128)
@@ -107,14 +107,17 @@ def test_defaults_are_one_table_with_all_ratios_and_what_is_missing(tmp_path: Pa
     slow = document(speeds | {"FLASH_ATTN": [250.0] * 4}, plan, facts)
     (tmp_path / "defaults-8b-K5.json").write_text(json.dumps(slow))
     behind = ", ".join(f"defaults-8b-K5 decode-{batch}" for batch in (1, 32, 128))
-    assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.defaults(tmp_path)
-    assert "Not measured yet: 8b (main, K1, K7, context); 1b (all); " in table
-    assert "8b-tp2 (all); " in table
+    assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.variants(tmp_path)
+    assert "Not measured yet: 8b (K1, K7, context); 1b (K1, K5, K7, context); " in table
+    assert "tp2" not in table
+    assert "Not measured yet: 8b; 1b; " in published.defaults(tmp_path)
+    assert "8b-tp2; " in published.defaults(tmp_path)
     several = document({"noop": [100.0]}, find_plan("defaults-8b-tp2"), facts)
     (tmp_path / "defaults-8b-tp2.json").write_text(json.dumps(several))
     table = published.defaults(tmp_path)
     assert "| 0.32.0, V2, FLASHINFER, 8b, 2 a device | decode-1, 3 |" in table
-    assert "8b-tp2 (all)" not in table
+    assert "8b-tp2; " not in table
+    assert "decode-1, 5" not in table
 
 
 def test_the_plugins_v1_is_compared_with_v2_where_both_ran(tmp_path: Path):

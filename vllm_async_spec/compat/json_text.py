@@ -22,9 +22,13 @@ def compact_json(document: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(members) + "\n}\n"
 
 
+_OF_TEXT = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0, "mf": lzma.MF_BT3}
+"""For text, which has no alignment (pb); 1 % shorter."""
+
+
 def packed(text: str) -> bytes:
     """The content of an .xz file with this text."""
-    return lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
+    return lzma.compress(text.encode(), filters=[_OF_TEXT])
 
 
 def unpacked(path: Path) -> str:
