@@ -128,6 +128,7 @@ NOT_TOLD_BY_CODE = {
     "carried-inputs": "the V1 runner has the fault to this day; the entry ends where no model has it by default",
     "draft-graphs": "the same",
     "steady-inputs": "the same",
+    "steady-states": "the same",
     "linear-attention": "every V1 runner builds it anew; before 0.18 the builder is another",
     "engine-report": "no vLLM tells which attention backends it uses",
     "prometheus-registry": "no vLLM has these metrics",

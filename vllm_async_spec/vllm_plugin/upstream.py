@@ -63,6 +63,9 @@ class MultiGroupBlockTable(Protocol):
     def __getitem__(self, idx: int) -> BlockTable:
         """Those of one group."""
 
+    def append_row(self, block_ids: Sequence[Sequence[int]], row_idx: int) -> None:
+        """Add pages of each group to a row."""
+
     def commit_block_table(self, num_reqs: int) -> None:
         """Start copies of the first rows' pages to the device."""
 

@@ -13,12 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_async_spec.vllm_plugin.upstream import BatchMetadata, CpuGpuBuffer, InputBatch, SpecDecodeMetadata
+from vllm_async_spec.vllm_plugin.upstream import (
+    BatchMetadata,
+    CachedRequestData,
+    CachedRequestState,
+    CpuGpuBuffer,
+    InputBatch,
+    SchedulerOutput,
+    SpecDecodeMetadata,
+)
 from vllm_async_spec.vllm_plugin.upstream_config import (
     CacheConfig,
     CompilationConfig,
     ModelConfig,
     ParallelConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 
@@ -182,6 +191,66 @@ class CarryingRunner(Protocol):
         self, num_draft_tokens: npt.NDArray[np.int32], cu_num_scheduled_tokens: npt.NDArray[np.int32]
     ) -> SpecDecodeMetadata:
         """The metadata of drafts, from the drafts of each row and the tokens up to its end."""
+
+
+class RequestAccount(CachedRequestState, Protocol):
+    """More of the runner's state of a request."""
+
+    num_computed_tokens: int
+    block_ids: Sequence[list[int]]
+    """By KV cache group."""
+
+
+class AccountedRequests(CachedRequestData, Protocol):
+    """More of the requests of a step that the runner already knows."""
+
+    resumed_req_ids: set[str]
+    """Those that were preempted before."""
+    new_block_ids: Sequence[Sequence[Sequence[int]] | None]
+    """By KV cache group; None without new blocks."""
+
+
+class AccountedStep(SchedulerOutput, Protocol):
+    """More of the requests and tokens that a step computes."""
+
+    scheduled_cached_reqs: AccountedRequests
+    scheduled_new_reqs: Sequence[object]
+    finished_req_ids: set[str]
+
+
+class AccountBatch(InputBatch, Protocol):
+    """The V1 runner's persistent batch, with its account of tokens; all on the host."""
+
+    token_ids_cpu: npt.NDArray[np.int32]
+    """(rows, longest sequence)."""
+    is_token_ids: npt.NDArray[np.bool_]
+    """(rows, longest sequence): False where a token is given as an embedding."""
+    spec_token_ids: list[list[int]]
+    """Drafts by row."""
+
+    def condense(self) -> None:
+        """Move the last rows into those that were left."""
+
+    def refresh_metadata(self) -> None:
+        """Make the sampler's metadata anew, if the requests have changed."""
+
+
+class AccountingRunner(Protocol):
+    """`GPUModelRunner` of the V1 runner from 0.21 on, as it takes over what the scheduler says."""
+
+    parallel_config: ParallelConfig
+    speculative_config: SpeculativeConfig | None
+    use_async_spec_decode: bool
+    requests: Mapping[str, RequestAccount]
+    input_batch: AccountBatch
+    prev_num_draft_tokens: CpuGpuBuffer
+    """(requests,) int32: drafts that each row of the last step verified."""
+
+    def _get_valid_sampled_token_count(self) -> list[int]:
+        """Tokens that the last step accepted of each of its rows, once the host has them; empty if there are none."""
+
+    def _may_reorder_batch(self, scheduler_output: SchedulerOutput) -> None:
+        """Let the attention backend move rows."""
 
 
 class DispatchingRunner(Protocol):

@@ -28,6 +28,7 @@ _NAMES = (
     "prompt_ends",
     "rank_agreement",
     "steady_inputs",
+    "steady_states",
     "top_k_bound",
     "virtual_batches",
 )
