@@ -15,10 +15,12 @@ from undone import applied, module_of
 from vllm_async_spec import kernels
 from vllm_async_spec.kernels import advance_batch_reference
 from vllm_async_spec.vllm_plugin.ledger import find_patch
+from vllm_async_spec.vllm_plugin.patches import steady_states
 from vllm_async_spec.vllm_plugin.patches.linear_attention import KeptStep
 from vllm_async_spec.vllm_plugin.patches.steady_inputs import SteadyBatch
+from vllm_async_spec.vllm_plugin.patches.steady_states import SteadyStates
 
-PATCHES = ("carried-inputs", "steady-inputs", "linear-attention", "prompt-ends")
+PATCHES = ("carried-inputs", "steady-inputs", "steady-states", "linear-attention", "prompt-ends")
 LOADS = int(os.environ.get("SIMULATION_LOADS", "4"))
 
 
@@ -71,26 +73,32 @@ def subject(stock: Any, release: str) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         # A late device would run this when its memory is another's; a GPU gives memory back in order.
         patch.setattr(kernels, "compile_advance_batch", lambda device: None)
+        patch.setattr(steady_states, "_FEWEST", 1)
         with applied(*names):
             yield stock
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many steps each of the two patches took."""
-    found = {"steady-inputs": 0, "linear-attention": 0}
-    handed, of_next = SteadyBatch.handed, KeptStep.of_next
+    """How many steps each of these patches took."""
+    found = {"steady-inputs": 0, "steady-states": 0, "linear-attention": 0}
+    handed, advance, of_next = SteadyBatch.handed, SteadyStates.advance, KeptStep.of_next
 
     def noted(self: SteadyBatch, *args: Any) -> Any:
         made = handed(self, *args)
         found["steady-inputs"] += made is not None
         return made
 
+    def advanced(self: SteadyStates, *args: Any) -> Any:
+        found["steady-states"] += 1
+        return advance(self, *args)
+
     def kept(self: KeptStep, *args: Any) -> Any:
         found["linear-attention"] += 1
         return of_next(self, *args)
 
     monkeypatch.setattr(SteadyBatch, "handed", noted)
+    monkeypatch.setattr(SteadyStates, "advance", advanced)
     monkeypatch.setattr(KeptStep, "of_next", kept)
     return found
 
@@ -100,10 +108,10 @@ def test_all_tokens_are_right_on_a_device_that_runs_late(subject: Any, seed: int
     assert wrong(subject, seed) == []
 
 
-def test_both_patches_take_steps_of_a_load(subject: Any, release: str, taken: dict[str, int]):
+def test_each_patch_takes_steps_of_a_load(subject: Any, release: str, taken: dict[str, int]):
     assert wrong(subject, 0) == []
-    assert taken["linear-attention"] > 3
-    assert taken["steady-inputs"] > 3 or release not in find_patch("steady-inputs").releases
+    for name, steps in taken.items():
+        assert steps > 3 or release not in find_patch(name).releases, name
 
 
 def none_accepted(counts: torch.Tensor, *rest: Any) -> None:

@@ -56,12 +56,9 @@ class SteadyStates:
 
     def goes_on(self, runner: AccountingRunner, scheduled: AccountedStep) -> bool:
         """Whether the step has the requests of the runner's batch, all of which had and have the same drafts."""
-        known, batch, wanted = (
-            scheduled.scheduled_cached_reqs,
-            runner.input_batch,
-            scheduled.scheduled_spec_decode_tokens,
-        )
-        requests, before = len(known.req_ids), batch.prev_req_id_to_index
+        known, wanted = scheduled.scheduled_cached_reqs, scheduled.scheduled_spec_decode_tokens
+        batch, requests = runner.input_batch, len(known.req_ids)
+        before = batch.prev_req_id_to_index
         if (
             requests < _FEWEST
             or scheduled.scheduled_new_reqs
