@@ -89,7 +89,9 @@ def _speeds(document: dict[str, Any]) -> list[Sequence[str]]:
             ratios = [ratio(row) if row else "-" for row in (*arms[1:], equals.get(load))]
             speeds = [speed(row) if row else "-" for row in arms]
             turns = str(max(row["turns"] for row in arms if row))
-            rows.append((head, f"{load}, {first['draft_tokens']}", *speeds, *ratios, turns))
+            graphs = engine.get("max_cudagraph_capture_size")
+            asked = f"{load}, {first['draft_tokens']}" + (f", graphs up to {graphs:,} tokens" if graphs else "")
+            rows.append((head, asked, *speeds, *ratios, turns))
     return rows
 
 

@@ -1,7 +1,7 @@
 """vLLM's default configuration, as operators get it: what is published for each release, runner and shape."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.arms import Arm, Plan, Plugin
@@ -15,6 +15,16 @@ _CACHE = {
     "8b-context": BESIDE_OTHERS | {"kv_cache_memory_bytes": 9 << 30},
 }
 """Caches of an 8b: 39,000 tokens, enough for 128 requests of 272, or 71,000, enough for two requests of 33,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a plan measures beside the others of its release."""
+
+    loads: tuple[str, ...]
+    draft_tokens: int = 3
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Engine arguments that are not vLLM's defaults, of which the plan's name tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +88,12 @@ class Published:
         return f", tensor parallel on {self.gpus} ranks"
 
     @property
-    def variants(self) -> Mapping[str, tuple[tuple[str, ...], int]]:
-        """Its part of `VARIANTS`: all on one GPU; none of data parallelism, which vLLM's `LLM` does not have."""
-        return VARIANTS if self.gpus == 1 else {} if self.has_experts else {"": VARIANTS[""]}
+    def variants(self) -> Mapping[str, Variant]:
+        """Its part of `VARIANTS`: all on one GPU, larger graphs with FLASHINFER only; none of data parallelism, which
+        vLLM's `LLM` does not have."""
+        if self.gpus > 1:
+            return {} if self.has_experts else {"": VARIANTS[""]}
+        return {suffix: each for suffix, each in VARIANTS.items() if self.backend == "FLASHINFER" or not each.engine}
 
     @property
     def about(self) -> str:
@@ -110,29 +123,30 @@ SEVERAL_GPUS = (
 """The same on several GPUs."""
 
 VARIANTS = {
-    "": (_LOADS, 3),
-    **{f"-K{number}": (("decode-1", "decode-32", "decode-128"), number) for number in (1, 5, 7)},
-    "-context": (("context-1k", "context-8k", "context-32k"), 3),
+    "": Variant(_LOADS),
+    **{f"-K{number}": Variant(("decode-1", "decode-32", "decode-128"), number) for number in (1, 5, 7)},
+    "-K7-graphs": Variant(("decode-128",), 7, {"max_cudagraph_capture_size": 1024}),  # a step has 1,024 tokens
+    "-context": Variant(("context-1k", "context-8k", "context-32k")),
 }
-"""Loads and draft tokens of the plans of each, by the end of their names."""
+"""The plans of each, by the end of their names."""
 
 
 def defaults() -> Iterator[Plan]:
     """For each of `PUBLISHED`: batches and mixed load; the same by number of draft tokens; and by length of context."""
     for which in (*PUBLISHED, *SEVERAL_GPUS):
-        for suffix, (loads, draft_tokens) in which.variants.items():
-            yield _defaults(which, suffix, loads, draft_tokens)
+        for suffix, variant in which.variants.items():
+            yield _defaults(which, suffix, variant)
 
 
-def _defaults(which: Published, suffix: str, loads: tuple[str, ...], draft_tokens: int) -> Plan:
+def _defaults(which: Published, suffix: str, variant: Variant) -> Plan:
     engine: dict[str, Any] = DEFAULT_ENGINE | _CACHE.get(
         f"{which.shape}{suffix}", _CACHE.get(which.shape, BESIDE_OTHERS)
     )
     return Plan(
         name=f"defaults-{which.name}{suffix}",
-        about=f"vLLM {which.about}, {draft_tokens} draft tokens, compiled by vLLM",
-        arms=which.arms(engine | which.parallel, draft_tokens),
-        loads=find_loads(loads),
+        about=f"vLLM {which.about}, {variant.draft_tokens} draft tokens, compiled by vLLM",
+        arms=which.arms(engine | which.parallel | dict(variant.engine), variant.draft_tokens),
+        loads=find_loads(variant.loads),
         turns=4,
         seconds=2.0,
         repetitions=1,

@@ -22,7 +22,7 @@ _WITHOUT_V2 = {"hybrid"}
 """Shapes that vLLM's V2 runner does not serve."""
 _PLANNED = (
     *((shape, "0.26.0") for shape in ("1b", "8b", "moe", "a3b", "gpt-oss", "hybrid")),
-    *(("1b", release) for release in ("0.22.1", "0.24.0", "0.28.0")),
+    *(("1b", release) for release in ("0.20.2", "0.22.1", "0.24.0", "0.28.0")),
 )
 _HAVE_V2 = {"0.26.0", "0.28.0"}
 """Releases whose default for dense models is the V2 runner."""

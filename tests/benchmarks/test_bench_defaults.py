@@ -28,8 +28,9 @@ def test_an_engine_on_a_gpu_is_vllms_default(name: str):
         if arm.needs_gpu:
             ranks = RANKS.get(name.rpartition("-")[2], set())
             kernels = {"gdn_prefill_backend"} if name.endswith("-triton") else set()
+            graphs = {"max_cudagraph_capture_size"} if name.endswith("-graphs") else set()
             seed = {"seed"} if name.endswith("-0.18.1-tp2") else set()
-            assert arm.engine.keys() <= SIZES | CHOSEN | ranks | kernels | seed, arm.name
+            assert arm.engine.keys() <= SIZES | CHOSEN | ranks | kernels | graphs | seed, arm.name
             assert arm.gpus == (2 if ranks else 1)
             assert arm.engine["enable_prefix_caching"] is arm.engine["max_num_seqs"] is None
 
@@ -77,6 +78,10 @@ def test_every_row_that_is_published_has_its_plans():
             assert {(release, runner_, shape, backend, drafts, f"decode-{batch}") for batch in (1, 32, 128)} <= found
         for load in ("decode-8", "mixed", "context-1k", "context-8k", "context-32k"):
             assert (release, runner_, shape, backend, 3, load) in found
+    larger = [name for name in PLANS if name.endswith("-graphs")]
+    assert larger == [f"defaults-{name}-K7-graphs" for name in ("8b", "1b", "8b-0.26.0-V2", "8b-0.26.0-V1")]
+    for arm in (arm for name in larger for arm in find_plan(name).arms):
+        assert arm.engine["max_cudagraph_capture_size"] == 128 * (1 + arm.draft_tokens)
     served = {find_serve_plan(name).arms[0].release for name in SERVE_PLANS}
     assert served == {None, "0.32.0", "0.26.0", "0.24.0", "0.18.1"}
 

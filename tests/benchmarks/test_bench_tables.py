@@ -108,10 +108,13 @@ def test_speeds_at_defaults_have_all_ratios_and_what_is_missing(tmp_path: Path):
     (tmp_path / "defaults-8b-K5.json").write_text(json.dumps(slow))
     behind = ", ".join(f"defaults-8b-K5 decode-{batch}" for batch in (1, 32, 128))
     assert f"The plugin is slower than FLASH_ATTN by more than noise in: {behind}." in published.variants(tmp_path)
-    assert "Not measured yet: 8b (K1, K7, context); 1b (K1, K5, K7, context); " in table
+    assert "Not measured yet: 8b (K1, K7, K7-graphs, context); 1b (K1, K5, K7, K7-graphs, context); " in table
     assert "tp2" not in table
     assert "Not measured yet: 8b; 1b; " in published.defaults(tmp_path)
     assert "8b-tp2; " in published.defaults(tmp_path)
+    larger = document({"noop": [100.0]}, find_plan("defaults-8b-K7-graphs"), facts)
+    (tmp_path / "defaults-8b-K7-graphs.json").write_text(json.dumps(larger))
+    assert "| decode-128, 7, graphs up to 1,024 tokens |" in published.variants(tmp_path)
     several = document({"noop": [100.0]}, find_plan("defaults-8b-tp2"), facts)
     (tmp_path / "defaults-8b-tp2.json").write_text(json.dumps(several))
     table = published.defaults(tmp_path)
