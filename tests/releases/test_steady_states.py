@@ -134,10 +134,19 @@ def test_another_account_is_found(subject: Any, fault: Any, monkeypatch: pytest.
     assert any(wrong(subject, random_schedule(seed)) for seed in SEEDS)
 
 
-def test_requests_that_no_longer_go_on_are_looked_up_anew(subject: Any, monkeypatch: pytest.MonkeyPatch):
-    """The control of `forget`: a request that comes back under its name has another state."""
-    monkeypatch.setattr(SteadyStates, "forget", lambda self: None if hasattr(self, "_names") else forget(self))
-    assert any(wrong(subject, random_schedule(seed)) for seed in (3, 4))
+def test_requests_are_looked_up_anew_after_each_step_of_vllms(
+    subject: Any, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    """One that was preempted has another state under its name."""
+    looked, look_up = set[int](), SteadyStates._look_up
 
+    def noted(self: SteadyStates, *args: Any) -> None:
+        looked.add(len(taken))
+        look_up(self, *args)
 
-forget = SteadyStates.forget
+    monkeypatch.setattr(SteadyStates, "_look_up", noted)
+    run(subject, random_schedule(0), late=False)
+    after = {number for number in range(1, len(taken)) if taken[number] and not taken[number - 1]}
+    assert after
+    assert after <= looked
+    assert sum(taken) > len(looked), "nothing was kept"
