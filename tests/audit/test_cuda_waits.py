@@ -120,3 +120,8 @@ def test_audited_events_measure_time():
     after.record(torch.cuda.current_stream())
     after.synchronize()
     assert 1.0 < before.elapsed_time(after) < 1000.0
+
+
+def test_an_audited_event_is_recorded_by_name_too():
+    with pytest.raises(RuntimeError, match="doesn't support events"):  # of PyTorch's own; it knows the argument
+        AuditedEvent("cpu").record(stream=None)

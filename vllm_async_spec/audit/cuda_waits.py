@@ -115,11 +115,11 @@ class AuditedEvent(torch.Event):
             event._timed = _PlainEvent(*args, **kwargs)
         return event
 
-    def record(self, *args: Any) -> None:
+    def record(self, *args: Any, **kwargs: Any) -> None:
         """Record the event on a stream, the current one if none is given."""
-        super().record(*args)
+        super().record(*args, **kwargs)
         if self._timed is not None:
-            self._timed.record(*args)
+            self._timed.record(*args, **kwargs)
 
     def elapsed_time(self, other: torch.Event) -> float:
         """Milliseconds from this event to `other`."""
