@@ -24,7 +24,7 @@ from vllm_async_spec.vllm_plugin.patches import optimistic_runner
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from vllm_async_spec.vllm_plugin.upstream import SchedulerOutput, SpecDecodeMetadata
+    from vllm_async_spec.vllm_plugin.upstream import InputBatch, SchedulerOutput, SpecDecodeMetadata
     from vllm_async_spec.vllm_plugin.upstream_batch import CarryingRunner
 
     Counts = npt.NDArray[np.int32]
@@ -90,14 +90,12 @@ class SteadyBatch:
         requests, batch = self._requests, runner.input_batch
         if requests != len(tokens) or not _all_verify(scheduled, tokens, requests, self._tokens):
             return None
-        before, drafts = batch.prev_req_id_to_index, runner._draft_token_ids
+        drafts = runner._draft_token_ids
         counts, sampled = runner.valid_sampled_token_count_gpu, batch.prev_sampled_token_ids
         if counts is None or sampled is None or not isinstance(drafts, torch.Tensor):
             return None
         goes_on = (
-            bool(before)
-            and list(before) == batch.req_ids[:requests]
-            and before[batch.req_ids[requests - 1]] == requests - 1  # rows rise, so none is left out
+            rows_stay(batch, requests)
             and bool((runner.prev_num_draft_tokens.np[:requests] == self._tokens - 1).all())
             and drafts.shape[1] == self._tokens - 1
             and min(len(counts), len(sampled), len(drafts)) >= requests
@@ -121,6 +119,18 @@ class SteadyBatch:
         )
         metadata: SpecDecodeMetadata = runner._calc_spec_decode_metadata(self._drafts, self._ends)
         return metadata.logits_indices, metadata, *self._more
+
+
+def rows_stay(batch: InputBatch, requests: int) -> bool:
+    """Whether the first rows of a batch were the same rows in the step before, and all that it had.
+
+    Args:
+        batch: after the scheduler's changes, if there were any.
+        requests: how many rows; at least one.
+    """
+    before, names = batch.prev_req_id_to_index, batch.req_ids[:requests]
+    # Rows rise, so none was left out if the last one is in its place.
+    return bool(before) and list(before) == names and before[names[-1]] == requests - 1
 
 
 def _all_verify(scheduled: SchedulerOutput, tokens: Counts, requests: int, each: int) -> bool:

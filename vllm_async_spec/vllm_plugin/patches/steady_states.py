@@ -17,7 +17,7 @@ import numpy as np
 
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.vllm_plugin.ledger import Implementation
-from vllm_async_spec.vllm_plugin.patches import optimistic_runner
+from vllm_async_spec.vllm_plugin.patches import optimistic_runner, steady_inputs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -58,7 +58,6 @@ class SteadyStates:
         """Whether the step has the requests of the runner's batch, all of which had and have the same drafts."""
         known, wanted = scheduled.scheduled_cached_reqs, scheduled.scheduled_spec_decode_tokens
         batch, requests = runner.input_batch, len(known.req_ids)
-        before = batch.prev_req_id_to_index
         if (
             requests < _FEWEST
             or scheduled.scheduled_new_reqs
@@ -66,9 +65,7 @@ class SteadyStates:
             or known.resumed_req_ids
             or any(getattr(scheduled, name, None) for name in _ELSE)
             or not len(wanted) == requests == batch.num_reqs
-            or not before
-            or list(before) != batch.req_ids
-            or before[batch.req_ids[-1]] != requests - 1  # rows rise, so none is left out
+            or not steady_inputs.rows_stay(batch, requests)
             or _differs(runner)
         ):
             return False
