@@ -67,8 +67,8 @@ def _speeds_at_defaults(results: Path, suffixes: Sequence[str]) -> str:
     for which, own in asked.items():
         lacking = [suffix for suffix in own if f"defaults-{which.name}{suffix}" not in found]
         if lacking:
-            listed = "" if suffixes == [""] else f" ({', '.join(each.strip('-') for each in lacking)})"
-            missing.append(which.name + listed)
+            named = ", ".join(each.strip("-") for each in lacking)
+            missing.append(f"{which.name} ({named})" if named else which.name)
     lines += [f"Not measured yet: {'; '.join(missing)}."] * bool(missing)
     return "\n".join([Grid((*_HEAD, *_RATIOS), rows).markdown(), *(f"- {line}" for line in lines), ""])
 
