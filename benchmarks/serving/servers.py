@@ -147,7 +147,7 @@ class Processes(contextlib.AbstractContextManager["Processes"]):
         process = stack.enter_context(
             json_child.start(
                 [*self._interpreter(arm.release), *SERVER, json.dumps(setup)],
-                log=self._log(arm.name),
+                log=self._log(f"{arm.name}-audit" if audit else arm.name),  # the timed server's log stays
                 env=server_environment(arm, os.environ, audit=audit),
                 fail=lambda why: ChildError(f"the server of {arm.name!r} failed: {why}"),
                 cwd=child.ROOT,
