@@ -9,7 +9,7 @@ import copy
 import fnmatch
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,12 @@ def files(folder: Path, pattern: str = "*.json") -> list[Path]:
     return [folder / name for name in sorted(names) if fnmatch.fnmatchcase(name, pattern)]
 
 
-def keep(folder: Path) -> list[str]:
+def keep(folder: Path, shorten: Callable[[Any], Any] = lambda found: found) -> list[str]:
     """Put the folder's files into its archive, and remove them; returns their names.
+
+    Args:
+        folder: holds the files, and the archive.
+        shorten: what the archive gets of a result.
 
     Raises:
         OSError: a file can't be read or written; all files are still there.
@@ -54,7 +58,7 @@ def keep(folder: Path) -> list[str]:
     found = {path.stem: read_json(path) for path in loose}
     if wrong := [name for name, each in found.items() if not isinstance(each, dict)]:
         raise ValueError(f"{folder / wrong[0]}.json is not a JSON object, so no result; move the file")
-    write_archive(folder, {**_archived(folder), **found})
+    write_archive(folder, {**_archived(folder), **{name: shorten(each) for name, each in found.items()}})
     for path in loose:
         path.unlink()
     return list(found)

@@ -28,7 +28,7 @@ from benchmarks.present import grid, notes
 from benchmarks.results import RESULTS, ResultFile, figure_of, read_result, read_trace, result_files, trace_files
 from benchmarks.runner import Runner
 from benchmarks.serving.plan import ServePlan
-from benchmarks.serving.results import find_served, served_files
+from benchmarks.serving.results import find_served, served_files, shortened
 from benchmarks.serving.table import serve_grid, serve_notes
 from benchmarks.shapes import ShapeError
 from benchmarks.stored import ARCHIVE, exists
@@ -148,7 +148,7 @@ def fill(
 def keep() -> None:
     """Put the files of benchmarks/results into the archive there, which git has, and remove them."""
     try:
-        kept = keep_files(RESULTS)
+        kept = keep_files(RESULTS, shortened)
     except (OSError, ValueError) as error:
         fail(f"{error}; nothing was removed")
     typer.echo(f"in {RESULTS / ARCHIVE}: {', '.join(kept)}" if kept else f"nothing was done: {RESULTS} has no *.json")

@@ -64,7 +64,7 @@ class ServeFile:
         if failed and any(_same(failure, step) for failure in self.document["failures"]):
             return True
         if step.load is None:
-            return step.arm.name in self.document["tokens"]
+            return step.arm.name in self.document["tokens"] and not self._lacks_hashes(step.arm.name)
         if step.audits:
             return any(_same(audit, step) for audit in self.document.get("audits", ()))
         place = _key(step) | {"arm": ANY}
@@ -108,12 +108,17 @@ class ServeFile:
     def compared(self, step: Step, samples: Row) -> None:
         """Keep what came out; once all arms have been compared, nobody needs the hashes of the reference's tokens."""
         self._forget(step)
-        plan, tokens = self.document["plan"], self.document["tokens"]
+        tokens = self.document["tokens"]
         tokens[step.arm.name] = samples
-        if len(tokens) == len(plan["arms"]):
-            for sample in tokens[plan["reference"]].values():
-                sample.pop("hashes", None)
+        if len(tokens) == len(self.document["plan"]["arms"]):
+            self.document = shortened(self.document)
         self._write()
+
+    def _lacks_hashes(self, arm: str) -> bool:
+        """Whether other arms are still to be compared with this one, and its hashes are gone."""
+        plan, tokens = self.document["plan"], self.document["tokens"]
+        waiting = arm == plan["reference"] and len(tokens) < len(plan["arms"])
+        return waiting and not all("hashes" in sample for sample in tokens[arm].values())
 
     def failed(self, step: Step, why: str) -> None:
         self._forget(step)
@@ -130,6 +135,20 @@ class ServeFile:
             PlanError: it can't be written; the message says where all steps are kept.
         """
         write_result(self.path, self.document)
+
+
+def shortened(found: Document) -> Document:
+    """A result without the hashes of the reference's tokens, which are three quarters of its compressed size.
+
+    A run that is to compare another arm serves the reference's requests again. A result of anything else is unchanged.
+    """
+    if "served" not in found:
+        return found
+    tokens = {
+        arm: {kind: {name: each for name, each in sample.items() if name != "hashes"} for kind, sample in kinds.items()}
+        for arm, kinds in found["tokens"].items()
+    }
+    return found | {"tokens": tokens}
 
 
 def read_served(path: Path) -> Document:

@@ -14,7 +14,16 @@ from served import PLAN, Fakes
 from benchmarks.arms import PlanError
 from benchmarks.serving import run, servers
 from benchmarks.serving.plan import steps
-from benchmarks.serving.results import ServeFile, faults, machines, read_served, starts, summarise, unlike
+from benchmarks.serving.results import (
+    ServeFile,
+    faults,
+    machines,
+    read_served,
+    shortened,
+    starts,
+    summarise,
+    unlike,
+)
 from benchmarks.serving.table import serve_grid, serve_notes
 from vllm_async_spec.audit.engine import AuditError
 
@@ -241,6 +250,25 @@ def test_tokens_that_differ_are_counted_and_are_a_fault_of_the_plugin_only(fakes
     assert faults(result.document) == ["plugin: 3 greedy requests have other tokens than stock's"]
 
 
+def test_an_archived_result_has_no_hashes_and_serves_them_again_for_an_arm_that_comes_later(fakes: Fakes):
+    path = fakes.folder / "result.json"
+    fakes.run(only="stock,noop", loads="rate-2")
+    whole = read_served(path)
+    assert "hashes" in whole["tokens"]["stock"]["greedy"]
+    short = shortened(whole)
+    assert short["tokens"]["stock"]["greedy"].keys() == whole["tokens"]["stock"]["greedy"].keys() - {"hashes"}
+    assert {**short, "tokens": whole["tokens"]} == whole
+    path.write_text(json.dumps(short))
+    fakes.run(only="stock,noop", loads="rate-2")
+    assert fakes.events.count("greedy stock") == 2
+    path.write_text(json.dumps(short))
+    fakes.fail({"greedy plugin": "tokens"})
+    done, result, _ = fakes.run(loads="rate-2")
+    assert done
+    assert unlike(result.document, "plugin") == {"greedy": 3, "seeded": 0}
+    assert shortened({"turns": []}) == {"turns": []}
+
+
 def test_machines_are_side_by_side_and_never_compared(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):
     fakes.run(loads="rate-2")
     monkeypatch.setenv("SERVED_DEVICE", "another device")
@@ -297,6 +325,8 @@ def test_audits_come_last_each_in_a_server_of_its_own(fakes: Fakes, audits: list
     assert len(starts(result.document)) == 3  # an agent may slow a start
     assert fakes.run(AUDITED)[0]
     assert len(audits) == 2
+    logs = {path.stem for path in fakes.folder.rglob("made-up-*.log")}
+    assert {f"made-up-{arm}{end}" for arm in ("noop", "plugin") for end in ("", "-audit")} <= logs
 
 
 def test_a_failed_audit_is_one_sentence_and_keeps_the_rest(fakes: Fakes, monkeypatch: pytest.MonkeyPatch):

@@ -61,9 +61,10 @@ def test_what_a_caller_changes_is_not_read_again(tmp_path: Path):
 
 
 def test_the_command_keeps_the_files_of_a_folder(results: Path):
-    written(results, a={"of": 1})
+    written(results, a={"of": 1}, b={"served": 1, "tokens": {"stock": {"greedy": {"requests": 2, "hashes": "ab"}}}})
     done = bench("keep")
     assert (done.exit_code, read_json(results / "a.json")) == (0, {"of": 1})
+    assert read_json(results / "b.json")["tokens"] == {"stock": {"greedy": {"requests": 2}}}
     done = bench("keep")
     assert "nothing was done" in done.output
 
