@@ -52,6 +52,14 @@ def builder(stock: Any, request: pytest.FixtureRequest) -> Any:
     return local_attention_builder(backend, SETTING, CHUNK, PAGE)
 
 
+def test_kernels_are_compiled_when_a_builder_is_made(stock: Any, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(virtual_batches, "compile_virtual_batches", lambda *given: asked.append(given))
+    backend = importlib.import_module("vllm.v1.attention.backends.triton_attn").TritonAttentionBackend
+    builder = local_attention_builder(backend, SETTING, CHUNK, PAGE)
+    assert asked == [(CHUNK, CHUNK // PAGE, builder.device)]
+
+
 def metadata(query: list[int], exact: list[int]) -> Any:
     made = builders.common_metadata(query, exact, block_size=PAGE)
     made.seq_lens_cpu = made.num_computed_tokens_cpu = None

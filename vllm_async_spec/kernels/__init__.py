@@ -26,6 +26,7 @@ from vllm_async_spec.kernels.steady_batch import (
     compile_advance_batch,
 )
 from vllm_async_spec.kernels.virtual_batches import (
+    compile_virtual_batches,
     gather_pages,
     gather_pages_reference,
     split_by_chunks,
@@ -43,6 +44,7 @@ __all__ = [
     "advance_batch_reference",
     "compile_advance_batch",
     "compile_kernels",
+    "compile_virtual_batches",
     "correct_inputs",
     "correct_inputs_reference",
     "gather_pages",

@@ -1,13 +1,12 @@
 """The Triton kernel of `device_inputs`, which documents it."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
-import triton
 import triton.language as tl
 
-_STRIDES = ["sampled_stride", "draft_row_stride", "draft_stride", "row_stride"]
+from vllm_async_spec.kernels.compiled_once import compiled_once
 
 
-@triton.jit(do_not_specialize=_STRIDES)  # type: ignore[untyped-decorator]
+@compiled_once("sampled_stride", "draft_row_stride", "draft_stride", "row_stride")
 def correct_inputs(  # type: ignore[no-untyped-def]
     carry,
     counts,

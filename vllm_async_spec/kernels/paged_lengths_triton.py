@@ -1,25 +1,12 @@
-"""The Triton kernels of `paged_lengths`, which documents them.
-
-Each kernel compiles once for a device: no value or alignment causes a recompilation, for which a request would wait.
-"""
+"""The Triton kernels of `paged_lengths`, which documents them."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
-from typing import Any
-
-import triton
 import triton.language as tl
 
-_NUMBERS = {"page_size", "batch", "works", "limit", "row_stride"}
+from vllm_async_spec.kernels.compiled_once import compiled_once
 
 
-def _kernel(function: Any) -> Any:
-    names = [name for name in function.__code__.co_varnames[: function.__code__.co_argcount] if name != "BLOCK"]
-    tensors = [name for name in names if name not in _NUMBERS]
-    numbers = [name for name in names if name in _NUMBERS]
-    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=tensors)
-
-
-@_kernel
+@compiled_once("page_size", "batch")
 def last_page_lens(seq_lens, page_indptr, out, page_size, batch, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK requests."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -28,7 +15,7 @@ def last_page_lens(seq_lens, page_indptr, out, page_size, batch, BLOCK: tl.const
     tl.store(out + request, tl.load(seq_lens + request, mask=mask) - (pages - 1) * page_size, mask=mask)
 
 
-@_kernel
+@compiled_once("row_stride", "page_size")
 def pages(  # type: ignore[no-untyped-def]
     seq_lens, block_table, page_indptr, out_indices, out_lens, row_stride, page_size, BLOCK: tl.constexpr
 ):
@@ -43,7 +30,7 @@ def pages(  # type: ignore[no-untyped-def]
         tl.store(out_indices + first + page, tl.load(row + page, mask=page < count), mask=page < count)
 
 
-@_kernel
+@compiled_once("works")
 def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program for each BLOCK work items."""
     work = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -52,7 +39,7 @@ def work_lens(seq_lens, requests, count, out, works, BLOCK: tl.constexpr):  # ty
     tl.store(out + work, tl.load(seq_lens + request, mask=mask), mask=mask)
 
 
-@_kernel
+@compiled_once("limit", "batch", "works")
 def chunks(  # type: ignore[no-untyped-def]
     seq_lens,
     query_indptr,

@@ -1,13 +1,12 @@
 """The Triton kernel of `steady_batch`, which documents it."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
-import triton
 import triton.language as tl
 
-_VARYING = ["sampled_stride", "draft_row_stride", "draft_stride", "batch", "tokens", "size"]
+from vllm_async_spec.kernels.compiled_once import compiled_once
 
 
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+@compiled_once("sampled_stride", "draft_row_stride", "draft_stride", "batch", "tokens", "size")
 def advance_batch(  # type: ignore[no-untyped-def]
     counts,
     sampled,

@@ -10,6 +10,8 @@ Importing this module does not import Triton; the first call on a CUDA tensor do
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from vllm_async_spec.kernels.triton_kernels import kernels_of, runs_as_triton
@@ -122,6 +124,21 @@ def gather_pages_reference(
     """`gather_pages` in PyTorch."""
     page = chunks[:, None] * pages + torch.arange(pages, dtype=torch.int32, device=chunks.device)
     return block_table[requests[:, None].long(), page.clamp(max=block_table.shape[1] - 1).long()]
+
+
+def compile_virtual_batches(chunk: int, pages: int, device: torch.device) -> None:
+    """Compile and load both kernels, so that no request waits for it; does nothing on a CPU.
+
+    Args:
+        chunk: tokens in a chunk.
+        pages: pages in a chunk.
+        device: where the kernels will run.
+    """
+    if device.type != "cuda":
+        return
+    zeros = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    split_by_chunks(zeros(2), zeros(1), chunk, zeros(2), zeros(1), zeros(1), zeros(1))
+    gather_pages(zeros(1, 1), zeros(1), zeros(1), pages)
 
 
 _BLOCK = 128

@@ -1,11 +1,12 @@
 """The Triton kernels of `virtual_batches`, which documents them."""
 
 # No `from __future__ import annotations` here: Triton reads the annotations of its constants.
-import triton
 import triton.language as tl
 
+from vllm_async_spec.kernels.compiled_once import compiled_once
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
+
+@compiled_once("rows")
 def split_by_chunks(  # type: ignore[no-untyped-def]
     query_start_loc,
     seq_lens,
@@ -50,7 +51,7 @@ def split_by_chunks(  # type: ignore[no-untyped-def]
         tl.store(virtual_start_loc + rows, end)
 
 
-@triton.jit(do_not_specialize=["last_column"])  # type: ignore[untyped-decorator]
+@compiled_once("row_stride", "column_stride", "last_column")
 def gather_pages(  # type: ignore[no-untyped-def]
     block_table,
     requests,

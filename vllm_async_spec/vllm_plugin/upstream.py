@@ -379,6 +379,7 @@ if TYPE_CHECKING:  # for the type checker, methods need no bodies
         """`AttentionMetadataBuilder`: one backend's metadata of a batch."""
 
         device: torch.device
+        kv_cache_spec: AttentionSpec
 
         def __init__(self, *args: object, **kwargs: object) -> None: ...
         @classmethod

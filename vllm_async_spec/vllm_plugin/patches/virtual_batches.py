@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from vllm_async_spec.host_copy import HostCopy
-from vllm_async_spec.kernels import gather_pages, split_by_chunks, virtual_batches
+from vllm_async_spec.kernels import compile_virtual_batches, gather_pages, split_by_chunks, virtual_batches
 from vllm_async_spec.patching import Transaction
 from vllm_async_spec.sync_policy import record_fallback
 from vllm_async_spec.vllm_plugin.ledger import Implementation, PatchError
@@ -122,11 +122,14 @@ def _apply_marks(transaction: Transaction, module: ModuleType) -> None:
 
     @functools.cache
     @functools.wraps(original)
-    def create_chunked_local_attention_backend(underlying_attn_backend: type[AttentionBackend], *sizes: int) -> object:
-        backend = original(underlying_attn_backend, *sizes)
+    def create_chunked_local_attention_backend(
+        underlying_attn_backend: type[AttentionBackend], attention_chunk_size: int, *sizes: int
+    ) -> object:
+        backend = original(underlying_attn_backend, attention_chunk_size, *sizes)
         if underlying_attn_backend.get_name() not in _DEVICE_BACKENDS:
             return backend
         builder = _before(_CutOnDevice, backend.get_builder_cls())
+        builder.chunk = attention_chunk_size
         return type(backend.__name__, (backend,), {"get_builder_cls": staticmethod(lambda: builder)})
 
     transaction.set_function(module, _CREATE, create_chunked_local_attention_backend)
@@ -136,6 +139,13 @@ class _CutOnDevice(BuilderBase):
     """Goes before vLLM's builder, and marks its batches to be cut on the device."""
 
     cuts_on_device = True
+    chunk: int
+    """Tokens in a chunk, of the subclass that is made for it."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's dummy runs build no such metadata, so the first request would wait for the kernels.
+        compile_virtual_batches(self.chunk, self.chunk // self.kv_cache_spec.block_size, self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: BatchMetadata, fast_build: bool = False) -> object:
         marked: Any = copy.copy(common_attn_metadata)
