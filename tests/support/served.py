@@ -12,6 +12,7 @@ from benchmarks.serving import servers
 from benchmarks.serving.plan import ServeLoad, ServePlan
 from benchmarks.serving.results import ServeFile
 from benchmarks.serving.run import ServeRunner
+from benchmarks.serving.table import serve_grid
 
 FAKES = Path(__file__).with_name("served_fakes")
 PLAN = ServePlan(
@@ -26,6 +27,12 @@ PLAN = ServePlan(
 )
 
 
+def rows_of(result: ServeFile) -> list[dict[str, str]]:
+    """The table of a result, each row by its columns' names."""
+    found = serve_grid(result.document)
+    return [dict(zip(found.head, row, strict=True)) for row in found.rows]
+
+
 class Fakes:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -33,6 +40,7 @@ class Fakes:
         self.fail({})
         monkeypatch.setenv("SERVED_FAKES", str(folder))
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "compiled"))
+        monkeypatch.setattr(servers, "_DYING_S", 0.5)
         monkeypatch.setattr(servers, "SERVER", [str(FAKES / "server.py")])
         monkeypatch.setattr(servers, "CLIENT", [str(FAKES / "client.py")])
         here = Path(__file__).parent
