@@ -1,6 +1,8 @@
 """Commands of plans: run a plan, show and draw results, write their figures into sentences."""
 
+import contextlib
 import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -37,6 +39,13 @@ from benchmarks.summary import against, with_reference
 from benchmarks.tables import TableError, documents, rewrite
 
 AnyPlan = TypeVar("AnyPlan", Plan, ServePlan)
+_EXAMPLE = """'{"compilation_config": {"cudagraph_mode": "FULL"}}'"""
+EngineOptions = Annotated[
+    str,
+    typer.Option(
+        "--engine", metavar="JSON", help=f"More engine arguments of all arms, such as {_EXAMPLE}; with --name."
+    ),
+]
 app = typer.Typer()
 
 
@@ -58,6 +67,7 @@ def run(
         bool, typer.Option("--fresh", help="Start a new result file; the first turn replaces the existing one.")
     ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed turns again.")] = False,
+    engine: EngineOptions = "",
     cache: Cache = CACHE,
 ) -> None:
     """Run the turns that a plan's result file lacks, and write the file after every turn.
@@ -65,7 +75,9 @@ def run(
     Exit code 0: the file has all requested turns; 1: turns are left, or a turn failed; 2: this machine can't run them.
     """
     try:
-        chosen = adjusted(find_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
+        chosen = adjusted(
+            with_engine(find_plan(plan), engine, name), turns, seconds, audit=audit, one_by_one=one_by_one
+        )
         path = out / f"{name or chosen.name}.json"
         result = ResultFile(path, chosen, fresh=fresh)
         runner = Runner(chosen, result, command=command_line(), envs=find_environments(env), cache=cache, report=say)
@@ -146,7 +158,10 @@ def fill(
 
 @app.command()
 def keep() -> None:
-    """Put the files of benchmarks/results into the archive there, which git has, and remove them."""
+    """Put the files of benchmarks/results into the archive there, which git has, and remove them.
+
+    Served results go without the hashes of their tokens.
+    """
     try:
         kept = keep_files(RESULTS, shortened)
     except (OSError, ValueError) as error:
@@ -163,6 +178,28 @@ def adjusted(plan: AnyPlan, turns: int, seconds: float, *, audit: bool, one_by_o
         audited=plan.audited if audit else (),
         keep=plan.keep and not one_by_one,
     )
+
+
+def with_engine(plan: AnyPlan, options: str, name: str) -> AnyPlan:
+    """The plan with more engine arguments, a JSON object, for all its arms; under a name of its own.
+
+    Raises:
+        PlanError: these are no such arguments, the name is the plan's, or the plan's arms differ in one of them.
+    """
+    if not options:
+        return plan
+    given = None
+    with contextlib.suppress(ValueError):
+        given = json.loads(options)
+    if not isinstance(given, dict) or not given:
+        raise PlanError(f"--engine is {options!r}; it must be a JSON object of engine arguments, such as {_EXAMPLE}")
+    if name in ("", plan.name):
+        raise PlanError(f"--engine needs a --name other than {plan.name}, which stands for the plan's own settings")
+    for option in given:
+        if len({json.dumps(arm.engine.get(option), sort_keys=True) for arm in plan.arms}) > 1:
+            raise PlanError(f"--engine sets {option}, in which the arms of {plan.name} differ; leave it out")
+    arms = tuple(dataclasses.replace(arm, engine={**arm.engine, **given}) for arm in plan.arms)
+    return dataclasses.replace(plan, name=name, about=f"{plan.about}, with {json.dumps(given)}", arms=arms)
 
 
 def _read(path: Path, *, traces: bool = False) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from benchmarks.cli.common import (
     find_environments,
     say,
 )
-from benchmarks.cli.results import adjusted, show_served
+from benchmarks.cli.results import EngineOptions, adjusted, show_served, with_engine
 from benchmarks.facts import EngineError
 from benchmarks.plans.serving import SERVE_PLANS, find_serve_plan
 from benchmarks.results import RESULTS
@@ -48,6 +48,7 @@ def serve(
         bool, typer.Option("--fresh", help="Start a new result file; the first step replaces the existing one.")
     ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="Run failed steps again.")] = False,
+    engine: EngineOptions = "",
     cache: Cache = CACHE,
 ) -> None:
     """Start `vllm serve` for each arm, drive the servers in turns with vLLM's own client, and compare.
@@ -57,7 +58,8 @@ def serve(
     Exit code 0: the file has all requested steps; 1: steps are left, or a step failed; 2: this machine can't run them.
     """
     try:
-        chosen = adjusted(find_serve_plan(plan), turns, seconds, audit=audit, one_by_one=one_by_one)
+        asked = with_engine(find_serve_plan(plan), engine, name)
+        chosen = adjusted(asked, turns, seconds, audit=audit, one_by_one=one_by_one)
         path = out / f"{name or chosen.name}.json"
         result = ServeFile(path, chosen, fresh=fresh)
         envs = find_environments(env)
