@@ -72,10 +72,11 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
 
     `kinds` may have `native`, FlashInfer's wrappers alone; `fa2`, the same with the kernels of older GPUs; `e5m2`, a KV
     cache of that format, with the setting that vLLM needs for it; `ragged`, short prompts, and a token budget two below
-    the tokens of all requests with all their drafts. `ranks` are tensor parallel. Compilation and graphs are vLLM's
-    defaults.
+    the tokens of all requests with all their drafts; `wide`, more requests at once and longer outputs, so that many
+    steps have the requests of the step before. `ranks` are tensor parallel. Compilation and graphs are vLLM's defaults.
     """
     wrappers, ragged, e5m2 = {"native", "fa2"}.intersection(kinds), "ragged" in kinds, "e5m2" in kinds
+    running, output = (40, (128, 384)) if "wide" in kinds else (16, (1, 120))
     model, tp = find_shape(shape), [f"tp{ranks}"] if ranks > 1 else []
     environment = all_reduce_environment(release, ranks)
     if "fa2" in kinds:
@@ -105,7 +106,7 @@ def _soak(release: str, runner: str, backend: str, *kinds: str, shape: str = "1b
             | (TRITON_PREFILL if model.has_linear_attention else {}),
             environment=environment,
         ),
-        load=Load("soak", requests=96, running=16, prompt=(1, 8 if ragged else 700), output=(1, 120)),
+        load=Load("soak", requests=96, running=running, prompt=(1, 8 if ragged else 700), output=output),
         undrafted=_undrafted(model),
     )
 
@@ -149,6 +150,7 @@ SOAKS: dict[str, Soak] = {
         *(_soak(*each, "FLASH_ATTN") for each in _RUNNERS),
         _soak("0.18.1", "V1", "FLASH_ATTN", shape="8b"),
         _soak("0.24.0", "V1", "FLASH_ATTN"),
+        *(_soak(release, "V1", "FLASH_ATTN", "wide") for release in ("0.24.0", "0.26.0")),
         *(_soak(release, "V1", "FLASH_ATTN", shape="moe") for release in ("0.24.0", "0.26.0")),
         *(_soak("0.26.0", "V1", "FLASH_ATTN", shape=shape) for shape in ("gpt-oss", "hybrid")),
         *(_soak("0.32.0", runner, "FLASH_ATTN", shape="local") for runner in ("V1", "V2")),

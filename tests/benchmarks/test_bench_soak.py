@@ -21,6 +21,7 @@ from benchmarks.soak.engine import CONTROLS, NEAR, NOTED, Expected, Verdict, exp
 from benchmarks.soak.run import SoakError, allowed, together
 from benchmarks.soak.soaks import SOAKS
 from vllm_async_spec import kernels
+from vllm_async_spec.vllm_plugin.patches import steady_states
 from vllm_async_spec.vllm_plugin.patches.carried_inputs import Carried
 
 SAID = Expected([5, 6, 7], [{}, {"9": NEAR / 2, "8": 2 * NEAR}, {}])
@@ -84,6 +85,13 @@ def test_of_mla_stock_without_drafts_says_what_is_right():
         assert each.oracle.method is (None if each.undrafted else each.subject.method)
         assert each.oracle.plugin is Plugin.STOCK
         assert each.oracle.engine == each.subject.engine
+
+
+def test_a_wide_soak_has_more_requests_than_the_shorter_account_needs():
+    for release in ("0.24.0", "0.26.0"):
+        load = SOAKS[f"{release}-V1-FLASH_ATTN-wide"].load
+        assert load.running > 2 * steady_states._FEWEST  # also where requests have ended, and none has come yet
+        assert load.requests > load.running
 
 
 def test_the_noise_is_measured_where_float16_does_not_bound_it():
