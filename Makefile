@@ -15,10 +15,11 @@ RELEASES ?= 0.12.0 0.13.0 0.18.1 0.22.1 0.24.0 0.26.0 0.28.0 0.32.0 0.33.0
 COMPAT ?= 0.12.0 0.13.0 0.18.1 0.26.0 0.32.0
 # Tests run in as many processes. Not on a GPU, whose memory an engine takes whole.
 WORKERS ?= $(if $(shell command -v nvidia-smi),0,2)
+SOAK_RUNNER = $(PYTHON) -m benchmarks soak 0.26.0-V1-CPU_ATTN --cache $(CACHE)/benchmarks --env 0.26.0=$(CACHE)/engine-0.26.0/env.sh
 FLASHINFER := 0.6.8.post1 0.6.14 0.7.0.post1 0.7.2.post1
 NVCC := $(addsuffix ==13.*,nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-cuda-cccl)
 
-.PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream compat docs wheel publish lint clean
+.PHONY: demo bench models test test-slow coverage test-releases test-transformers test-planner test-upstream test-runner compat docs wheel publish lint clean
 
 demo: $(VENV)/.ready  ## the main job: four ways of serving, one table, the same tokens
 	$(BIN)/vllm-async-spec demo --cache $(CACHE)/demo
@@ -81,6 +82,11 @@ test-planner: $(VENV)/.ready  ## plans for CUDA graphs by FlashInfer's own plann
 test-upstream: $(VENV)/.ready  ## vLLM's own tests that need no GPU, with the plugin and without; UPSTREAM="v1/core" runs a part
 	test -d $(CACHE)/upstream/packages || $(UV) $(FIND_LINKS) --no-deps --target $(CACHE)/upstream/packages tblib==3.2.2 pytest-asyncio==1.5.0
 	$(PYTHON) tests/upstream --cache $(CACHE)/upstream $(UPSTREAM)
+
+test-runner: $(VENV)/.ready  ## the V1 runner of vLLM 0.26.0 in an engine on a CPU, as the plugin changes it on a GPU; fetched once, 6 GB
+	test -e $(CACHE)/engine-0.26.0/env.sh || ./tests/older_engine.sh $(BIN)/uv 0.26.0 2.11.0 $(CACHE)/engine-0.26.0
+	$(SOAK_RUNNER) --seconds 60
+	$(SOAK_RUNNER) --seconds 5 --control carried | grep --max-count=3 'differs from token'  # stale tokens must be noticed
 
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

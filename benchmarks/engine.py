@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import caches, mrope, older_gpu
+from benchmarks import caches, mrope, older_gpu, runner_on_cpu
 from benchmarks.audited import digest, host_time
 from benchmarks.facts import EngineError, check_declared, check_release, choose_plugins, load_plugins
 from benchmarks.features.cases import find_feature
@@ -57,6 +57,7 @@ class BenchEngine:
         load_plugins(self._arm)
         self._cuda = torch.cuda.is_available()
         older_gpu.choose()
+        runner_on_cpu.choose()
         if not self._cuda and self._arm["plugin"] == "noop" and self._arm["engine"].get("async_scheduling"):
             from vllm_async_spec.vllm_plugin.patches.async_scheduling import open_cpu_gate
 
@@ -165,6 +166,7 @@ class BenchEngine:
         """Serve `load` for `seconds` under random arrivals and, on a GPU, delays; compare with the tokens in `file`."""
         which, requests = self._loads[load]
         expected = [Expected(**each) for each in json.loads(Path(file).read_text())]
+        self._llm.collective_rpc("bench_count_steps")
         self._break(control)
         with self._delays(seed, late=self._cuda) as delayed:
             start = time.perf_counter()
@@ -183,6 +185,7 @@ class BenchEngine:
             "seconds": round(spent, 1),
             "delays": dict(delayed),
             "fallbacks": dict(sum(map(Counter, self._llm.collective_rpc("bench_fallbacks")), Counter())),
+            "prepared": self._llm.collective_rpc("bench_steps")[0],
         }
 
     def feature(self, name: str, noted: bool, late: bool, control: str | None, adapter: str | None) -> dict[str, Any]:

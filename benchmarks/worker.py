@@ -11,6 +11,8 @@ from typing import Any
 import benchmarks.loader  # noqa: F401  registers the load format
 from benchmarks.facts import engine_facts
 
+_PLUGIN = "vllm_async_spec.vllm_plugin.plugin"
+
 
 class BenchWorker:
     """Becomes a base of vLLM's worker class."""
@@ -39,6 +41,18 @@ class BenchWorker:
         from benchmarks.soak.engine import CONTROLS
 
         CONTROLS[control](self.model_runner)
+
+    def bench_count_steps(self) -> None:
+        """Count the steps that patches prepare, see `soak.steps`."""
+        if _PLUGIN in sys.modules:  # stock has none
+            from benchmarks.soak import steps
+
+            steps.count()
+
+    def bench_steps(self) -> dict[str, int]:
+        """Steps that patches have prepared, by patch."""
+        steps = sys.modules.get("benchmarks.soak.steps")
+        return steps.counts() if steps else {}
 
     def bench_fallbacks(self) -> dict[str, int]:
         """The fallbacks of the plugin in this process since its start, by reason."""

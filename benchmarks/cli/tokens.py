@@ -82,11 +82,13 @@ def soak(
         f"{sum(outcomes.values())} requests, {found['tokens']} tokens in {found['seconds']} s, {delayed} delays: "
         f"{outcomes['same']} as stock, {outcomes['swapped']} with a near tie swapped "
         f"(at most {found['widest_swap']:.3f} apart), "
-        f"{outcomes['different']} different; fallbacks {found['fallbacks']}"
+        f"{outcomes['different']} different; fallbacks {found['fallbacks']}; steps by patch {found['prepared']}"
     )
     for index, place, behind in found["first_different"]:
         choice = "not among stock's next four" if behind is None else f"{behind:.3f} behind stock's"
         typer.echo(f"  request {index} differs from token {place} on, by a token {choice}")
+    if plugin is Plugin.ON and (idle := [patch for patch in chosen.prepared if not found["prepared"].get(patch)]):
+        fail(f"no step was prepared by {', '.join(idle)}, so this soak shows nothing of it; see the engine's log")
     raise typer.Exit(1 if outcomes["different"] else 0)
 
 

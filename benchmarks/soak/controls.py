@@ -15,7 +15,7 @@ BREAKS = {
     "fence": _PLANS,
     "positions": _RUNNER,
     "exact": _RUNNER,
-    "carried": f"the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} on a GPU",
+    "carried": f"inputs that the V1 runner of {_CARRIED[0]} to {_CARRIED[-1]} keeps on the device",
     "kept": "kept metadata of linear attention, in the V1 runner",
 }
 """The part of the plugin that each control breaks."""

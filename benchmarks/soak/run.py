@@ -127,6 +127,7 @@ def together(legs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "seconds": round(sum(leg["seconds"] for leg in legs), 1),
         "delays": _added(leg["delays"] for leg in legs),
         "fallbacks": legs[-1]["fallbacks"],  # counted since the engine's start
+        "prepared": legs[-1]["prepared"],  # since the first leg's
     }
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks import older_gpu
+from benchmarks import older_gpu, runner_on_cpu
 from benchmarks.arms import Arm, PlanError, Plugin
 from benchmarks.loads import Load
 from benchmarks.plans.engines import (
@@ -33,6 +33,8 @@ class Soak:
     load: Load
     undrafted: bool = False
     """Whether stock gives the expected tokens without drafts, because stock with drafts is wrong."""
+    prepared: tuple[str, ...] = ()
+    """Patches that must have prepared steps (`steps`), or the soak has shown nothing of them."""
 
     @property
     def noisy(self) -> bool:
@@ -128,6 +130,26 @@ def _tiny_soak(shape: str, method: Method, ranks: int = 1, **engine: Any) -> Soa
     )
 
 
+def _runner_on_cpu(release: str) -> Soak:
+    """A soak of what the plugin changes in the V1 runner on a GPU, on a CPU, with batches that go on.
+
+    It takes vLLM's CPU build of that release.
+    """
+    tiny = _tiny_soak("tiny", Method.DRAFT_MODEL, async_scheduling=True)
+    return replace(
+        tiny,
+        name=f"{release}-V1-CPU_ATTN",
+        subject=replace(
+            tiny.subject,
+            release=release,
+            runner="V1",
+            environment={**tiny.subject.environment, **runner_on_cpu.ENVIRONMENT},
+        ),
+        load=Load("soak-tiny-wide", requests=72, running=24, prompt=(1, 64), output=(48, 120)),
+        prepared=runner_on_cpu.PATCHES,
+    )
+
+
 SOAKS: dict[str, Soak] = {
     soak.name: soak
     for soak in (
@@ -144,6 +166,7 @@ SOAKS: dict[str, Soak] = {
         _tiny_soak("tiny-gpt-oss", Method.EAGLE, async_scheduling=True),
         # The tiny draft model has one head, which two ranks can't share.
         _tiny_soak("tiny", Method.EAGLE, ranks=2),
+        _runner_on_cpu("0.26.0"),
         *(_soak(*each, "FLASHINFER") for each in (*_RUNNERS[1:], ("0.32.0", "V1"))),
         *(_soak("0.32.0", runner, "FLASHINFER", "native") for runner in ("V1", "V2")),
         *(_soak("0.32.0", "V2", "FLASHINFER", each) for each in ("fa2", "e5m2")),

@@ -212,7 +212,7 @@ def test_a_result_is_named_for_what_it_is_of(
     options: tuple[str, ...], file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def run_soak(soak: Any, *, plugin: Plugin, control: str | None, **_: Any) -> Iterator[dict[str, Any]]:
-        verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}}
+        verdict = asdict(Verdict()) | {"seconds": 1.0, "delays": {}, "fallbacks": {}, "prepared": {}}
         yield {"plugin": plugin.value, "control": control} | verdict
 
     monkeypatch.setattr("benchmarks.cli.tokens.run_soak", run_soak)
@@ -232,6 +232,7 @@ LEGS: list[dict[str, Any]] = [
         "seconds": 60.2,
         "delays": {"before build": 7},
         "fallbacks": {"a reason": 1},
+        "prepared": {"steady-inputs": 5},
     },
     {
         "outcomes": {"same": 50, "swapped": 1, "different": 2},
@@ -242,6 +243,7 @@ LEGS: list[dict[str, Any]] = [
         "seconds": 30.5,
         "delays": {"before build": 2, "after build": 1},
         "fallbacks": {"a reason": 4},
+        "prepared": {"steady-inputs": 9, "steady-states": 2},
     },
 ]
 
@@ -257,6 +259,7 @@ def test_legs_of_a_soak_are_one_verdict():
         "seconds": 90.7,
         "delays": {"before build": 9, "after build": 1},
         "fallbacks": {"a reason": 4},
+        "prepared": {"steady-inputs": 9, "steady-states": 2},
     }
 
 

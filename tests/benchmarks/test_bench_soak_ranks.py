@@ -316,7 +316,7 @@ def test_too_few_gpus_are_told_in_one_sentence(gpus: list[float], code: int, mon
     monkeypatch.setattr("benchmarks.machine.gpus", lambda: gpus)
     monkeypatch.setattr("benchmarks.cli.common.installed_vllm", lambda: "0.32.0")
     verdict = {"outcomes": {"same": 1, "swapped": 0, "different": 0}, "tokens": 1, "widest_swap": 0.0, "seconds": 1.0}
-    verdict |= {"first_different": [], "delays": {}, "fallbacks": {}}
+    verdict |= {"first_different": [], "delays": {}, "fallbacks": {}, "prepared": {}}
     monkeypatch.setattr("benchmarks.cli.tokens.run_soak", lambda *_, **__: iter([verdict]))
     done = bench("soak", "0.32.0-V2-FLASHINFER-tp2")
     assert done.exit_code == code
