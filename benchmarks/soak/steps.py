@@ -36,7 +36,8 @@ def _counted(name: str, prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def counting(*arguments: Any) -> Any:
         made = prepare(*arguments)
-        _counts[name] += made is not None
+        if made is not None:
+            _counts[name] += 1
         return made
 
     return counting

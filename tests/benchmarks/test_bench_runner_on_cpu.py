@@ -43,7 +43,7 @@ def test_it_is_stock_that_schedules_alike_without_the_patches():
 
 
 def test_steps_that_a_patch_leaves_to_vllm_do_not_count(monkeypatch: pytest.MonkeyPatch):
-    made = iter(["tokens", None, "tokens"])
+    made = iter([None, "tokens", "tokens"])
     monkeypatch.setattr(Carried, "tokens_of", lambda *_: next(made))
     monkeypatch.setattr(steps, "_METHODS", {"carried-inputs": (Carried, "tokens_of")})
     monkeypatch.setattr(steps, "_counting", [])
@@ -51,7 +51,8 @@ def test_steps_that_a_patch_leaves_to_vllm_do_not_count(monkeypatch: pytest.Monk
     for _ in range(2):
         steps.count()  # the second time changes nothing
     carried: Any = Carried(1)
-    assert [carried.tokens_of(None, None, 1, None) for _ in range(3)] == ["tokens", None, "tokens"]
+    assert (carried.tokens_of(None, None, 1, None), steps.counts()) == (None, {})
+    assert [carried.tokens_of(None, None, 1, None) for _ in range(2)] == ["tokens", "tokens"]
     assert steps.counts() == {"carried-inputs": 2}
 
 
